@@ -20,8 +20,6 @@ from typing import Any
 import yaml
 from chart_schema import schema_of
 
-from rollmesh.config.autoscaling_rule import load_rule
-
 CHART = Path(__file__).resolve().parent / "rollmesh"
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?P<rest>.*)$")
 FREE = ("run",)
@@ -112,15 +110,15 @@ def adapter_rules() -> str:
     """Values of the prometheus-adapter chart: an external metric for every signal of files/autoscaling."""
     rules = []
     for file in sorted((CHART / "files" / "autoscaling").glob("*.yaml")):
-        rule = load_rule(file)
-        for signal in rule.signals:
-            query = signal.query.replace("$selector", "<<.LabelMatchers>>").replace("$window", rule.window)
+        rule = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for signal in rule["signals"]:
+            query = signal["query"].replace("$selector", "<<.LabelMatchers>>").replace("$window", rule["window"])
             rules.append(
                 {
                     # The leader's series exists as long as the run does, independent of the query.
                     "seriesQuery": 'rollmesh_rollout_leader{namespace!="",run!=""}',
                     "resources": {"overrides": {"namespace": {"resource": "namespace"}}},
-                    "name": {"as": metric_name(rule.service, signal.name)},
+                    "name": {"as": metric_name(rule["service"], signal["name"])},
                     "metricsQuery": query,
                 }
             )

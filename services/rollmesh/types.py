@@ -29,8 +29,6 @@ class FinishReason(StrEnum):
     """The token budget or the context length was used up."""
     INTERRUPTED = "interrupted"
     """The generator stopped early; the tokens so far are valid and the trajectory can be resumed."""
-    SEGMENT_LIMIT = "segment_limit"
-    """The budget of this call was used up; the caller continues with another call."""
     ENVIRONMENT = "environment"
     """The environment ended the episode."""
 

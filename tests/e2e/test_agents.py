@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.free_port import free_port
 
 from .audits import assert_rescored
 from .conftest import ENDLESS, WAIT_SECONDS

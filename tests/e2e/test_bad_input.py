@@ -58,7 +58,7 @@ REFUSED = [
     ({"trainer": {"train_steps": "many"}}, "trainer.train_steps: Input should be a valid integer"),
     ({"schedule": {"pool_size": 400}}, "schedule.pool_size=400 is above (max_staleness + 1)"),
     ({"schedule": {"group_size": 1, "pool_size": None}}, "schedule.group_size=1: grpo compares the members of a group"),
-    ({"rollout": {"top_p": 0.9}}, "rollout.top_p=0.9"),
+    ({"rollout": {"top_p": 0.9}}, "rollout.top_p: unknown key; training samples from the full vocabulary"),
     ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, "needs the barrier of schedule.preset=copris_paper"),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: Input should be greater than or equal to 0.001 (got 0)"),
     ({"rollout": {"max_new_tokens": 4096}}, "generator.max_context_tokens=640 is less than"),

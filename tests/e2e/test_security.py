@@ -21,9 +21,9 @@ from rollmesh.config import RunConfig
 from rollmesh.config.security import SecurityConfig, StoreTlsConfig
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import RewardUnavailable, RollmeshError, StoreUnavailable
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.bearer_tokens import MISSING_TOKEN, WRONG_TOKEN
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import FinishReason, GenerationCall, GeneratorRecord, Prompt, SamplingParams, Trajectory

@@ -14,7 +14,7 @@ from typing import IO
 
 import httpx
 
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 
 # A start is 25 CPU seconds of imports in three processes: half a minute on idle cores, minutes on busy ones.
 START_SECONDS = 300.0

@@ -1,4 +1,4 @@
-{{/* Autoscalers. Their rules are in files/autoscaling/<component>.yaml, which `rollmesh autoscale` reads, too. */}}
+{{/* Autoscalers. Their rules are in files/autoscaling/<component>.yaml. */}}
 
 {{- define "rollmesh.scalingRule" -}}
 {{- $file := printf "files/autoscaling/%s.yaml" (index . 1) -}}

@@ -1,281 +1,247 @@
-"""``rollmesh bench gpu``: ``sync`` and ``copris_paper`` on one shared GPU, and the step-time curve of decode.
+"""``rollmesh bench gpu``: ``sync`` beside ``copris_paper`` on one shared device, and the step-time curve of decode.
 
-A randomly initialised model of Qwen2.5-0.5B's shape in bfloat16, 32 groups of 8 trajectories per update. Response
-lengths are fixed per (prompt, index), lognormal with median 500 and cap 4096, the same in every arm. Scheduling core,
-engine and train step are those of a mesh; weights move from trainer to engine through a checkpoint folder. The arms
-alternate, update by update, on one engine that is idle in between; warm-up updates do not count.
-
-Differences from a mesh, the same in every arm: there is no Redis queue, reward service or gRPC (the queue is in this
-process's memory, rewards are fixed by key). The rate of an arm counts the smaller of its trained tokens and its
-generated tokens in the measured updates, so neither unfinished work nor work from the warm-up counts. Old
-log-probabilities are the paper's, so copris_paper pays for scoring its partial trajectories.
+A random model of Qwen2.5-0.5B's shape in bfloat16; 32 groups of 8 trajectories per update. Engine and train step are
+those of a mesh, and weights move through a checkpoint folder. There is no Redis, reward service or gRPC. The arms take
+turns, update by update. A rate counts the smaller of trained and generated tokens, so that unfinished work and work
+from the warm-up do not count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollmesh.bench.gpu_arm import BenchArm, Update, make_trainer
-from rollmesh.bench.gpu_curve import Curve, running_counts, step_time_curve
-from rollmesh.bench.gpu_workload import QWEN2_5_05B, TINY, Shape, Workload, write_random_model
+from rollmesh.bench.gpu_arm import BenchArm, Update, Workload
 from rollmesh.bench.measure import Measure, compared
-from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.bench.models import RandomModel
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
-from rollmesh.scheduling import Schedule, resolve_schedule
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import GenerationCall, Int32Array, SamplingParams
 
-RESULTS, CURVE = "results.json", "step_time_curve.json"
-SYNC = "sync"
+Curve = list[tuple[int, float]]
+"""Seconds of a decode step by number of calls in progress, in the form of ``generator.pace``."""
+
+RESULTS = "results.json"
+_SECONDS = 540.0
+"""No turn starts that would probably end later than this."""
+_CHUNK, _CHUNKS, _WARM_CHUNKS = 16, 8, 2
+"""Tokens per chunk and chunks per call of the step-time curve, and its uncounted chunks: graphs are captured there."""
+_QWEN_05B: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32_768,
+}
+_TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Sizes of one experiment."""
+    """Sizes of one experiment; the defaults are those of docs/gpu.md."""
 
-    shape: Shape
-    dtype: str
-    device: str
+    shape: dict[str, Any]
     workload: Workload
-    groups_per_batch: int
-    group_size: int
-    pools: tuple[int, ...]
-    updates: int
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    pools: tuple[int, ...] = (512,)
+    updates: int = 3
     """Measured updates of every arm."""
-    warmup: int
-    """Updates of copris_paper before the measured ones, while its pool fills; sync starts empty and makes one."""
-    token_budget: int
-    """Tokens of one training pass."""
-    cuda_graphs: bool
-    curve_context: int
+    warmup: int = 2
+    """Updates of copris_paper before the measured ones, while its pool fills; sync makes at most one."""
+    curve_context: int = 640
     """Context tokens before the tokens of the step-time curve."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFindings:
-    """Measured updates and step-time curve; either may be empty."""
-
-    parameters: int
-    updates: tuple[Update, ...]
-    curve: Curve
-
-
 def full_plan() -> Plan:
-    """Return the plan of the experiment in docs/gpu.md."""
+    """Return the plan of docs/gpu.md."""
     workload = Workload(
-        vocab_size=QWEN2_5_05B.vocab_size, prompt_tokens=128, median_length=500, sigma=1.0, longest=4096
-    )
-    return Plan(
-        shape=QWEN2_5_05B,
-        dtype="bfloat16",
-        device="cuda",
-        workload=workload,
+        vocab_size=_QWEN_05B["vocab_size"],
+        prompt_tokens=128,
+        median_length=500,
+        longest=4096,
         groups_per_batch=32,
         group_size=8,
-        pools=(256, 512, 768),
-        updates=6,
-        warmup=3,
-        token_budget=8192,
-        cuda_graphs=True,
-        curve_context=640,
     )
+    return Plan(shape=_QWEN_05B, workload=workload)
 
 
 def quick_plan() -> Plan:
-    """Return a plan that takes seconds on a CPU; it tests that the bench runs, not its speed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    workload = Workload(vocab_size=TINY.vocab_size, prompt_tokens=8, median_length=20, sigma=1.0, longest=120)
-    return Plan(
-        shape=TINY,
-        dtype="float32",
-        device=device,
-        workload=workload,
-        groups_per_batch=4,
-        group_size=4,
-        pools=(16, 32),
-        updates=2,
-        warmup=2,
-        token_budget=512,
-        cuda_graphs=device == "cuda",
-        curve_context=16,
+    """Return a plan of seconds on a CPU: it shows that the bench runs, its figures mean nothing."""
+    workload = Workload(
+        vocab_size=_TINY["vocab_size"], prompt_tokens=8, median_length=20, longest=120, groups_per_batch=4, group_size=4
     )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_context=16)
 
 
 def run(
-    *,
-    quick: bool = False,
-    curve_only: bool = False,
-    pools: Sequence[int] = (),
-    updates: int | None = None,
-    cuda_graphs: bool | None = None,
-    output: Path | None = None,
+    *, quick: bool = False, pools: Sequence[int] = (), updates: int | None = None, output: Path | None = None
 ) -> list[Measure]:
-    """Measure; arguments that are set replace those of the plan.
-
-    Files are written to ``output`` (default ``bench-gpu``, or no files with ``quick``). Raises ConfigError without a
-    GPU, unless ``quick``.
-    """
+    """Measure; ``pools`` and ``updates`` replace those of the plan. ConfigError without a GPU, unless ``quick``."""
     if not quick and not torch.cuda.is_available():
         raise ConfigError(
             "bench gpu: this machine or this build of torch has no CUDA, and on a CPU the figures would mean nothing; "
             "--quick runs a tiny model to show that it works"
         )
     plan = quick_plan() if quick else full_plan()
-    changes: dict[str, Any] = {"pools": tuple(pools) or None, "updates": updates, "cuda_graphs": cuda_graphs}
-    plan = replace(plan, **{name: value for name, value in changes.items() if value is not None})
-    folder = output if output is not None or quick else Path("bench-gpu")
+    plan = replace(plan, pools=tuple(pools) or plan.pools, updates=updates or plan.updates)
     threads = torch.get_num_threads()
     if plan.device == "cpu":
         torch.set_num_threads(1)
     try:
-        findings = asyncio.run(measure(plan, folder, curve_only=curve_only))
+        return asyncio.run(measure(plan, output if output is not None or quick else Path("bench-gpu")))
     finally:
         torch.set_num_threads(threads)
-    return measures(plan, findings)
 
 
-async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) -> GpuFindings:
-    """Run a plan; rewrite the files after every update, so that an interrupted run leaves figures."""
+async def measure(plan: Plan, output: Path | None) -> list[Measure]:
+    """Run a plan; rewrite ``results.json`` after every update, so that an interrupted run leaves figures."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+        root = Path(scratch)
+        write, _ = RandomModel(shape=plan.shape).policy(0)
+        write(root / "model")
+        async with _engine(plan, root, cuda_graphs=False) as engine:
+            curves = {"without graphs": await _curve(plan, engine)}
+        async with _engine(plan, root, cuda_graphs=True) as engine:
+            curves["with graphs" if plan.device == "cuda" else "padded steps"] = await _curve(plan, engine)
+            arms = [BenchArm(pool, plan.workload, engine, _trainer(plan, root), root) for pool in (None, *plan.pools)]
+            updates: list[Update] = []
+            _save(output, plan, curves, updates)
+            turn_seconds = 0.0
+            for turn in range(plan.warmup + plan.updates):
+                turn_started = time.perf_counter()
+                if updates and turn_started - started + turn_seconds > _SECONDS:
+                    break
+                # sync starts empty and needs one update to warm up.
+                for arm in arms if turn >= plan.warmup - 1 else arms[1:]:
+                    update = await arm.update()
+                    if turn >= plan.warmup:
+                        updates.append(update)
+                        _save(output, plan, curves, updates)
+                turn_seconds = time.perf_counter() - turn_started
+            return measures(plan, curves, updates)
+
+
+@asynccontextmanager
+async def _engine(plan: Plan, root: Path, *, cuda_graphs: bool) -> AsyncIterator[TorchEngine]:
+    """Run an engine with slots for the largest arm."""
+    workload = plan.workload
     options = TorchEngineOptions(
-        slots=max(*plan.pools, plan.groups_per_batch * plan.group_size),
-        max_context_tokens=plan.workload.context_tokens,
+        slots=max(*plan.pools, workload.groups_per_batch * workload.group_size),
+        max_context_tokens=workload.prompt_tokens + workload.longest,
         device=plan.device,
         dtype=plan.dtype,
-        cuda_graphs=plan.cuda_graphs,
+        cuda_graphs=cuda_graphs,
     )
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        model = Path(scratch) / "initial"
-        parameters = write_random_model(model, plan.shape, plan.dtype)
-        engine = TorchEngine(options)
-        await engine.start(model, 0)
-        try:
-            context = plan.workload.prompt(0).token_ids.repeat(plan.curve_context)[: plan.curve_context]
-            curve = await step_time_curve(engine, running_counts(options.slots), context)
-            findings = GpuFindings(parameters=parameters, updates=(), curve=curve)
-            _save(output, plan, findings)
-            if curve_only:
-                return findings
-            arms = [_arm(plan, schedule, engine, model, Path(scratch)) for schedule in schedules(plan)]
-            async for update in _turns(plan, arms):
-                findings = GpuFindings(parameters=parameters, updates=(*findings.updates, update), curve=curve)
-                _save(output, plan, findings)
-            return findings
-        finally:
-            await engine.aclose()
+    engine = TorchEngine(options)
+    await engine.start(root / "model", 0)
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
 
 
-def schedules(plan: Plan) -> list[Schedule]:
-    """Return the schedules of the arms: sync, and copris_paper at every pool size."""
-    # The scheduler reduces the work towards its last step, which must come after the measured steps.
-    pool_batches = -(-max(plan.pools) // (plan.groups_per_batch * plan.group_size))
-    steps = plan.warmup + plan.updates + pool_batches + 1
-    sizes = {"groups_per_batch": plan.groups_per_batch, "group_size": plan.group_size}
-    sync = ScheduleConfig.model_validate({"preset": SYNC, **sizes})
-    # The paper has no staleness bound; ours must not slow the measured updates.
-    unbounded = {"preset": "copris_paper", "max_staleness": steps, **sizes}
-    copris = [ScheduleConfig.model_validate({"pool_size": pool, **unbounded}) for pool in plan.pools]
-    return [resolve_schedule(config, steps) for config in (sync, *copris)]
+def _trainer(plan: Plan, root: Path) -> PolicyTrainer:
+    config = TrainerConfig(tokens_per_microbatch=8192, algorithm=AlgorithmConfig(old_logprobs="stage_end"))
+    return PolicyTrainer.from_folder(root / "model", config, dtype=plan.dtype, device=plan.device)
 
 
-async def _turns(plan: Plan, arms: Sequence[BenchArm]) -> AsyncIterator[Update]:
-    """Run one update of every arm in turn; yield the measured updates."""
-    for turn in range(plan.warmup + plan.updates):
-        for arm in arms:
-            if arm.name == SYNC and turn < plan.warmup - 1:
-                continue
-            update = await arm.update()
-            if turn >= plan.warmup:
-                yield update
+async def _curve(plan: Plan, engine: TorchEngine) -> Curve:
+    """Measure the median of a decode step for some numbers of calls in progress, up to all slots."""
+    ids = plan.workload.group(0)[0].prompt.token_ids
+    context = ids.repeat(-(-plan.curve_context // len(ids)))[: plan.curve_context]
+    slots = engine.status().slot_count
+    return [(n, await _step_seconds(engine, n, context)) for n in (*(c for c in (1, 8, 64, 256) if c < slots), slots)]
 
 
-def _arm(plan: Plan, schedule: Schedule, engine: TorchEngine, model: Path, scratch: Path) -> BenchArm:
-    name = SYNC if schedule.preset == SYNC else f"{schedule.preset} {schedule.pool_size}"
-    trainer = make_trainer(model, dtype=plan.dtype, device=plan.device, token_budget=plan.token_budget)
-    return BenchArm(name, schedule, plan.workload, engine, trainer, scratch / name)
+async def _step_seconds(engine: TorchEngine, count: int, context: Int32Array) -> float:
+    """Measure one point; the calls are submitted to a paused engine, so they start and return chunks together."""
+    arrivals: list[float] = []
+
+    async def call(number: int) -> None:
+        request = GenerationCall(
+            trajectory_id=f"curve-{number}",
+            context_ids=context,
+            prompt_token_count=len(context),
+            max_new_token_count=_CHUNK * _CHUNKS,
+            sampling=SamplingParams(),
+            chunk_token_count=_CHUNK,
+        )
+        async for chunk in engine.generate(request):
+            if number == 0 and len(chunk.token_ids) == _CHUNK:
+                arrivals.append(time.perf_counter())
+
+    await engine.pause()
+    tasks = [asyncio.create_task(call(number)) for number in range(count)]
+    await asyncio.sleep(0)  # every task submits its call before the engine resumes
+    await engine.resume()
+    await asyncio.gather(*tasks)
+    between = [later - earlier for earlier, later in pairwise(arrivals)]
+    return statistics.median(between[_WARM_CHUNKS - 1 :]) / _CHUNK
 
 
-def measures(plan: Plan, findings: GpuFindings) -> list[Measure]:
-    """Return the rows of the table: every arm with sync as the baseline, then the curve."""
-    label = f"{plan.shape.name} shape on {device_name(plan.device)}, {plan.dtype}"
-    rows = [Measure(name=label, value=findings.parameters / 1e6, unit="million parameters")]
-    by_arm: dict[str, list[Update]] = {}
-    for update in findings.updates:
-        by_arm.setdefault(update.arm, []).append(update)
-    base = by_arm.get(SYNC, [])
-    for name, updates in by_arm.items():
-        for figure, value, baseline, unit in zip(_FIGURES, _values(updates), _values(base), _UNITS, strict=True):
+def measures(plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) -> list[Measure]:
+    """Return the rows of the table: every arm with sync as the baseline, then the curves."""
+    rows: list[Measure] = []
+    figures = {name: _figures([u for u in updates if u.arm == name]) for name in dict.fromkeys(u.arm for u in updates)}
+    for name, values in figures.items():
+        for (figure, unit), value in values.items():
+            base = figures["sync"][figure, unit]
             title = f"{name}: {figure}"
-            if name == SYNC:
-                rows.append(Measure(name=title, value=value, unit=unit))
-            else:
-                rows.append(compared(title, value, unit, SYNC, baseline))
-    graphs = "CUDA graphs" if plan.cuda_graphs and plan.device == "cuda" else "no graphs"
-    for running, seconds in findings.curve:
-        rows.append(Measure(name=f"decode step, {running} running, {graphs}", value=1000 * seconds, unit="ms"))
-    return rows
+            row = Measure(name=title, value=value, unit=unit)
+            rows.append(row if name == "sync" else compared(title, value, unit, "sync", base))
+    for mode, curve in curves.items():
+        rows += [Measure(name=f"decode step, {n} running, {mode}", value=1000 * s, unit="ms") for n, s in curve]
+    return [replace(row, name=f"{row.name}, {_device(plan)}") for row in rows]
 
 
-_FIGURES = (
-    "time per update",
-    "of it generation",
-    "of it training",
-    "trained tokens, charged for what is unfinished",
-    "generated tokens",
-    "mean response trained on",
-    "response tokens prefilled again per update",
-    "tokens in flight at the end of the last update",
-    "most trajectories running",
-)
-_UNITS = ("s", "s", "s", "tokens/s", "tokens/s", "tokens", "tokens", "tokens", "trajectories")
+def _figures(updates: Sequence[Update]) -> dict[tuple[str, str], float]:
+    count = len(updates)
+    seconds = {phase: sum(u.seconds[phase] for u in updates) for phase in updates[0].seconds}
+    generated, trained = sum(u.generated_tokens for u in updates), sum(u.trained_tokens for u in updates)
+    return {
+        ("time per update", "s"): sum(seconds.values()) / count,
+        ("of it generation", "s"): seconds["generate"] / count,
+        ("of it training", "s"): seconds["train"] / count,
+        ("trained tokens (charged)", "tokens/s"): min(trained, generated) / sum(seconds.values()),
+        ("mean response trained on", "tokens"): trained / sum(len(u.lengths) for u in updates),
+        ("prefilled again per update", "tokens"): sum(u.reprefilled_tokens for u in updates) / count,
+        ("most calls in progress", "calls"): max(u.most_running for u in updates),
+    }
 
 
-def _values(updates: Sequence[Update]) -> tuple[float, ...]:
-    """Return one number for each of ``_FIGURES``."""
-    if not updates:
-        return (0.0,) * len(_FIGURES)
-    count, seconds = len(updates), sum(u.total_seconds for u in updates)
-    trained, generated = charged_tokens(updates), sum(u.generated_tokens for u in updates)
-    return (
-        seconds / count,
-        sum(u.seconds["generate"] for u in updates) / count,
-        sum(u.seconds["train"] + u.seconds["stage_end"] for u in updates) / count,
-        trained / seconds,
-        generated / seconds,
-        sum(u.trained_tokens for u in updates) / sum(len(u.lengths) for u in updates),
-        sum(u.reprefilled_tokens for u in updates) / count,
-        updates[-1].untrained_tokens,
-        max(u.most_running for u in updates),
-    )
+def _device(plan: Plan) -> str:
+    return torch.cuda.get_device_name(plan.device) if plan.device == "cuda" else "CPU"
 
 
-def charged_tokens(updates: Sequence[Update]) -> int:
-    """Return the smaller of the trained tokens and the generated tokens of these updates."""
-    return min(sum(u.trained_tokens for u in updates), sum(u.generated_tokens for u in updates))
-
-
-def device_name(device: str) -> str:
-    """Return the name of the device for the figures."""
-    return torch.cuda.get_device_name(device) if device == "cuda" else "CPU"
-
-
-def _save(output: Path | None, plan: Plan, findings: GpuFindings) -> None:
+def _save(output: Path | None, plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) -> None:
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)
     document = {
-        "device": device_name(plan.device),
+        "device": _device(plan),
         "torch": torch.__version__,
         "plan": asdict(plan),
-        "findings": asdict(findings),
-        "measures": [m.figures() for m in measures(plan, findings)],
+        "curves": curves,
+        "updates": [asdict(update) for update in updates],
+        "measures": [measure.figures() for measure in measures(plan, curves, updates)],
     }
     (output / RESULTS).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (output / CURVE).write_text(json.dumps(findings.curve) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.algorithms.advantages.grpo import grpo
 from rollmesh.algorithms.losses.loss_protocol import LossInput
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.bench.measure import Figure, Measure, at_least, compared
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer

@@ -1,10 +1,10 @@
-"""``rollmesh bench NAME``: measured ratios against named baselines, in one run."""
+"""``rollmesh bench``: one command per bench; each measures ratios against named baselines in one run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,79 +17,131 @@ from rollmesh.bench.measure import Measure, missed
 from rollmesh.cli.common import JsonOption, clear_errors, heavy_module
 from rollmesh.report.console import output_console
 
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repetitions, to check that the bench runs.")]
+CheckOption = Annotated[bool, typer.Option("--check", help="Exit with status 1 when a bar is missed.")]
+Levels = Annotated[list[int] | None, typer.Option("--level", help="Rollouts in flight; repeatable.", min=1)]
+Pools = Annotated[list[int] | None, typer.Option("--pool", help="pool_size of a copris_paper arm; repeatable.")]
 
-class Bench(StrEnum):
-    """Available benches; each one is the module ``rollmesh.bench.<name>``."""
-
-    ENGINE = "engine"
-    TRAIN = "train"
-    QUEUE = "queue"
-    SCALE = "scale"
-    RELOAD = "reload"
-    CHAOS = "chaos"
-    FUZZ = "fuzz"
-    GPU = "gpu"
-    SGLANG = "sglang"
+app = typer.Typer(
+    help="Measure one part of the mesh against a named baseline in the same run.\n\n"
+    "--json prints one object per measure. The table shows the bars of each measure; --check requires all of them.",
+    no_args_is_help=True,
+)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the bench command."""
-    app.command("bench", rich_help_panel="Inspection")(bench)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Common output options of the benches."""
+
+    as_json: bool
+    check: bool
+
+    def run(self, name: str, **options: object) -> None:
+        """Run ``rollmesh.bench.<name>`` and print its measures; exit with status 1 for a missed bar if required."""
+        with clear_errors():
+            measures: list[Measure] = heavy_module(f"rollmesh.bench.{name}", f"bench {name}").run(**options)
+        if self.as_json:
+            for measure in measures:
+                typer.echo(json.dumps(measure.figures()))
+        else:
+            output_console().print(measures_table(measures, f"bench {name}"))
+        if self.check and (lines := missed(measures)):
+            console = Console(stderr=True, soft_wrap=True)
+            for line in lines:
+                console.print(Text(f"missed: {line}", style="red"))
+            raise typer.Exit(1)
 
 
-def bench(
-    name: Annotated[Bench, typer.Argument(help="Bench to run.")],
+@app.command()
+def engine(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
+    """Measure the torch engine beside Hugging Face generate, in tokens per CPU second."""
+    Output(as_json=as_json, check=check).run("engine", quick=quick)
+
+
+@app.command()
+def train(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
+    """Measure a train step on ragged trajectories beside padded micro-batches."""
+    Output(as_json=as_json, check=check).run("train", quick=quick)
+
+
+@app.command()
+def queue(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
+    """Measure full lives of trajectories in the queue beside a bare Redis stream."""
+    Output(as_json=as_json, check=check).run("queue", quick=quick)
+
+
+@app.command()
+def reload(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
+    """Measure the time from publishing a policy to serving it, and the pause of running calls."""
+    Output(as_json=as_json, check=check).run("reload", quick=quick)
+
+
+@app.command()
+def chaos(
     as_json: JsonOption = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions, to check that the bench runs.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with status 1 when a bar is missed.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="chaos: rounds; default: each fault once.", min=1)] = None,
-    fault: Annotated[str | None, typer.Option(help="chaos: run only this fault.")] = None,
-    requests: Annotated[int, typer.Option(help="fuzz: number of requests.", min=1)] = 100_000,
-    seed: Annotated[int, typer.Option(help="fuzz: seed of the requests.", min=0)] = 20261122,
-    curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
-    pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
-    updates: Annotated[int | None, typer.Option(help="gpu: measured updates per arm.", min=1)] = None,
-    cuda_graphs: Annotated[bool | None, typer.Option(help="gpu: decode with CUDA graphs or without.")] = None,
-    output: Annotated[Path | None, typer.Option(help="gpu: folder of the JSON results.")] = None,
-    python: Annotated[Path | None, typer.Option(help="sglang: Python interpreter that has SGLang.")] = None,
-    url: Annotated[str | None, typer.Option(help="sglang: URL of a running server of that model.")] = None,
-    model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; default: demo model.")] = None,
-    level: Annotated[list[int] | None, typer.Option(help="scale: rollouts in flight; repeatable.", min=1)] = None,
-    mean_tokens: Annotated[int, typer.Option(help="scale: mean tokens of an emulated answer.", min=8)] = 2048,
-    chunk_tokens: Annotated[int, typer.Option(help="scale: tokens per chunk of an emulated stream.", min=1)] = 512,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; default: each fault once.", min=1)] = None,
+    fault: Annotated[str | None, typer.Option(help="Run only this fault.")] = None,
+) -> None:
+    """Run short runs with one fault each, and audit every run."""
+    Output(as_json=as_json, check=check).run("chaos", quick=quick, rounds=rounds, fault=fault)
+
+
+@app.command()
+def fuzz(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 100_000,
+    seed: Annotated[int, typer.Option(help="Seed of the requests.", min=0)] = 20261122,
+) -> None:
+    """Send random requests to every port of a training run, and check its services."""
+    Output(as_json=as_json, check=check).run("fuzz", quick=quick, requests=requests, seed=seed)
+
+
+@app.command()
+def scale(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    level: Levels = None,
+    mean_tokens: Annotated[int, typer.Option(help="Mean tokens of an emulated answer.", min=8)] = 2048,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk of an emulated stream.", min=1)] = 512,
     baseline: Annotated[
-        Path | None, typer.Option(help="scale: services folder of another build, measured alternately with this one.")
+        Path | None, typer.Option(help="Services folder of another build, measured alternately with this one.")
     ] = None,
 ) -> None:
-    """Measure one part of the mesh against a named baseline in the same run; --json prints one object per measure.
+    """Measure the CPU time per finished trajectory of a mesh at increasing numbers of rollouts in flight."""
+    options = {"levels": level or (), "mean_tokens": mean_tokens, "chunk_tokens": chunk_tokens, "baseline": baseline}
+    Output(as_json=as_json, check=check).run("scale", quick=quick, **options)
 
-    The table shows the bars of each measure; --check requires all of them.
-    """
-    options: dict[str, object] = {"quick": quick}
-    if name is Bench.CHAOS:
-        options |= {"rounds": rounds, "fault": fault}
-    if name is Bench.FUZZ:
-        options |= {"requests": requests, "seed": seed}
-    if name is Bench.GPU:
-        options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
-        options["output"] = output
-    if name is Bench.SGLANG:
-        options |= {"python": None if python is None else str(python), "url": url, "model": model}
-    if name is Bench.SCALE:
-        options |= {"levels": level or (), "mean_tokens": mean_tokens, "chunk_tokens": chunk_tokens}
-        options["baseline"] = baseline
-    with clear_errors():
-        measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
-    if as_json:
-        for measure in measures:
-            typer.echo(json.dumps(measure.figures()))
-    else:
-        output_console().print(measures_table(measures, f"bench {name.value}"))
-    if check and (lines := missed(measures)):
-        console = Console(stderr=True, soft_wrap=True)
-        for line in lines:
-            console.print(Text(f"missed: {line}", style="red"))
-        raise typer.Exit(1)
+
+@app.command()
+def gpu(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    pool: Pools = None,
+    updates: Annotated[int | None, typer.Option(help="Measured updates per arm.", min=1)] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the JSON results.")] = None,
+) -> None:
+    """Measure sync beside copris_paper on one shared GPU, and the step-time curve of decode."""
+    Output(as_json=as_json, check=check).run("gpu", quick=quick, pools=pool or (), updates=updates, output=output)
+
+
+@app.command()
+def sglang(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    python: Annotated[Path | None, typer.Option(help="Python interpreter that has SGLang.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a running server of that model.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: demo model.")] = None,
+) -> None:
+    """Measure the cost of the generator on top of its SGLang server."""
+    options = {"python": None if python is None else str(python), "url": url, "model": model}
+    Output(as_json=as_json, check=check).run("sglang", quick=quick, **options)
 
 
 def measures_table(measures: Sequence[Measure], title: str) -> Table:

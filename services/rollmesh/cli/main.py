@@ -8,14 +8,12 @@ with many_imports():
     import typer
 
     from rollmesh.cli import (
-        autoscale,
         backups,
         benches,
         configuration,
         dead_letters,
-        metrics_table,
+        replicas,
         run_commands,
-        scale,
         serving,
         top,
         up,
@@ -33,13 +31,19 @@ up.register(app)
 serving.register(app)
 run_commands.register(app)
 top.register(app)
-scale.register(app)
-autoscale.register(app)
+replicas.register(app)
 backups.register(app)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
-benches.register(app)
-metrics_table.register(app)
+app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
+
+
+@app.command(hidden=True)
+def metrics_table() -> None:
+    """Print docs/metrics.md, for developers who change a metric."""
+    from rollmesh.report.metrics_document import metrics_document
+
+    typer.echo(metrics_document(), nl=False)
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
     """Evaluate one policy version of a stopped run on the fixed evaluation prompts."""
-    from rollmesh.launcher.evaluate import evaluate_run
+    from rollmesh.launcher.evaluations import evaluate_run
 
     async def main() -> None:
         config, folder = run_of(run)

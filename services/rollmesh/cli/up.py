@@ -17,8 +17,8 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, PoliciesRefused
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
+from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
-from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
 
@@ -99,7 +99,7 @@ def run_to_report(config: RunConfig, console: Console) -> int:
     Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
-    from rollmesh.report.overview import print_summary
+    from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise
 
     check_run(config)

@@ -150,10 +150,6 @@ class RolloutConfig(Section):
     """Token budget of a response, environment tokens included."""
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     """Softmax temperature of training rollouts; 0 is for evaluation only."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; must be 1 for training, because the logprobs are over the full vocabulary."""
-    top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; must be 0 for training."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """Interval of partial saves in tokens, and the most tokens per rollout that kill -9 of a worker loses: generators
     do not run further ahead. Below 48, every interval costs a new prefill. The default with generator.engine=sglang is

@@ -20,6 +20,13 @@ from rollmesh.errors import ConfigError
 _ENV_PREFIX = "ROLLMESH_"
 _SECRETS = frozenset({"password", "sentinel_password", "secret", "admin_key", "token"})
 """Secret fields: their values are not parsed as YAML and never shown."""
+_FULL_VOCABULARY = "training samples from the full vocabulary; evaluation.top_p and evaluation.top_k remain"
+_REMOVED: Mapping[tuple[str, str], tuple[object, str]] = {
+    ("rollout", "top_p"): (1.0, _FULL_VOCABULARY),
+    ("rollout", "top_k"): (0, _FULL_VOCABULARY),
+    ("model", "trust_remote_code"): (False, "only model code of transformers is used"),
+}
+"""Removed fields: the value that earlier run folders contain, which is ignored, and a hint for any other value."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
 
 
@@ -62,12 +69,22 @@ def load_run_config(
 def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
     """Validate a parsed run file; ``origin`` begins the error message."""
     try:
-        return RunConfig.model_validate(data)
+        return RunConfig.model_validate(_without_removed(data))
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
             lines.append(f"  {_problem(problem)}")
         raise ConfigError("\n".join(lines)) from error
+
+
+def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop removed fields that have the value of earlier run folders."""
+    kept = dict(data)
+    for (section, name), (value, _) in _REMOVED.items():
+        fields = kept.get(section)
+        if isinstance(fields, dict) and name in fields and fields[name] == value:
+            kept[section] = {key: item for key, item in fields.items() if key != name}
+    return kept
 
 
 def _problem(problem: ErrorDetails) -> str:
@@ -83,7 +100,9 @@ def _problem(problem: ErrorDetails) -> str:
 
 
 def _similar(keys: Sequence[str]) -> str:
-    """Return a hint for an unknown key: the closest key of its section, else all keys."""
+    """Return a hint for an unknown key: why it was removed, the closest key of its section, or all keys."""
+    if len(keys) == 2 and (removed := _REMOVED.get((keys[0], keys[1]))):
+        return f"; {removed[1]}"
     section: type[BaseModel] = RunConfig
     for key in keys[:-1]:
         field = section.model_fields.get(key)

@@ -104,15 +104,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _training_samples_the_full_vocabulary(self) -> Self:
-        if self.rollout.top_p != 1.0 or self.rollout.top_k != 0:
-            raise ValueError(
-                f"rollout.top_p={self.rollout.top_p}, rollout.top_k={self.rollout.top_k}: training needs top_p=1 and "
-                "top_k=0, because behavior_logprobs are over the full vocabulary (use evaluation.top_p instead)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _group_size_fits_the_advantage(self) -> Self:
         if self.schedule.group_size < 2:
             raise ValueError(

@@ -19,8 +19,6 @@ class ModelConfig(Section):
     """Hugging Face folder (config.json, safetensors, tokenizer); ``recipe:NAME`` is a model packaged with rollmesh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of published weights and of the engine."""
-    trust_remote_code: Literal[False] = False
-    """Always false; only model code of transformers is used."""
 
 
 _OWN_FLAGS = frozenset(

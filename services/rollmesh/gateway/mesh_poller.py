@@ -40,9 +40,6 @@ _FOLDER_SECONDS = 2.0
 _SCAN_COUNT = 512
 """Leased trajectories scanned per session and poll, to find new ones."""
 
-_HISTORY = {"in_flight": "leased", "ready_groups": "ready_groups", "memory_ratio": "memory_ratio"}
-"""Field of the launcher's history by curve."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FolderUpdate:

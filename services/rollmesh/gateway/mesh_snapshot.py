@@ -22,7 +22,7 @@ from rollmesh.gateway.models import (
 )
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.scheduling.decide import decide, needs_groups
-from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRecord, StoreCounts
 from rollmesh.types import GeneratorRecord

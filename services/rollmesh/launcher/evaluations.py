@@ -1,129 +1,95 @@
-"""Evaluations, and the journal in which the launcher records them.
-
-The file preserves the scores of the run. A queue lost with its disk, or empty after the restore of a backup, contains
-no scores, and the weights of most versions are pruned by then.
-"""
+"""Evaluations: requests to the mesh, the wait for their results, and ``rollmesh eval`` on a stopped run."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+import asyncio
+from functools import partial
 
-from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.report.recorded_run import read_json_lines
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EvalRecord
+from rich.console import Console
 
+from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.evaluation_journal import Evaluation
+from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh, local_mesh
+from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
+from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """One line of ``evaluations.jsonl``."""
-
-    policy_version: int
-    n: int
-    """Number of scores in the mean."""
-    mean: float
-    standard_error: float
-    details: dict[str, float]
-    """Other statistics, such as the mean length."""
-    discarded: int
-    when: float
-    """Unix seconds."""
-    seconds: float
-    """Seconds from the request to the result."""
-
-    def to_json(self) -> str:
-        """Return the JSON line, with the details next to the other fields."""
-        record = {
-            "policy_version": self.policy_version,
-            "n": self.n,
-            "mean": self.mean,
-            "standard_error": self.standard_error,
-            "discarded": self.discarded,
-            "when": self.when,
-            "seconds": self.seconds,
-            **self.details,
-        }
-        return json.dumps(record)
-
-    @property
-    def description(self) -> str:
-        """Describe the score for the console; there is none when every response was discarded."""
-        if self.n == 0:
-            return f"evaluation without a score: none of {self.discarded} answers counts"
-        return f"evaluation {self.mean:.3f} ± {self.standard_error:.3f} (n={self.n})"
+_WITHOUT_TRAINER = ("generator", "reward", "rollout")
 
 
-class EvaluationJournal:
-    """Journal of finished evaluations: notes each new result and updates ``evaluations.jsonl``."""
+async def evaluate_run(
+    config: RunConfig, folder: RunFolder, policy_version: int | None, shutdown: asyncio.Event, console: Console
+) -> Evaluation:
+    """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
-    def __init__(self, store: TrajectoryStore, folder: RunFolder, note: Callable[[str], None]) -> None:
-        self._store = store
-        self._folder = folder
-        self._note = note
-        self._written: set[int] | None = None
-
-    async def update(self) -> None:
-        """Read new results from the store; note only those that finished after this start."""
-        newest = await self._store.policies.latest()
-        if newest is None:  # an empty queue has no evaluations yet; keep the file
-            return
-        found = {e.policy_version: e for e in await self._in_store()}
-        if found.keys() == self._written:
-            return
-        for version in sorted(found):
-            if self._written is not None and version not in self._written:
-                self._note(f"policy version {version}: {found[version].description}")
-        self._written = set(found)
-        # Omit lines of versions newer than the newest: the run was restored from an older copy.
-        recorded = (e for e in _recorded(self._folder.evaluations) if e.policy_version <= newest.policy_version)
-        lines = {e.policy_version: e for e in recorded}
-        lines |= {v: e for v, e in found.items() if e.n or v not in lines}
-        fresh = self._folder.evaluations.with_suffix(".tmp")
-        fresh.write_text("".join(lines[version].to_json() + "\n" for version in sorted(lines)), encoding="utf-8")
-        os.replace(fresh, self._folder.evaluations)
-
-    async def finished(self, policy_version: int) -> Evaluation | None:
-        """Return the result for one policy version, if any.
-
-        A line of the file is used for version 0 only. Later numbers may name other weights than the file does: a
-        restored copy of the checkpoints continues from an older version than the file contains.
-        """
-        in_store = {e.policy_version: e for e in await self._in_store()}
-        if policy_version == 0 and 0 not in in_store:
-            in_store |= {e.policy_version: e for e in _recorded(self._folder.evaluations) if e.policy_version == 0}
-        return in_store.get(policy_version)
-
-    async def _in_store(self) -> list[Evaluation]:
-        return [_evaluation(record) for record in await self._store.evaluations.all() if record.result is not None]
+    Raises ConfigError while a launcher holds the folder (``evaluation.every_versions`` evaluates during a run), or
+    when the version was never published or is pruned.
+    """
+    with locked_run_folder(config):
+        async with local_mesh(config, folder, shutdown, console) as mesh:
+            version = await _published(mesh, policy_version)
+            await mesh.pause(True)
+            async with mesh.services(_WITHOUT_TRAINER):
+                await mesh.until_serving()
+                return await evaluate_version(mesh, version)
 
 
-def _recorded(file: Path) -> Iterable[Evaluation]:
-    """Read the evaluations of the file that have a score."""
-    names = [field.name for field in fields(Evaluation) if field.name != "details"]
-    for line in read_json_lines(file).records:
-        values: dict[str, Any] = {name: line.get(name) for name in names}
-        if all(isinstance(value, int | float) for value in values.values()) and values["n"] > 0:
-            details = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
-            yield Evaluation(**values, details=details)
+async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
+    versions = [policy.policy_version for policy in await mesh.store.policies.announced()]
+    if not versions:
+        raise ConfigError(f"{mesh.folder.path}: the run has published no policy yet")
+    if policy_version is None:
+        return max(versions)
+    if policy_version not in versions:
+        raise ConfigError(f"--version {policy_version}: published versions are {min(versions)} to {max(versions)}")
+    kept = await asyncio.to_thread(lambda: open_checkpoints(mesh.config).complete_policies())
+    if policy_version not in (remaining := sorted({policy.policy_version for policy in kept})):
+        raise ConfigError(
+            f"--version {policy_version}: its weights are pruned (checkpoints.keep_last="
+            f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, remaining)) or 'none'}"
+        )
+    return policy_version
 
 
-def _evaluation(record: EvalRecord) -> Evaluation:
-    result = record.result
-    finished = record.finish_time_seconds
-    if result is None or finished is None:
-        raise ValueError(f"evaluation {record.request.evaluation_id} has no result yet")
-    return Evaluation(
-        policy_version=record.request.policy_version,
-        n=result.sample_count,
-        mean=result.mean,
-        standard_error=result.standard_error,
-        details=dict(result.details),
-        discarded=result.discarded_count,
-        when=finished,
-        seconds=finished - record.request_time_seconds,
-    )
+async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
+    """Evaluate one policy version on the idle mesh, or return the result of an earlier start."""
+    waiting_for = f"the evaluation of policy version {policy_version}"
+    earlier = await mesh.answer(lambda: mesh.evaluations.finished(policy_version), waiting_for)
+    if earlier is not None:
+        return earlier
+    await mesh.until_idle()
+    request = evaluation_request(mesh.config.evaluation, policy_version)
+    found: list[Evaluation] = []
+
+    async def finished() -> bool:
+        # Repeated at every poll: a Redis restored to an earlier state has lost the request.
+        await mesh.store.evaluations.request(request)
+        result = await mesh.evaluations.finished(policy_version)
+        if result is not None:
+            found.append(result)
+        return result is not None
+
+    await mesh.until(finished, waiting_for, poll_seconds=OFTEN_SECONDS)
+    await mesh.answer(mesh.evaluations.update, waiting_for)
+    return found[-1]
+
+
+async def finish_evaluations(mesh: LocalMesh) -> None:
+    """Pause the run and wait for every evaluation that is due or requested."""
+    waiting_for = "evaluations in progress"
+    newest = await mesh.answer(mesh.latest_version, waiting_for)
+    every = mesh.config.evaluation.every_versions
+    # The leader requests each of them, but may not have seen the last version yet.
+    after = evaluation_floor(every, newest, mesh.config.checkpoints.keep_last)
+    for version in due_versions(every, after, newest):
+        request = evaluation_request(mesh.config.evaluation, version)
+        await mesh.answer(partial(mesh.store.evaluations.request, request), waiting_for)
+
+    async def all_answered() -> bool:
+        return all(record.result is not None for record in await mesh.store.evaluations.all())
+
+    if not await mesh.answer(all_answered, waiting_for):
+        await mesh.until_idle()
+        await mesh.until(all_answered, waiting_for, poll_seconds=OFTEN_SECONDS)
+    await mesh.answer(mesh.evaluations.update, waiting_for)

@@ -21,7 +21,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),
-        *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
+        *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature"),
         "generator.engine",
     ),
     f"it defines the score of an answer, and {_NOT_COMPARABLE}": (

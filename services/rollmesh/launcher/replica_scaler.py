@@ -1,6 +1,6 @@
-"""Scaling of a local run to the replica counts that operators and the autoscaler request.
+"""Scaling of a local run to the replica counts that operators request.
 
-wanted     the newest request in the store (``rollmesh scale``, the gateway, ``rollmesh autoscale``), or the run file
+wanted     the newest request in the store (``rollmesh scale``, the gateway), or the run file
 missing    start immediately
 surplus    stop one at a time per service, highest index first: SIGTERM, drain, SIGKILL after the grace period; other
            replicas continue their rollouts

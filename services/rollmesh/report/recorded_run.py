@@ -23,7 +23,7 @@ from rollmesh.config.load import load_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.scheduling.presets import resolve_schedule
-from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import Schedule
 
 Record = Mapping[str, Any]
 FAILURE_FILE = "failure.json"

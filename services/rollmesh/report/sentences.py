@@ -6,6 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
@@ -247,3 +251,17 @@ def rescoring_claim(rescoring: Rescoring) -> str:
 
 def _of_policy(tokens: int, rescoring: Rescoring) -> str:
     return f", {percent(tokens / rescoring.policy_tokens)} of the policy's tokens," if rescoring.policy_tokens else ""
+
+
+def print_summary(summary: RunSummary, console: Console) -> None:
+    """Print the summary as a short table and sentences."""
+    table = Table(title=f"run {summary.name}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in facts(summary):
+        table.add_row(name, value)
+    console.print(table)
+    for sentence in sentences(summary):
+        console.print(
+            Text(f"- {sentence.text}", style="red" if sentence.bad else ""), soft_wrap=not console.is_terminal
+        )

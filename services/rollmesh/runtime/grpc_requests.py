@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from rollmesh.runtime.line_limit import LineLimit
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import LineLimit, get_logger
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -10,8 +10,7 @@ import sys
 import threading
 from types import TracebackType
 
-from rollmesh.runtime.line_limit import LineLimit
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import LineLimit, get_logger
 
 CRASH_EVENT = "service_crashed"
 """Last log line of a process that ended with an uncaught exception; ``exception`` has the traceback."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, MutableMapping
+import time
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -20,6 +21,9 @@ from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_
 
 Logger = structlog.stdlib.BoundLogger
 Event = MutableMapping[str, Any]
+
+LINE_SECONDS = 1.0
+_MOST_KEYS = 256
 
 
 def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
@@ -128,3 +132,24 @@ class _TraceIds:
         if place is not None and is_sampled(place.trace_id, self._ratio):
             event["trace_id"] = f"{place.trace_id:032x}"
         return event
+
+
+class LineLimit:
+    """Rate limit of one line per key and ``LINE_SECONDS``, with a count of the suppressed lines."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines: dict[Hashable, tuple[float, int]] = {}
+        """Time of the newest line and number of suppressed lines since then, by key."""
+
+    def suppressed(self, key: Hashable) -> int | None:
+        """Return the number of lines with this key suppressed before this line; None to suppress this line too."""
+        now = self._clock()
+        written, count = self._lines.get(key, (-LINE_SECONDS, 0))
+        if now - written < LINE_SECONDS:
+            self._lines[key] = (written, count + 1)
+            return None
+        if len(self._lines) >= _MOST_KEYS:
+            self._lines.clear()
+        self._lines[key] = (now, 0)
+        return count

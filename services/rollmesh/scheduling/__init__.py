@@ -6,8 +6,8 @@ remember anything between two calls.
 
 from rollmesh.scheduling.decide import decide, needs_groups
 from rollmesh.scheduling.presets import expected_staleness, resolve_schedule
+from rollmesh.scheduling.resolved_schedule import AdmissionRule, OnStale, Schedule
 from rollmesh.scheduling.run_limits import run_limits
-from rollmesh.scheduling.schedule import AdmissionRule, OnStale, Schedule
 
 __all__ = [
     "AdmissionRule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmesh.mesh import MeshView
 from rollmesh.scheduling.memory import memory_room
-from rollmesh.scheduling.schedule import AdmissionRule, Schedule
+from rollmesh.scheduling.resolved_schedule import AdmissionRule, Schedule
 
 
 def capacity(schedule: Schedule, view: MeshView) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollmesh.mesh import Eviction, GroupView, MeshView
-from rollmesh.scheduling.schedule import OnStale, Schedule
+from rollmesh.scheduling.resolved_schedule import OnStale, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
 from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut, stale_groups
-from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import Schedule
 from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rollmesh.mesh import MeshView
-from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import Schedule
 
 BYTES_PER_TOKEN = 8
 """Size of an int32 id and a float32 logprob."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.schedule import AdmissionRule, OnStale, Schedule
+from rollmesh.scheduling.resolved_schedule import AdmissionRule, OnStale, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.config import RunConfig
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling.presets import resolve_schedule
-from rollmesh.scheduling.schedule import OnStale
+from rollmesh.scheduling.resolved_schedule import OnStale
 
 
 def run_limits(config: RunConfig) -> RunLimits:

@@ -19,7 +19,7 @@ import hashlib
 
 from rollmesh.mesh import Eviction, MeshView
 from rollmesh.scheduling.cutting import CutPlan
-from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import Schedule
 
 
 def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int) -> str:

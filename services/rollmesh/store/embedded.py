@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from rollmesh.errors import StoreUnavailable
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
 

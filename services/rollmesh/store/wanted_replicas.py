@@ -1,4 +1,4 @@
-"""Requested replicas of each service: written by operators and the autoscaler, applied by a launcher."""
+"""Requested replicas of each service: written by operators, applied by a launcher."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.scheduling.resolved_schedule import OnStale
 from rollmesh.scheduling.run_limits import run_limits
-from rollmesh.scheduling.schedule import OnStale
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.trainer.learner.distributed import World, join_world, leave_world, pick_device

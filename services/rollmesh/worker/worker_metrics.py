@@ -9,7 +9,6 @@ CALL_ENDS = (
     "stop",
     "length",
     "interrupted",
-    "segment_limit",
     "enough",
     "refused",
     "cut_off",

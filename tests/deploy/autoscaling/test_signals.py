@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollmesh.config.autoscaling_rule import load_rule
-
 from ..prometheus.conftest import tool
+from .rule import load_rule
 
 RULES = Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling"
 STARVED = {

@@ -26,8 +26,8 @@ import pytest
 import yaml
 
 from rollmesh.config.recipes import recipe_file
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.free_port import free_port
 
 from .conftest import tool
 from .rule_files import ALERTS, RECORDING

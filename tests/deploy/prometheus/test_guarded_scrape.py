@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from rollmesh.config.security import SecurityConfig
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity

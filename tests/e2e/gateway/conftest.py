@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from rollmesh.config import load_run_config
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 
 from .conftest import TOKEN, Scene, Window, until
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 
 from .agent_mesh import TOKEN, AgentMesh, agents_process
 

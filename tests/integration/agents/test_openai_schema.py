@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 
 from ..schema_requests import ask_everything, wrong_methods
 from .agent_mesh import TOKEN, AgentMesh, agents_process

@@ -14,8 +14,8 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.run_up import _trained
 from rollmesh.launcher.supervisor import ServiceSpec
-from rollmesh.launcher.up import _trained
 from rollmesh.mesh import Cursor
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import PolicyRecord

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.launcher.evaluations import EvaluationJournal
+from rollmesh.launcher.evaluation_journal import EvaluationJournal
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.recorded_run import read_json_lines

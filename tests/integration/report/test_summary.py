@@ -11,8 +11,7 @@ from rich.console import Console
 
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
-from rollmesh.report.overview import print_summary
-from rollmesh.report.sentences import duration, moment, sentences
+from rollmesh.report.sentences import duration, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
 
 

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from rollmesh.config.services import TelemetryConfig
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracecontext import traceparent_of
 from rollmesh.runtime.tracing import recorded_traces

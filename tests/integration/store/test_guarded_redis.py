@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.store import TrajectoryStore
 
 from ...certificates import Authority, Certificate

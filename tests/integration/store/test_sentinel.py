@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 
 
 def by_hand(name: str, rewards: list[float]) -> list[float]:

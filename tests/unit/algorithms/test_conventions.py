@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.algorithms.aggregation import AGGREGATIONS, aggregate
 from rollmesh.algorithms.kl import k1, k3
 from rollmesh.algorithms.losses.loss_protocol import LossInput, TokenLoss
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.algorithms.old_logprobs import SOURCES
 
 METHODS = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollmesh.algorithms.losses.loss_protocol import ClipReason
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 
 from .ragged import FORMULAS, random_ragged
 

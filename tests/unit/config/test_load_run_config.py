@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.config import load_run_config, write_run_config
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
@@ -31,6 +31,13 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
     assert config.trainer.learning_rate == 2e-3
 
 
+def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) -> None:
+    model = {**MINIMAL["model"], "trust_remote_code": False}
+    config = load_run_config(run_file(model=model, rollout={"top_p": 1.0, "top_k": 0, "temperature": 0.5}), environ={})
+    assert config.rollout.temperature == 0.5
+    assert "top_p" not in config.model_dump(mode="json")["rollout"]
+
+
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
@@ -39,7 +46,8 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ({"store": {"zzz": 1}}, ["store.zzz: unknown key; known here: appendfsync, "]),
         ({"trainer": {"train_steps": "many"}}, ["trainer.train_steps", "'many'"]),
         ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
-        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "evaluation.top_p"]),
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p: unknown key", "evaluation.top_p", "got 0.9"]),
+        ({"model": {"trust_remote_code": True}}, ["model.trust_remote_code: unknown key", "only model code of trans"]),
         ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than or equal to 0.001"]),
         ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, ["stage_end", "copris_paper"]),
         (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime import free_port
+from rollmesh.runtime import addresses
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -17,7 +17,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def test_a_port_is_free_and_the_kernel_gives_it_to_no_other_process() -> None:
     low, high = map(int, RANGE.read_text().split())
     for _ in range(5):
-        port = free_port.free_port()
+        port = addresses.free_port()
         assert not low <= port <= high
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
@@ -27,13 +27,13 @@ def test_processes_with_one_seed_pick_different_ports() -> None:
     picked = set()
     for _ in range(4):
         random.seed(0)
-        picked.add(free_port.free_port())
+        picked.add(addresses.free_port())
     assert len(picked) > 1
 
 
 def test_a_port_with_a_listener_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = free_port.free_port()
+    taken = addresses.free_port()
     with socket.create_server(("127.0.0.1", taken)):
-        monkeypatch.setattr(free_port, "_ABOVE", taken)
-        monkeypatch.setattr(free_port, "_ephemeral_range", lambda: (taken + 40, 61_000))
-        assert free_port.free_port() in range(taken + 1, taken + 40)
+        monkeypatch.setattr(addresses, "_ABOVE", taken)
+        monkeypatch.setattr(addresses, "_ephemeral_range", lambda: (taken + 40, 61_000))
+        assert addresses.free_port() in range(taken + 1, taken + 40)

@@ -39,7 +39,6 @@ def check(answer, *, remaining=10, context=20, expected=EXPECTED):
         chunk(ids=(1, 7), finish=FinishReason.STOP),
         chunk(ids=range(10), finish=FinishReason.LENGTH),
         chunk(ids=(), finish=FinishReason.INTERRUPTED),
-        chunk(finish=FinishReason.SEGMENT_LIMIT),
         chunk(version=5, kv=0),
     ],
 )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.bench.judge.files import RunFiles, read_run
-from rollmesh.bench.judge.ledger import Ledger, examine
 from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, one_thread, replay_distance, sampled
+from rollmesh.bench.judge.trained_groups import Ledger, examine
 
 LEAST_SCORED_SHARE = 0.5
 """Share of the sampled tokens that must be scored; the policies of the other tokens may be pruned."""

@@ -13,7 +13,7 @@ Grammar, one token per number and per sign, separated by spaces::
 
 ``difference`` is ``|result - target|``. ``!`` claims that the last trial reaches the target; ``?`` gives up.
 A trial and the mark behind it are 10 tokens, so the length of a response is 10 times a roughly geometric number of
-trials. ``rollmesh.tasks.verifiers.countdown`` defines correct responses.
+trials. ``rollmesh.tasks.verifiers.countdown_verifier`` defines correct responses.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.trainer import TrainerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.algorithms.aggregation import AGGREGATIONS
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.forward_backward import LossRecipe

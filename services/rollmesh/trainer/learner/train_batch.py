@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.algorithms.advantages.registry import Advantage
+from rollmesh.algorithms.advantages.advantage_registry import Advantage
 from rollmesh.algorithms.masks import stale_mask
 from rollmesh.errors import DataError
 from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, SegmentSource, Trajectory

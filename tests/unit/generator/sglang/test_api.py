@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
 from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[SglangApi]]

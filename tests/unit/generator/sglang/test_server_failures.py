@@ -17,7 +17,7 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.running_clock import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
 from .scripted_server import ScriptedServer, make_call, make_engine, until, write_folder

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.algorithms.losses.loss_protocol import ClipReason
 from rollmesh.trainer.learner.step_statistics import (
     TokenResults,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.train_batch import NO_VERSION, build_train_batch, split_minibatches
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome

@@ -18,7 +18,7 @@ from rollmesh.generator.engines.sglang.running_clock import RunningClock
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
 from rollmesh.generator.engines.sglang.server_settings import check_settings
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
-from rollmesh.runtime.free_port import free_port
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 

@@ -54,11 +54,6 @@ class Architecture:
         """Query heads that share one key-value head."""
         return self.head_count // self.kv_head_count
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Elements of key-value cache per token; multiply by the dtype's size for bytes."""
-        return 2 * self.layer_count * self.kv_head_count * self.head_size
-
 
 def read_architecture(folder: Path) -> Architecture:
     """Read ``config.json``; UnsupportedModel names a missing or unsupported key."""

@@ -1,9 +1,10 @@
-"""Ready time of the services of a run, for the restart limit."""
+"""Polls of the running services: ready time for the restart limit, and console notes about addresses."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,9 @@ import httpx
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.port_security import AdminClient
+
+_LABELS = {"gateway": "the run as a page", "agents": "the OpenAI-compatible API"}
+_LOST = {"gateway": "its page", "agents": "the OpenAI-compatible API"}
 
 
 class ServiceTime:
@@ -36,3 +40,26 @@ class ServiceTime:
             return (await self._client.get(endpoint.admin, "/readyz")).is_success
         except httpx.HTTPError:
             return False
+
+
+class AddressNotes:
+    """One console note for each address, and one when the launcher stops restarting a service that has an address."""
+
+    def __init__(self, folder: Path, supervisor: Supervisor, note: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._supervisor = supervisor
+        self._note = note
+        self._noted: set[str] = set()
+
+    def update(self) -> None:
+        """Read the addresses once and note each new one, such as another port after a restart."""
+        for endpoint in read_endpoints(self._folder):
+            if endpoint.service in _LABELS:
+                self._once(f"{_LABELS[endpoint.service]}: {endpoint.url}")
+        for name, reason in self._supervisor.given_up.items():
+            self._once(f"the run continues without {_LOST[name.rpartition('-')[0]]}: {reason}")
+
+    def _once(self, line: str) -> None:
+        if line not in self._noted:
+            self._noted.add(line)
+            self._note(line)

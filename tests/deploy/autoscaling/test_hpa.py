@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.autoscaling_rule import AutoscalingRule, load_rule
-from rollmesh.scheduling.autoscaling import ReplicaDecision, ReplicaMemory, ReplicaMetrics, next_replicas, propose
+from .hpa import ReplicaDecision, ReplicaMemory, ReplicaMetrics, next_replicas, propose
+from .rule import AutoscalingRule, load_rule
 
 RULES = sorted((Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling").glob("*.yaml"))
 

@@ -1,18 +1,16 @@
-"""Autoscaling rule of a service: the file that the chart's autoscalers and ``rollmesh autoscale`` share."""
+"""Autoscaling rule of a service: the schema of the chart's ``files/autoscaling``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.replica_bounds import MOST_REPLICAS, SCALABLE
+from rollmesh.config.replica_bounds import MOST_REPLICAS
 from rollmesh.config.section import Section
-from rollmesh.config.yaml_text import parse_yaml
-from rollmesh.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\$(\w+)")
 _DURATION = re.compile(r"^(\d+)([smh])$")
@@ -108,16 +106,5 @@ class AutoscalingRule(Section):
 
 
 def load_rule(file: Path) -> AutoscalingRule:
-    """Read a rule; raises ConfigError, which names the file, the field and the problem."""
-    try:
-        data: Any = parse_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected a mapping with service (one of {', '.join(SCALABLE)}) and signals")
-    try:
-        return AutoscalingRule.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "rule"
-        raise ConfigError(f"{file}: {where}: {first['msg']}") from error
+    """Read a rule file."""
+    return AutoscalingRule.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
 """Number of replicas by an autoscaling rule: the algorithm of a HorizontalPodAutoscaler (autoscaling/v2), pure.
 
-It allows running and testing the chart's rule on one machine. The documented parts of the algorithm are implemented:
+Tests check the chart's rule with it, without Kubernetes. The documented parts of the algorithm are implemented:
 one proposal per metric with a tolerance of 10%, the largest wins; no scale-down while a metric is missing;
 stabilization windows (the most cautious proposal of the window counts); policies that limit the change within a
 period; bounds.
@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollmesh.config.autoscaling_rule import AutoscalingRule, ScalingDirection, Signal
 from rollmesh.config.replica_bounds import MOST_REPLICAS
+
+from .rule import AutoscalingRule, ScalingDirection, Signal
 
 _TOLERANCE = 0.1
 _ROUNDING = 1e-9

@@ -12,7 +12,7 @@ from rich.console import Console
 from rollmesh.config import RunConfig
 from rollmesh.errors import PoliciesRefused, StoreUnavailable
 from rollmesh.launcher.closing import missing_at_the_end, queue_account
-from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
+from rollmesh.launcher.evaluations import evaluate_version, finish_evaluations
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed

@@ -1,0 +1,129 @@
+"""Evaluations, and the journal in which the launcher records them.
+
+The file preserves the scores of the run. A queue lost with its disk, or empty after the restore of a backup, contains
+no scores, and the weights of most versions are pruned by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.recorded_run import read_json_lines
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.queue_types import EvalRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One line of ``evaluations.jsonl``."""
+
+    policy_version: int
+    n: int
+    """Number of scores in the mean."""
+    mean: float
+    standard_error: float
+    details: dict[str, float]
+    """Other statistics, such as the mean length."""
+    discarded: int
+    when: float
+    """Unix seconds."""
+    seconds: float
+    """Seconds from the request to the result."""
+
+    def to_json(self) -> str:
+        """Return the JSON line, with the details next to the other fields."""
+        record = {
+            "policy_version": self.policy_version,
+            "n": self.n,
+            "mean": self.mean,
+            "standard_error": self.standard_error,
+            "discarded": self.discarded,
+            "when": self.when,
+            "seconds": self.seconds,
+            **self.details,
+        }
+        return json.dumps(record)
+
+    @property
+    def description(self) -> str:
+        """Describe the score for the console; there is none when every response was discarded."""
+        if self.n == 0:
+            return f"evaluation without a score: none of {self.discarded} answers counts"
+        return f"evaluation {self.mean:.3f} ± {self.standard_error:.3f} (n={self.n})"
+
+
+class EvaluationJournal:
+    """Journal of finished evaluations: notes each new result and updates ``evaluations.jsonl``."""
+
+    def __init__(self, store: TrajectoryStore, folder: RunFolder, note: Callable[[str], None]) -> None:
+        self._store = store
+        self._folder = folder
+        self._note = note
+        self._written: set[int] | None = None
+
+    async def update(self) -> None:
+        """Read new results from the store; note only those that finished after this start."""
+        newest = await self._store.policies.latest()
+        if newest is None:  # an empty queue has no evaluations yet; keep the file
+            return
+        found = {e.policy_version: e for e in await self._in_store()}
+        if found.keys() == self._written:
+            return
+        for version in sorted(found):
+            if self._written is not None and version not in self._written:
+                self._note(f"policy version {version}: {found[version].description}")
+        self._written = set(found)
+        # Omit lines of versions newer than the newest: the run was restored from an older copy.
+        recorded = (e for e in _recorded(self._folder.evaluations) if e.policy_version <= newest.policy_version)
+        lines = {e.policy_version: e for e in recorded}
+        lines |= {v: e for v, e in found.items() if e.n or v not in lines}
+        fresh = self._folder.evaluations.with_suffix(".tmp")
+        fresh.write_text("".join(lines[version].to_json() + "\n" for version in sorted(lines)), encoding="utf-8")
+        os.replace(fresh, self._folder.evaluations)
+
+    async def finished(self, policy_version: int) -> Evaluation | None:
+        """Return the result for one policy version, if any.
+
+        A line of the file is used for version 0 only. Later numbers may name other weights than the file does: a
+        restored copy of the checkpoints continues from an older version than the file contains.
+        """
+        in_store = {e.policy_version: e for e in await self._in_store()}
+        if policy_version == 0 and 0 not in in_store:
+            in_store |= {e.policy_version: e for e in _recorded(self._folder.evaluations) if e.policy_version == 0}
+        return in_store.get(policy_version)
+
+    async def _in_store(self) -> list[Evaluation]:
+        return [_evaluation(record) for record in await self._store.evaluations.all() if record.result is not None]
+
+
+def _recorded(file: Path) -> Iterable[Evaluation]:
+    """Read the evaluations of the file that have a score."""
+    names = [field.name for field in fields(Evaluation) if field.name != "details"]
+    for line in read_json_lines(file).records:
+        values: dict[str, Any] = {name: line.get(name) for name in names}
+        if all(isinstance(value, int | float) for value in values.values()) and values["n"] > 0:
+            details = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
+            yield Evaluation(**values, details=details)
+
+
+def _evaluation(record: EvalRecord) -> Evaluation:
+    result = record.result
+    finished = record.finish_time_seconds
+    if result is None or finished is None:
+        raise ValueError(f"evaluation {record.request.evaluation_id} has no result yet")
+    return Evaluation(
+        policy_version=record.request.policy_version,
+        n=result.sample_count,
+        mean=result.mean,
+        standard_error=result.standard_error,
+        details=dict(result.details),
+        discarded=result.discarded_count,
+        when=finished,
+        seconds=finished - record.request_time_seconds,
+    )
