@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.addresses import free_port
+from rollmesh.runtime.endpoints import read_endpoints
 
 from ..gateway.gateway_scene import start_gateway
 from .agent_mesh import TOKEN, AgentMesh, agents_process
