@@ -151,14 +151,7 @@ def build_overview(
         pool_size=snapshot.desired.pool_size,
         trajectories=dict(counts.trajectories),
         groups=dict(counts.groups),
-        staleness=Staleness(
-            bound=schedule.max_staleness,
-            queue=[
-                StalenessBin(staleness=max(0, view.trained_step - step), count=count)
-                for step, count in reversed(view.unclaimed_by_step)
-            ],
-            trained=curves.trained_staleness,
-        ),
+        staleness=_staleness(view, schedule, curves),
         drops=[
             DropView(reason=reason, groups=count, tokens=counts.dropped_tokens.get(reason, 0))
             for reason, count in sorted(counts.drops.items())
@@ -181,6 +174,17 @@ def build_overview(
             )
             for service in sorted(running.keys() | snapshot.scale_requests.keys())
         ],
+    )
+
+
+def _staleness(view: MeshView, schedule: Schedule, curves: Curves) -> Staleness:
+    return Staleness(
+        bound=schedule.max_staleness,
+        queue=[
+            StalenessBin(staleness=max(0, view.trained_step - step), count=count)
+            for step, count in reversed(view.unclaimed_by_step)
+        ],
+        trained=curves.trained_staleness,
     )
 
 

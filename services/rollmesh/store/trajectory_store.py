@@ -8,11 +8,11 @@ from typing import Self
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.store.deadletters import DeadLetters
+from rollmesh.store.drop_ledger import DropLedger
 from rollmesh.store.evaluation_requests import Evaluations
 from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.store.inspection import Inspection
 from rollmesh.store.leadership import Leadership
-from rollmesh.store.ledger import Ledger
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.policy_registry import PolicyRegistry
@@ -50,7 +50,7 @@ class TrajectoryStore:
         self.trajectories = TrajectoryQueue(connection, self.limits, prompts)
         self.leadership = Leadership(connection, self.limits, self.sessions, prompts)
         self.mesh = MeshReader(connection, self.limits, self.settings)
-        self.ledger = Ledger(connection)
+        self.ledger = DropLedger(connection)
         self.policies = PolicyRegistry(connection, self.settings)
         self.generators = GeneratorRegistry(connection)
         self.training = Training(connection, self.limits)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollmesh.bench.judge.files import RunFiles, read_run
 from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, one_thread, replay_distance, sampled
-from rollmesh.bench.judge.trained_groups import Ledger, examine
+from rollmesh.bench.judge.trained_groups import TrainedGroups, examine
 
 LEAST_SCORED_SHARE = 0.5
 """Share of the sampled tokens that must be scored; the policies of the other tokens may be pruned."""
@@ -63,7 +63,7 @@ def judge(folder: Path, sequences_per_step: int = 4) -> Judgement:
     )
 
 
-def _gap(run: RunFiles, ledger: Ledger, sequences_per_step: int, problems: list[str]) -> tuple[float, int]:
+def _gap(run: RunFiles, ledger: TrainedGroups, sequences_per_step: int, problems: list[str]) -> tuple[float, int]:
     """Score the sample; return (largest gap, number of scored tokens) and append to ``problems``."""
     worst, scored, tokens = 0.0, 0, 0
     folders = {p.record["policy_version"]: p.folder for p in run.policies if not p.damage}

@@ -28,7 +28,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class RecordedSegment:
     """Tokens of one policy version, or of the environment."""
 
     token_ids: npt.NDArray[np.int32]
@@ -41,7 +41,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class RecordedTrajectory:
     """One trajectory of a batch file."""
 
     trajectory_id: str
@@ -49,12 +49,12 @@ class Trajectory:
     member: int
     prompt_id: str
     prompt_ids: npt.NDArray[np.int32]
-    segments: tuple[Segment, ...]
+    segments: tuple[RecordedSegment, ...]
     scored: bool
     reward: float
 
     @property
-    def written(self) -> tuple[Segment, ...]:
+    def written(self) -> tuple[RecordedSegment, ...]:
         """Non-empty segments of a policy."""
         return tuple(s for s in self.segments if s.by_policy and len(s.token_ids))
 
@@ -64,11 +64,11 @@ class BatchFile:
     """Groups of one train step, with their ids, and the footer."""
 
     train_step: int
-    groups: tuple[tuple[str, tuple[Trajectory, ...]], ...]
+    groups: tuple[tuple[str, tuple[RecordedTrajectory, ...]], ...]
     footer: Mapping[str, Any]
 
     @property
-    def trajectories(self) -> Iterator[Trajectory]:
+    def trajectories(self) -> Iterator[RecordedTrajectory]:
         """All members of all groups, in training order."""
         return (trajectory for _, members in self.groups for trajectory in members)
 
@@ -171,15 +171,15 @@ def _frames(payload: bytes) -> Iterator[bytes]:
         yield payload[at - length : at]
 
 
-def _groups(frame: bytes) -> Iterator[tuple[str, tuple[Trajectory, ...]]]:
+def _groups(frame: bytes) -> Iterator[tuple[str, tuple[RecordedTrajectory, ...]]]:
     for group in fields(frame).get(2, ()):
         values = fields(group)
         yield _text(values, 1), tuple(_trajectory(fields(member)) for member in values.get(2, ()))
 
 
-def _trajectory(values: Mapping[int, list[Any]]) -> Trajectory:
+def _trajectory(values: Mapping[int, list[Any]]) -> RecordedTrajectory:
     prompt = fields(values[4][0])
-    return Trajectory(
+    return RecordedTrajectory(
         trajectory_id=_text(values, 1),
         group_id=_text(values, 2),
         member=_int(values, 3),
@@ -191,8 +191,8 @@ def _trajectory(values: Mapping[int, list[Any]]) -> Trajectory:
     )
 
 
-def _segment(values: Mapping[int, list[Any]]) -> Segment:
-    return Segment(
+def _segment(values: Mapping[int, list[Any]]) -> RecordedSegment:
+    return RecordedSegment(
         token_ids=_array(values, 1, _INT32, np.int32),
         logprobs=_array(values, 2, _FLOAT32, np.float32),
         policy_version=_int(values, 3),

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Segment, Trajectory
+from rollmesh.bench.judge.files import BatchFile, RecordedSegment, RecordedTrajectory, RunFiles, SealedFolder
 
 GAP_NATS = 1e-3
 """Largest allowed gap of a float32 engine's log-probability. Up to 4e-5 comes from float32 tables in transformers."""
@@ -22,7 +22,7 @@ REPLAY_SHARE = 0.02
 """Largest allowed distance of the published weights from the replayed ones, as a share of the step's update."""
 _SEED = 20_110_715
 
-_Sample: TypeAlias = list[tuple[Trajectory, int, Segment]]
+_Sample: TypeAlias = list[tuple[RecordedTrajectory, int, RecordedSegment]]
 """Segments to score: trajectory, index of the segment's first token, segment."""
 
 
@@ -126,7 +126,7 @@ def _loss(model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapp
     return total / max(tokens, 1)
 
 
-def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Iterator[tuple[Tensor, Tensor]]:
+def _columns(model: transformers.PreTrainedModel, trajectory: RecordedTrajectory) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the current and the recorded log-probabilities of each segment of a policy."""
     at = len(trajectory.prompt_ids)
     by_temperature = {t: _logprobs(model, _ids(trajectory), t) for t in {s.temperature for s in trajectory.written}}
@@ -145,7 +145,7 @@ def _model(folder: Path) -> transformers.PreTrainedModel:
     return model  # from_pretrained sets evaluation mode
 
 
-def _ids(trajectory: Trajectory) -> Tensor:
+def _ids(trajectory: RecordedTrajectory) -> Tensor:
     arrays = [trajectory.prompt_ids, *(s.token_ids for s in trajectory.segments)]
     return torch.cat([torch.from_numpy(array).long() for array in arrays])
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Trajectory
+from rollmesh.bench.judge.files import BatchFile, RecordedTrajectory, RunFiles, SealedFolder
 
 _LAG_STEPS = 4
 """Steps beyond the staleness bound after which an admitted group must be trained or dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class TrainedGroups:
     """Facts that follow from the files alone."""
 
     committed: int
@@ -23,7 +23,7 @@ class Ledger:
     problems: tuple[str, ...]
 
 
-def examine(run: RunFiles) -> Ledger:
+def examine(run: RunFiles) -> TrainedGroups:
     """Check the files against the run file, as far as no model is needed."""
     sound = [state for state in run.states if not state.damage]
     newest = max(sound, key=lambda s: (s.record["rollback_count"], s.record["train_step"]), default=None)
@@ -39,7 +39,7 @@ def examine(run: RunFiles) -> Ledger:
         *_totals(run, newest),
         *_left_behind(run, committed),
     ]
-    return Ledger(committed=committed, train_steps=named, problems=tuple(found))
+    return TrainedGroups(committed=committed, train_steps=named, problems=tuple(found))
 
 
 def _train_steps(run: RunFiles) -> tuple[dict[int, int], list[str]]:
@@ -176,5 +176,5 @@ def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
         yield f"{len(absent)} groups admitted before train step {early.train_step} are lost: {', '.join(absent[:5])}"
 
 
-def _trajectories(run: RunFiles) -> Iterable[Trajectory]:
+def _trajectories(run: RunFiles) -> Iterable[RecordedTrajectory]:
     return (t for batch in run.batches.values() for t in batch.trajectories)

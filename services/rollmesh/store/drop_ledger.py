@@ -6,7 +6,7 @@ from rollmesh.store.queue_types import Drop
 from rollmesh.store.redis_connection import Connection
 
 
-class Ledger:
+class DropLedger:
     """Drops of the newest groups, with their reasons."""
 
     def __init__(self, connection: Connection) -> None:
