@@ -35,7 +35,7 @@ _RETRY_SECONDS = 5.0
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Serve the API until ``shutdown``; the trajectories of sessions are saved and released before it returns.
 
-    Raises ConfigError if a port is taken, the token cannot be stored or the tokenizer cannot be read, and
+    Raises ConfigError if a port is taken or the token cannot be stored, DataError if the tokenizer cannot be read, and
     StoreUnavailable if Redis does not answer at startup.
     """
     security = PortSecurity.from_config(config.security)

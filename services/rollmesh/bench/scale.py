@@ -16,6 +16,7 @@ import numpy as np
 
 from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
 from rollmesh.bench.scale_mesh import Level, Load, measure_level
+from rollmesh.errors import ConfigError
 
 LEVELS = (1_000, 4_000, 10_000)
 _QUICK_LEVELS = (100, 200)
@@ -39,6 +40,10 @@ def run(
     tokens_per_second: float = 30.0,
 ) -> list[Measure]:
     """Measure every level in turn, also of ``baseline``, the services folder of another build."""
+    if baseline is not None and not (baseline / "rollmesh" / "runtime" / "tasks.py").is_file():
+        raise ConfigError(
+            f"--baseline {baseline}: no services folder of a build with this store interface (one object per role)"
+        )
     measured: dict[int, Level] = {}
     others: dict[int, Level] = {}
     requested = sorted(set(levels or (_QUICK_LEVELS if quick else LEVELS)))

@@ -61,7 +61,7 @@ def _openai_pointer(openai_url: Callable[[], str | None], check: Check) -> APIRo
     @api.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     def moved(path: str) -> None:
         url = openai_url()
-        hint = f"use {url}" if url else "no agents service is known here; agents.enabled=true starts one"
+        hint = f"use {url}" if url else "call the agents service of the run; agents.enabled=true starts one"
         raise NotFound(f"/v1/{path}: the gateway does not serve the OpenAI-compatible API", hint=hint)
 
     return api

@@ -53,7 +53,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             )
         )
         poller = MeshPoller(store, config, metrics, health)
-        app = build_app(config, store, poller, metrics, RequestMetrics(registry), host)
+        app = build_app(config, store, poller, metrics, RequestMetrics(registry, "page"), host)
         url = await stack.enter_async_context(
             public_server(app, config, host, config.gateway.port, "gateway.port", security)
         )

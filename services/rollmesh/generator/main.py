@@ -41,13 +41,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health, server = Metrics("generator"), Health(), create_server(security)
-    grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
-    serving_state = ServingState(address=advertised(config, grpc_port))
+    metrics, health = Metrics("generator"), Health()
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
-        metrics.registry.register(EngineCollector(engine.status, serving_state))
         admin_port = await stack.enter_async_context(
             admin_server(metrics, health, host, config.network.admin_port, security)
         )
@@ -55,6 +52,11 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         store = await stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
+        # Not earlier: a port that listens without an answer lets callers wait that a closed port would send elsewhere.
+        server = create_server(security)
+        grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
+        serving_state = ServingState(address=advertised(config, grpc_port))
+        metrics.registry.register(EngineCollector(engine.status, serving_state))
         service_metrics = GeneratorMetrics(metrics)
         watcher = PolicyWatcher(
             engine,

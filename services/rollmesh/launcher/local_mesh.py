@@ -83,9 +83,9 @@ class LocalMesh:
             try:
                 await self._scaler.end()
                 self.progress.note("draining services; Ctrl-C again kills them")
-                # Workers stop first: they save all remaining tokens while the generators still export their counters.
-                # The last line of the timeline is recorded at that moment.
-                await self.supervisor.stop(WORKERS)
+                # Workers stop first, together: they save all remaining tokens while the generators still export their
+                # counters. The last line of the timeline is recorded at that moment.
+                await asyncio.gather(*(self.supervisor.stop([name]) for name in WORKERS))
                 with contextlib.suppress(StoreUnavailable, OSError):
                     await self._timeline.sample()
                 await self.supervisor.stop([name for name in STOP_ORDER if name not in WORKERS])

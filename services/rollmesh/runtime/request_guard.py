@@ -48,7 +48,8 @@ class Refusal:
 class RequestMetrics:
     """Metrics of the requests of one service."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, route: str = "other") -> None:
+        """Create the series of ``route`` with 0, so that a rate counts its first error."""
         component = metrics.component
         self.requests = metrics.counter(
             f"rollmesh_{component}_requests_total", "Requests by route and status class.", ("route", "status")
@@ -62,7 +63,7 @@ class RequestMetrics:
             f"rollmesh_{component}_refused_tokens_total", "Requests with a missing or invalid token."
         )
         for status in STATUS_CLASSES:
-            self.requests.labels(route="other", status=status)
+            self.requests.labels(route=route, status=status)
 
 
 class RequestGuard:

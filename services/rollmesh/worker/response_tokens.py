@@ -115,12 +115,12 @@ class ResponseTokens:
             self._incarnation = incarnation
 
     def mark_saved(self, token_count: int) -> None:
-        """Note the number of tokens that the queue stores; it falls if Redis was restored to an earlier state."""
-        self._saved_token_count = min(token_count, self._token_count)
+        """Note the number of tokens that the queue stores."""
+        self._saved_token_count = token_count
 
     def mark_registered(self, saved_token_count: int) -> None:
         """Note a registration with a server that may have been restored to a state before the last writes."""
-        self.mark_saved(saved_token_count)
+        self.mark_saved(min(saved_token_count, self._token_count))
         self._first_token_reported = False
 
     def mark_first_token_reported(self) -> None:
