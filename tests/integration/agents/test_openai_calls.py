@@ -152,6 +152,27 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         await client.close()
 
 
+async def test_every_refusal_has_the_shape_that_openai_clients_know(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    too_large = b"x" * (mesh.config.gateway.max_request_bytes + 1)
+    async with mesh.api() as api, httpx.AsyncClient(base_url=api.url) as http:
+        wrong = await http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+        assert (wrong.status_code, wrong.headers["www-authenticate"]) == (401, "Bearer")
+        assert api.value("rollmesh_agents_refused_tokens_total") == 1
+        http.headers["Authorization"] = f"Bearer {TOKEN}"
+        answers = {
+            404: await http.get("/v1/nothing"),
+            405: await http.get("/v1/completions"),
+            413: await http.post("/v1/completions", content=too_large),
+            400: await http.post("/v1/completions", json={}, headers={"Host": "evil.example.org"}),
+        }
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert set(answer.json()) == {"error"}
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, answer.text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 async def test_a_long_context_is_read_beside_everything_else(
     make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
