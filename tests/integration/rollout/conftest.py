@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.text import Tokenizer
+
+from .scripted import STOP, VOCAB
 
 _NUMBERS = itertools.count()
 
@@ -36,3 +43,15 @@ async def store(server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
     name = f"rollout-{next(_NUMBERS)}"
     async with await TrajectoryStore.connect(StoreConfig(), run=name, url=server.url) as connected:
         yield connected
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    RawTokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    raw.add_special_tokens([f"w{STOP}"])
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": STOP}))
+    return Tokenizer(folder)

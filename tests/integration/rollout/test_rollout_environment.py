@@ -1,126 +1,33 @@
-"""Multi-turn rollouts on a real queue, with a real tokenizer and environments written for the test."""
+"""Multi-turn rollouts on a real queue: turns, replays and snapshots of environments."""
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.errors import DataError
-from rollmesh.mesh import Cursor, Desired
-from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
-from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, Segment, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, SegmentSource, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.programs import RolloutContext
-from rollmesh.worker.programs.environment import EnvironmentProgram
 from rollmesh.worker.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
 
-from .replicas import limits, running, schedule
-from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, token_at
+from .environment_episodes import (
+    REPLY,
+    TURN,
+    CountingEnvironment,
+    ForgetfulEnvironment,
+    SnapshottingEnvironment,
+    check,
+    policy_turn,
+    program_of,
+    start,
+)
+from .replicas import running, schedule
+from .scripted import STOP, ScriptedGenerator, ScriptedReward
 from .waiting import until
-
-TURN = 6
-REPLY = "w8 w9"
-
-
-class CountingEnvironment:
-    """Ends after three turns; its reward is the number of words that it was told."""
-
-    replayable = True
-
-    def __init__(self, log):
-        self.log = log
-        self.turns = []
-        self.open = True
-
-    async def reset(self, prompt):
-        self.prompt = prompt
-
-    async def step(self, response_text, idempotency_key):
-        self.turns.append(response_text)
-        self.log.append(idempotency_key)
-        if len(self.turns) == 3:
-            words = sum(len(t.split()) for t in self.turns)
-            return EnvironmentReply(text="", done=True, reward=float(words))
-        return EnvironmentReply(text=REPLY, done=False)
-
-    async def aclose(self):
-        self.open = False
-
-
-class ForgetfulEnvironment(CountingEnvironment):
-    replayable = False
-
-
-class HangingEnvironment(CountingEnvironment):
-    async def step(self, response_text, idempotency_key):
-        await asyncio.sleep(3600)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    RawTokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
-    raw.pre_tokenizer = WhitespaceSplit()
-    raw.add_special_tokens([f"w{STOP}"])
-    raw.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": STOP}))
-    return Tokenizer(folder)
-
-
-def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
-    return EnvironmentProgram(
-        lambda: kind(log),
-        tokenizer,
-        stop_token_ids=(STOP,),
-        max_turns=max_turns,
-        timeout_seconds=timeout,
-        metrics=RolloutMetrics(Metrics("rollout")),
-    )
-
-
-async def start(store, plan, generator):
-    await store.limits.init_run(limits(plan))
-    cluster = ScriptedCluster(store, [generator])
-    trainer = ScriptedTrainer(store, cluster)
-    await trainer.start()
-    return cluster, trainer
-
-
-def expected_episode(trajectory_id):
-    """Three turns of the policy, each up to the next multiple of TURN, with two words in between."""
-    written = []
-    for turn in range(3):
-        end = len(written) - len(written) % TURN + TURN
-        written += [(token_at(trajectory_id, i), True) for i in range(len(written), end - 1)] + [(STOP, True)]
-        if turn < 2:
-            written += [(8, False), (9, False)]
-    return written
-
-
-def check(batch):
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            expected = expected_episode(trajectory.trajectory_id)
-            assert trajectory.response_ids.tolist() == [token for token, _ in expected]
-            for segment in trajectory.segments:
-                assert (segment.behavior_logprobs is None) == (segment.source is SegmentSource.ENVIRONMENT)
-            sources = np.concatenate([[s.source is SegmentSource.POLICY] * len(s) for s in trajectory.segments])
-            assert sources.tolist() == [own for _, own in expected]
-            assert trajectory.finish_reason is FinishReason.ENVIRONMENT
-            words = sum(own and token != STOP for token, own in expected)
-            assert trajectory.outcome.kind is OutcomeKind.SCORED
-            assert trajectory.shaped_reward == words
 
 
 async def test_turns_alternate_and_the_environments_reward_counts(store, tokenizer):
@@ -200,14 +107,6 @@ async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trac
             check(await trainer.train(1))
 
 
-class SnapshottingEnvironment(ForgetfulEnvironment):
-    def snapshot(self):
-        return json.dumps(self.turns).encode()
-
-    def restore(self, state):
-        self.turns = json.loads(state)
-
-
 async def test_an_environment_with_snapshots_continues_in_another_worker(store, tokenizer):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
@@ -220,11 +119,6 @@ async def test_an_environment_with_snapshots_continues_in_another_worker(store, 
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
             check(await trainer.train(1))
     assert len(log) == len(set(log)) == 3 * plan.pool_size, "no turn was played twice"
-
-
-def policy_turn(number):
-    ids = np.array([10 + number, STOP], np.int32)
-    return Segment(token_ids=ids, behavior_logprobs=-np.ones(2, np.float32), policy_version=0, kv_min_version=0)
 
 
 ENVIRONMENT_REPLY = replace(
@@ -313,155 +207,3 @@ def test_a_snapshot_comes_back_as_it_was_and_a_huge_one_is_refused():
         replace(snapshot, state=bytes(LARGEST_STATE_BYTES + 1)).to_bytes()
     with pytest.raises(DataError, match="not a snapshot"):
         Snapshot.from_bytes(b"{}")
-
-
-async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_attempt(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    program = program_of(HangingEnvironment, tokenizer, [], timeout=0.05)
-    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
-
-        async def letters():
-            await cluster.register()
-            return await store.dead_letters.newest()
-
-        letter = (await until(letters))[0]
-        assert letter.reason == "max_attempts"
-        assert letter.attempts >= 3
-        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 3
-
-
-class BrokenToolEnvironment(SnapshottingEnvironment):
-    async def step(self, response_text, idempotency_key):
-        self.log.append(idempotency_key)
-        raise ValueError("the tool is broken")
-
-
-async def test_an_environment_with_snapshots_that_fails_at_its_first_turn_ends_as_a_dead_letter(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    log = []
-    program = program_of(BrokenToolEnvironment, tokenizer, log)
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4):
-        letter = (await until(store.dead_letters.newest))[0]
-    assert letter.reason == "max_attempts"
-    assert log.count(f"{letter.trajectory_id}:0") == 4, "the first attempt, then three without progress"
-
-
-async def test_turns_run_out(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    program = program_of(CountingEnvironment, tokenizer, [], max_turns=2)
-    async with running(store, cluster, ScriptedReward(), plan, program=program):
-        batch = await trainer.train(1)
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            assert trajectory.finish_reason is FinishReason.LENGTH
-            assert trajectory.response_ids.tolist().count(STOP) == 2
-
-
-class OutageEnvironment(CountingEnvironment):
-    """Fails at once until what it stands on is back: some time after it was missed first."""
-
-    def __init__(self, log, missed):
-        super().__init__(log)
-        self.missed = missed
-
-    async def step(self, response_text, idempotency_key):
-        now = time.monotonic()
-        if now < self.missed.setdefault("first", now) + 1.5:
-            raise ConnectionError("the tool server is down")
-        return await super().step(response_text, idempotency_key)
-
-
-async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    missed = {}
-    program = program_of(lambda log: OutageEnvironment(log, missed), tokenizer, [])
-    async with running(store, cluster, ScriptedReward(), plan, program=program, first_pause=1.0) as run:
-        check(await trainer.train(1))
-        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 1
-    assert await store.dead_letters.newest() == []
-
-
-class UnclosableEnvironment(CountingEnvironment):
-    async def aclose(self):
-        raise OSError("already gone")
-
-
-async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    program = program_of(UnclosableEnvironment, tokenizer, [])
-    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
-        check(await trainer.train(1))
-        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") == 0
-
-
-class AwayEnvironment(CountingEnvironment):
-    def __init__(self, log):
-        raise ConnectionError("the tool server is away")
-
-
-class ChattyEnvironment(CountingEnvironment):
-    async def step(self, response_text, idempotency_key):
-        return EnvironmentReply(text=None, done=False)
-
-
-@pytest.mark.parametrize("kind", [AwayEnvironment, ChattyEnvironment])
-async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_never_the_replica(store, tokenizer, kind):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    await store.settings.set_user_paused(True)
-    async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, [])) as run:
-        await store.evaluations.request(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
-
-        async def result():
-            await cluster.register()
-            return run.task.done() or (await store.evaluations.all())[0].result
-
-        done = await until(result)
-        assert not run.task.done()
-        assert (done.sample_count, done.discarded_count) == (0, 3)
-
-
-async def test_a_finished_episode_whose_environment_cannot_be_made_again_has_an_error_for_a_score(tokenizer):
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    trajectory = Trajectory(
-        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
-    )
-    outcome = await program_of(AwayEnvironment, tokenizer, []).outcome_of(trajectory)
-    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
-    assert "the tool server is away" in outcome.message
-
-
-class ReplayRaises:
-    """Ends every trajectory at once and cannot score one whose worker has died."""
-
-    async def run(self, rollout):
-        raise AssertionError("nothing is to be rolled out")
-
-    async def outcome_of(self, trajectory, snapshot=None):
-        raise TypeError("a program with a fault")
-
-
-async def test_a_finished_trajectory_whose_score_always_raises_ends_as_a_dead_letter(store):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
-    leader = await store.leadership.acquire("once")
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    orphans = [NewGroup(group_id="e0-0", prompt=prompt, needed=2, epoch=0, index=0)]
-    await store.leadership.admit(leader, orphans, Cursor(), Cursor(index=1))
-    await store.leadership.set_desired(leader, Desired(pool_size=1))
-    session = await store.sessions.open("the one that dies")
-    assert await store.trajectories.lease(session, 1)
-    last = Finish(
-        trajectory_id="e0-0.0", token_offset=0, segments=[policy_turn(0)], finish_reason=FinishReason.ENVIRONMENT
-    )
-    await store.trajectories.finish(session, [last])
-    await store.sessions.close(session)
-    await store.settings.set_user_paused(True)
-    async with running(store, cluster, ScriptedReward(), plan, program=ReplayRaises()):
-        (letter,) = await until(store.dead_letters.newest)
-    assert (letter.trajectory_id, letter.reason) == ("e0-0.0", "max_attempts to score it")

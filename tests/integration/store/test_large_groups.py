@@ -12,7 +12,8 @@ from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 from rollmesh.types import FinishReason
 
 from .model import Memory, ModelMember, Written
-from .queue_machine import QueueMachine, stated
+from .queue_machine import QueueMachine
+from .queue_workers import stated
 from .store_mesh import Mesh, scored
 from .stored_keys import read_truth
 from .test_script_keys import most_keys

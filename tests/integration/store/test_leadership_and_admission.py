@@ -1,13 +1,11 @@
-"""Leadership, admission, cuts, the trainer's steps and the registry, on a real server."""
+"""Leadership, admission, failures of the leader and the registry, on a real server."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 
 from rollmesh.errors import Conflict, SessionLost
@@ -71,117 +69,6 @@ async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> No
     twice = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     assert (once, twice) == (1, 1)
     assert (await store.mesh.view()).open_groups == 1
-
-
-async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await mesh.admit(3)
-    await mesh.complete_all()
-    with pytest.raises(Conflict, match="cut_step is 0"):
-        await store.leadership.cut(mesh.leader, 2, ["e0-0"])
-    with pytest.raises(Conflict, match="e0-9 is not ready"):
-        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-9"])
-    with pytest.raises(Conflict, match="listed twice"):
-        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-0"])
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    with pytest.raises(Conflict):
-        await store.leadership.cut(mesh.leader, 1, ["e0-1"])
-    with pytest.raises(Conflict, match="trained_step is 0"):
-        await store.leadership.cut(mesh.leader, 2, ["e0-1"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    await store.training.report_trained(mesh.trainer, 1)
-    with pytest.raises(Conflict, match="staleness 1, over the bound of 0"):
-        await store.leadership.cut(mesh.leader, 2, ["e0-1"])
-    assert (await read_truth(store)).problems == []
-
-
-async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True)
-    await mesh.admit(2)
-    await mesh.complete_all()
-    for step, gid in ((1, "e0-0"), (2, "e0-1")):
-        assert (await store.mesh.view()).ready[0].min_train_step == step - 1
-        await store.leadership.cut(mesh.leader, step, [gid])
-        await store.training.claim(mesh.trainer, step, 1.0)
-        await store.training.confirm_batch_file(mesh.trainer, step, "d")
-        await store.training.report_trained(mesh.trainer, step)
-
-
-async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await mesh.complete_all()
-    assert await store.training.claim(mesh.trainer, 1, 0.02) is None
-    waiting = asyncio.create_task(store.training.claim(mesh.trainer, 1, 10.0))
-    await asyncio.sleep(0)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    batch = await waiting
-    assert batch is not None
-    assert batch.train_step == 1
-    again = await store.training.claim(mesh.trainer, 1, 0.1)
-    assert again is not None
-    assert [g.group_id for g in again.groups] == ["e0-0", "e0-1"]
-
-
-async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=4)
-    await mesh.admit(4)
-    # The second is over what comes along with a claim, and has chunks of its own; the third uses up what is left.
-    lengths = {"e0-0": (3, 3), "e0-1": (9000, 30_000), "e0-2": (16_000, 16_700), "e0-3": (50, 70)}
-    for leased in await store.trajectories.lease(mesh.session, 8):
-        trajectory = leased.trajectory
-        tokens = lengths[trajectory.group_id][trajectory.member_index]
-        assert await mesh.append(trajectory.trajectory_id, 0, 2) == 1
-        assert await mesh.finish(trajectory.trajectory_id, 2, tokens - 2) == 1
-        assert await mesh.score(trajectory.trajectory_id, float(trajectory.member_index)) == 1
-    await store.leadership.cut(mesh.leader, 1, list(lengths))
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
-    assert {g.group_id: tuple(t.response_token_count for t in g.trajectories) for g in batch.groups} == lengths
-    for found in batch.groups:
-        for trajectory in found.trajectories:
-            ids = np.concatenate([part.token_ids for part in trajectory.segments])
-            assert ids.tolist() == list(range(trajectory.response_token_count))
-            assert trajectory.shaped_reward == trajectory.member_index
-
-
-async def test_every_step_of_the_trainer_may_be_repeated(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    with pytest.raises(Conflict, match="not been confirmed"):
-        await store.training.report_trained(mesh.trainer, 1)
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    for _ in range(2):
-        await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    with pytest.raises(Conflict, match="another digest"):
-        await store.training.confirm_batch_file(mesh.trainer, 1, "e")
-    with pytest.raises(Conflict, match="read it from the checkpoint store"):
-        await store.training.claim(mesh.trainer, 1, 0.1)
-    for _ in range(2):
-        await store.training.report_trained(mesh.trainer, 1)
-        await store.training.report_committed(mesh.trainer, 1)
-        await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    with pytest.raises(Conflict, match="already trained"):
-        await store.training.claim(mesh.trainer, 1, 0.1)
-    state = await store.training.state()
-    assert (state.trained_step, state.cut_step, state.committed_step) == (1, 1, 1)
-    assert (await store.mesh.counts()).totals["consumed_total"] == 2
-    truth = await read_truth(store)
-    assert (truth.problems, truth.tombstones) == ([], {"e0-0", "e0-1"})
-
-
-async def test_only_the_newest_trainer_session_counts(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    second = await store.training.open_session("second")
-    with pytest.raises(SessionLost):
-        await store.policies.announce(mesh.trainer, policy(1))
-    with pytest.raises(SessionLost):
-        await store.training.claim(mesh.trainer, 1, 0.01) or await store.training.report_trained(mesh.trainer, 1)
-    await store.policies.announce(second, policy(1))
 
 
 async def test_a_queue_serves_the_checkpoint_store_that_it_was_filled_for_and_no_other(store: TrajectoryStore) -> None:
@@ -275,85 +162,6 @@ async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store
     assert (view.leased, view.partial, view.pending, view.finished) == (0, 1, 2, 1)
     assert await mesh.append("e0-0.0", 4, 2) == 4, "late results of a dead session are refused"
     assert (await read_truth(store)).problems == []
-
-
-async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(4)
-    await mesh.complete_all()
-    await mesh.admit(1)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    assert await store.training.roll_back(mesh.trainer) == 5
-    view = await store.mesh.view()
-    assert (view.admitted_unconsumed, view.cut_step) == (0, 0)
-    assert (await store.mesh.counts()).drops == {"rolled_back": 5}
-    await mesh.admit(2)
-    await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, ["e0-5", "e0-6"])
-    assert await store.training.claim(mesh.trainer, 1, 1.0) is not None
-    assert (await read_truth(store)).problems == []
-
-
-async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(6)
-    await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    # The first calls of a rollback whose trainer dies: it takes the cut back, then drops a group.
-    for answer in ([0, 1], [1, 1]):
-        assert await store.connection.run("roll_back", mesh.trainer, 1, "first") == answer
-        view = await store.mesh.view()
-        assert (view.cut_step, view.ready) == (0, ())
-        with pytest.raises(Conflict, match="abandons"):
-            await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-2"])
-    restarted = await store.training.open_session("restarted")
-    await store.training.reassert(restarted, 0, 0, [], [policy(0)], Cursor())
-    assert (await store.mesh.counts()).drops == {"rolled_back": 6}
-    await mesh.admit(2)
-    await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, ["e0-6", "e0-7"])
-    assert await store.training.claim(restarted, 1, 1.0) is not None
-    assert (await read_truth(store)).problems == []
-
-
-async def test_two_rollbacks_at_once_both_come_to_an_end(store: TrajectoryStore) -> None:
-    """The trainer re-asserts what a restored Redis has forgotten while it carries out a request."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(6)
-    left = {"first": 1, "second": 1}
-    for nonce in itertools.islice(itertools.cycle(left), 40):
-        if left[nonce]:
-            _, left[nonce] = await store.connection.run("roll_back", mesh.trainer, 1, nonce)
-    assert left == {"first": 0, "second": 0}
-    assert (await store.mesh.counts()).drops == {"rolled_back": 6}
-    assert (await read_truth(store)).problems == []
-
-
-async def test_the_last_call_of_a_rollback_sent_again_drops_nothing(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [1, 0]
-    await mesh.admit(2)
-    await mesh.complete_all()
-    assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [0, 0]
-    await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-2"])
-    assert (await read_truth(store)).problems == []
-
-
-async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    for version, train_step in ((1, 1), (2, 2)):
-        await store.policies.announce(mesh.trainer, policy(version, train_step))
-    assert (await store.leadership.desired()).start_at_version == 0
-    await store.policies.announce(mesh.trainer, policy(3, train_step=2))
-    assert (await store.leadership.desired()).start_at_version == 3
-    # A leader that looked at the mesh before the rollback.
-    await store.leadership.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=1))
-    assert (await store.leadership.desired()).start_at_version == 3
-    await store.policies.announce(mesh.trainer, policy(4, train_step=3))
-    assert (await store.leadership.desired()).start_at_version == 3
-    await store.leadership.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=4))
-    assert (await store.leadership.desired()).start_at_version == 4
 
 
 async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:

@@ -1,0 +1,105 @@
+"""Environments of the tests, and the episodes that a policy plays in them."""
+
+import json
+
+import numpy as np
+
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
+from rollmesh.types import FinishReason, OutcomeKind, Segment, SegmentSource
+from rollmesh.worker.programs.environment import EnvironmentProgram
+
+from .replicas import limits
+from .scripted import STOP, ScriptedCluster, ScriptedTrainer, token_at
+
+TURN = 6
+
+REPLY = "w8 w9"
+
+
+class CountingEnvironment:
+    """Ends after three turns; its reward is the number of words that it was told."""
+
+    replayable = True
+
+    def __init__(self, log):
+        self.log = log
+        self.turns = []
+        self.open = True
+
+    async def reset(self, prompt):
+        self.prompt = prompt
+
+    async def step(self, response_text, idempotency_key):
+        self.turns.append(response_text)
+        self.log.append(idempotency_key)
+        if len(self.turns) == 3:
+            words = sum(len(t.split()) for t in self.turns)
+            return EnvironmentReply(text="", done=True, reward=float(words))
+        return EnvironmentReply(text=REPLY, done=False)
+
+    async def aclose(self):
+        self.open = False
+
+
+class ForgetfulEnvironment(CountingEnvironment):
+    replayable = False
+
+
+def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
+    return EnvironmentProgram(
+        lambda: kind(log),
+        tokenizer,
+        stop_token_ids=(STOP,),
+        max_turns=max_turns,
+        timeout_seconds=timeout,
+        metrics=RolloutMetrics(Metrics("rollout")),
+    )
+
+
+async def start(store, plan, generator):
+    await store.limits.init_run(limits(plan))
+    cluster = ScriptedCluster(store, [generator])
+    trainer = ScriptedTrainer(store, cluster)
+    await trainer.start()
+    return cluster, trainer
+
+
+def expected_episode(trajectory_id):
+    """Three turns of the policy, each up to the next multiple of TURN, with two words in between."""
+    written = []
+    for turn in range(3):
+        end = len(written) - len(written) % TURN + TURN
+        written += [(token_at(trajectory_id, i), True) for i in range(len(written), end - 1)] + [(STOP, True)]
+        if turn < 2:
+            written += [(8, False), (9, False)]
+    return written
+
+
+def check(batch):
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            expected = expected_episode(trajectory.trajectory_id)
+            assert trajectory.response_ids.tolist() == [token for token, _ in expected]
+            for segment in trajectory.segments:
+                assert (segment.behavior_logprobs is None) == (segment.source is SegmentSource.ENVIRONMENT)
+            sources = np.concatenate([[s.source is SegmentSource.POLICY] * len(s) for s in trajectory.segments])
+            assert sources.tolist() == [own for _, own in expected]
+            assert trajectory.finish_reason is FinishReason.ENVIRONMENT
+            words = sum(own and token != STOP for token, own in expected)
+            assert trajectory.outcome.kind is OutcomeKind.SCORED
+            assert trajectory.shaped_reward == words
+
+
+class SnapshottingEnvironment(ForgetfulEnvironment):
+    def snapshot(self):
+        return json.dumps(self.turns).encode()
+
+    def restore(self, state):
+        self.turns = json.loads(state)
+
+
+def policy_turn(number):
+    ids = np.array([10 + number, STOP], np.int32)
+    return Segment(token_ids=ids, behavior_logprobs=-np.ones(2, np.float32), policy_version=0, kv_min_version=0)

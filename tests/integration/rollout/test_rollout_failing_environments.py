@@ -1,0 +1,182 @@
+"""Multi-turn rollouts on a real queue whose environments hang, fail or cannot be closed."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, Trajectory
+
+from .environment_episodes import (
+    TURN,
+    CountingEnvironment,
+    SnapshottingEnvironment,
+    check,
+    policy_turn,
+    program_of,
+    start,
+)
+from .replicas import running, schedule
+from .scripted import STOP, ScriptedGenerator, ScriptedReward
+from .waiting import until
+
+
+class HangingEnvironment(CountingEnvironment):
+    async def step(self, response_text, idempotency_key):
+        await asyncio.sleep(3600)
+
+
+async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_attempt(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(HangingEnvironment, tokenizer, [], timeout=0.05)
+    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
+
+        async def letters():
+            await cluster.register()
+            return await store.dead_letters.newest()
+
+        letter = (await until(letters))[0]
+        assert letter.reason == "max_attempts"
+        assert letter.attempts >= 3
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 3
+
+
+class BrokenToolEnvironment(SnapshottingEnvironment):
+    async def step(self, response_text, idempotency_key):
+        self.log.append(idempotency_key)
+        raise ValueError("the tool is broken")
+
+
+async def test_an_environment_with_snapshots_that_fails_at_its_first_turn_ends_as_a_dead_letter(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    log = []
+    program = program_of(BrokenToolEnvironment, tokenizer, log)
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4):
+        letter = (await until(store.dead_letters.newest))[0]
+    assert letter.reason == "max_attempts"
+    assert log.count(f"{letter.trajectory_id}:0") == 4, "the first attempt, then three without progress"
+
+
+async def test_turns_run_out(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(CountingEnvironment, tokenizer, [], max_turns=2)
+    async with running(store, cluster, ScriptedReward(), plan, program=program):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            assert trajectory.finish_reason is FinishReason.LENGTH
+            assert trajectory.response_ids.tolist().count(STOP) == 2
+
+
+class OutageEnvironment(CountingEnvironment):
+    """Fails at once until what it stands on is back: some time after it was missed first."""
+
+    def __init__(self, log, missed):
+        super().__init__(log)
+        self.missed = missed
+
+    async def step(self, response_text, idempotency_key):
+        now = time.monotonic()
+        if now < self.missed.setdefault("first", now) + 1.5:
+            raise ConnectionError("the tool server is down")
+        return await super().step(response_text, idempotency_key)
+
+
+async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    missed = {}
+    program = program_of(lambda log: OutageEnvironment(log, missed), tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program, first_pause=1.0) as run:
+        check(await trainer.train(1))
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 1
+    assert await store.dead_letters.newest() == []
+
+
+class UnclosableEnvironment(CountingEnvironment):
+    async def aclose(self):
+        raise OSError("already gone")
+
+
+async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(UnclosableEnvironment, tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
+        check(await trainer.train(1))
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") == 0
+
+
+class AwayEnvironment(CountingEnvironment):
+    def __init__(self, log):
+        raise ConnectionError("the tool server is away")
+
+
+class ChattyEnvironment(CountingEnvironment):
+    async def step(self, response_text, idempotency_key):
+        return EnvironmentReply(text=None, done=False)
+
+
+@pytest.mark.parametrize("kind", [AwayEnvironment, ChattyEnvironment])
+async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_never_the_replica(store, tokenizer, kind):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    await store.settings.set_user_paused(True)
+    async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, [])) as run:
+        await store.evaluations.request(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
+
+        async def result():
+            await cluster.register()
+            return run.task.done() or (await store.evaluations.all())[0].result
+
+        done = await until(result)
+        assert not run.task.done()
+        assert (done.sample_count, done.discarded_count) == (0, 3)
+
+
+async def test_a_finished_episode_whose_environment_cannot_be_made_again_has_an_error_for_a_score(tokenizer):
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    trajectory = Trajectory(
+        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
+    )
+    outcome = await program_of(AwayEnvironment, tokenizer, []).outcome_of(trajectory)
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert "the tool server is away" in outcome.message
+
+
+class ReplayRaises:
+    """Ends every trajectory at once and cannot score one whose worker has died."""
+
+    async def run(self, rollout):
+        raise AssertionError("nothing is to be rolled out")
+
+    async def outcome_of(self, trajectory, snapshot=None):
+        raise TypeError("a program with a fault")
+
+
+async def test_a_finished_trajectory_whose_score_always_raises_ends_as_a_dead_letter(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    leader = await store.leadership.acquire("once")
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    orphans = [NewGroup(group_id="e0-0", prompt=prompt, needed=2, epoch=0, index=0)]
+    await store.leadership.admit(leader, orphans, Cursor(), Cursor(index=1))
+    await store.leadership.set_desired(leader, Desired(pool_size=1))
+    session = await store.sessions.open("the one that dies")
+    assert await store.trajectories.lease(session, 1)
+    last = Finish(
+        trajectory_id="e0-0.0", token_offset=0, segments=[policy_turn(0)], finish_reason=FinishReason.ENVIRONMENT
+    )
+    await store.trajectories.finish(session, [last])
+    await store.sessions.close(session)
+    await store.settings.set_user_paused(True)
+    async with running(store, cluster, ScriptedReward(), plan, program=ReplayRaises()):
+        (letter,) = await until(store.dead_letters.newest)
+    assert (letter.trajectory_id, letter.reason) == ("e0-0.0", "max_attempts to score it")
