@@ -7,6 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CONSTRAINTS := deploy/constraints.txt
+# A file stays in one process; files that are marked slow come first (tests/conftest.py), so that none is left for last.
+BY_FILE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
@@ -15,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -45,7 +47,7 @@ demo: $(VENV)/.local ## Set up what is needed and run the main job: train a smal
 demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
 	$(BIN)/rollmesh demo-seeds
 
-test: lint unit integration contract sglang deploy e2e ## Set up what is needed and run all checks and tests
+test: lint-and-unit integration contract deploy e2e ## Set up what is needed and run all checks and tests
 
 lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/ruff check .
@@ -54,19 +56,21 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
 
+# mypy keeps one core busy for longer than the unit tests need the other one.
+lint-and-unit: $(VENV)/.dev
+	@$(MAKE) lint & lint=$$!; $(MAKE) unit; unit=$$?; wait $$lint && exit $$unit
+
 unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest tests/integration -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE)
 # Only the files that have such tests: to collect all the others takes ten seconds.
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
-contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the real SGLang server among them
-	$(BIN)/pytest tests/contract
-
-sglang: $(VENV)/.dev sglang-try ## What we rely on of the real SGLang server
-	$(BIN)/pytest tests/sglang
+contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the behaviour of SGLang's server that we rely on
+# By server: each takes half a minute of a core to start. First the process with two of them.
+	$(BIN)/pytest tests/sglang tests/contract --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
@@ -77,7 +81,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest tests/deploy
+	$(BIN)/pytest tests/deploy $(BY_FILE)
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
@@ -117,7 +121,7 @@ chromium-try:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
 
 e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
-	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m "not alone" $(BY_FILE)
 	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m alone
 # A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
 	$(BIN)/pytest tests/e2e/gateway

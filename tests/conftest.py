@@ -1,8 +1,10 @@
-"""Settings of every test: one thread per math library, repeatable property tests, no garbage collection of imports."""
+"""Settings of every test: threads of libraries, repeatable property tests, order of files, garbage collection."""
 
 import gc
+import logging
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Set before the libraries load. Threads that wait for each other cost tiny models up to 30 times their work.
@@ -12,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile(
     "rollmesh",
+    max_examples=50,
     derandomize=True,
     deadline=None,
     database=None,
@@ -27,7 +30,19 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start files with slow tests first: two processes that share the files then end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish() -> None:
-    """Collect only objects that tests create."""
+    """Collect only objects that tests create, and take torch's log records at the root logger.
+
+    pytest gives its handlers to every logger that does not propagate, six times a test, and torch has forty of them.
+    """
     gc.freeze()
     gc.enable()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True

@@ -7,6 +7,7 @@ needs no replay, and a crash at any moment loses nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class Desired:
     raises it to the version announced by the rollback, so no token of the abandoned branch is trained on."""
     reason: str = ""
     """Explanation of the pause."""
+    waiting_for: str = field(default="", compare=False)
+    """Reason that the next cut waits, for operators, as the leader last wrote it; workers do not depend on it. A leader
+    of an older version leaves it unchanged."""
     registry_version: int = field(default=0, compare=False)
     """Version of the registry of generators, raised by every heartbeat of a generator; 0 before the first. It is read
     with the desired state, so that workers read records only after a change."""
@@ -38,6 +42,8 @@ class GroupView:
     admission_index: int
     min_train_step: int | None
     """Smallest train_step among the policy versions whose tokens would be in the loss; None without tokens."""
+    token_count: int = 0
+    """Tokens of the scored trajectories of a ready group; 0 for an open one, and for a group of an older release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,12 @@ class MeshView:
     """Generators with a valid registration, whether they serve or load a policy."""
     desired: Desired = Desired(pool_size=0)
     """Stored desired state; an empty pool before the leader has written one."""
+    aside_groups: int = 0
+    """Groups that were set aside: without tokens, not counted as open or admitted, until they are recalled."""
+    recalled_groups: int = 0
+    """Groups recalled for batch cut_step + 1: above 0 during a long round."""
+    aside: tuple[str, ...] = ()
+    """Ids of the oldest groups that were set aside, a bounded prefix; empty if ``listed`` is False."""
     failure: str = ""
     """Failure of the run reported by the current leader; empty without one."""
     recovering: bool
@@ -108,6 +120,15 @@ class MeshView:
     """True while the launcher has paused the run for an evaluation."""
     is_complete: bool
     """True once the last train step of the run has been trained."""
+
+    @property
+    def rests_until(self) -> str:
+        """Condition that ends a recovery, or a pause by the operator or the launcher; empty while the mesh works."""
+        if self.recovering:
+            return "workers to register again with the store"
+        if self.user_paused:
+            return "an operator to resume"
+        return "the launcher, which evaluates a policy version" if self.launcher_paused else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +149,16 @@ class Decisions:
     cut: tuple[str, ...] | None = None
     """Ordered group ids of batch cut_step + 1; None if it cannot be cut yet."""
     evict: tuple[Eviction, ...] = ()
+    restart: tuple[str, ...] = ()
+    """Groups over the staleness bound that lose their tokens and begin again."""
+    set_aside: tuple[str, ...] = ()
+    """Groups over the staleness bound that lose their tokens and wait for a recall."""
+    recall: int = 0
+    """Groups that open again for batch cut_step + 1, the oldest ones that were set aside; counts the groups that were
+    recalled for that batch before."""
     blocked_by: str = ""
     """Name of the set of groups that blocks the cut; empty if none does. The store keeps the time since which the name
     is the same."""
-    waiting_for: str = ""
-    """Reason that the next cut waits, as text."""
     fail: str = ""
     """Error that ends the run; empty without one."""
 
@@ -150,6 +176,17 @@ class Cursor:
     index: int = 0
 
 
+class ResumeOrder(StrEnum):
+    """Order in which partial trajectories continue, within blocks of as many groups as a batch has."""
+
+    ADMISSION = "admission"
+    MOST_TOKENS = "most_tokens"
+    """The most saved tokens first."""
+    NEAREST_END = "nearest_end"
+    """The fewest tokens to the mean length of the scored trajectories of its group first; then those without scored
+    siblings, and those past that length."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
     """Fixed limits of a run, enforced by Redis scripts; a second start must use the same ones."""
@@ -163,3 +200,12 @@ class RunLimits:
     mask_old_segments: bool
     """True if stale tokens leave the loss instead of counting towards staleness."""
     train_steps: int
+    keeps_history: bool = False
+    """True to keep a record of every prompt, because a rule of the run reads it."""
+    resume_order: ResumeOrder = ResumeOrder.ADMISSION
+    window_groups: int = 0
+    """Most groups admitted and not yet trained on; 0, as in runs of older releases, for (max_staleness + 1) *
+    groups_per_batch."""
+    most_members: int = 0
+    """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
+    number of scored ones that complete it."""

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from rollmesh.types import Segment
+from rollmesh.types import Group, Segment
 
 
 def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segment:
@@ -30,6 +30,12 @@ def join_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     oldest KV version and one temperature, or all consecutive tokens of the environment.
     """
     return tuple(_merge(list(run)) for _, run in groupby(segments, _merge_key))
+
+
+def join_group(group: Group) -> Group:
+    """Join the segments of every trajectory of a group."""
+    members = tuple(replace(t, segments=join_segments(t.segments)) for t in group.trajectories)
+    return replace(group, trajectories=members)
 
 
 def _merge_key(segment: Segment) -> tuple[object, ...]:

@@ -79,11 +79,6 @@ class Tokenizer:
         """sha256 (hex) of tokenizer.json."""
         return self._digest
 
-    @property
-    def chat_template_digest(self) -> str:
-        """sha256 (hex) of the chat template; empty without one."""
-        return hashlib.sha256(self._chat_template.encode()).hexdigest() if self._chat_template else ""
-
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import numpy as np
@@ -51,18 +51,41 @@ class TrajectoryState(StrEnum):
     UNSCORABLE = "unscorable"
     EVICTED = "evicted"
     DEAD = "dead"
+    SURPLUS = "surplus"
+    """Cut off unfinished, because enough other members of its group are scored."""
 
 
-class GroupState(StrEnum):
-    """Lifecycle of a group in the queue."""
+class WriteStatus(IntEnum):
+    """Effect of a write on one trajectory."""
 
-    OPEN = "open"
-    READY = "ready"
-    FILTERED = "filtered"
-    CUT = "cut"
-    CONSUMED = "consumed"
-    EVICTED = "evicted"
-    DEAD = "dead"
+    SAVED = 1
+    """Written by this call."""
+    DUPLICATE = 2
+    """Saved before with the same digest: a retry; nothing changed."""
+    REFUSED = 3
+    """The queue has other tokens or another incarnation, or tokens in between are missing: send from
+    ``saved_token_count`` on, or drop the trajectory."""
+    LOST = 4
+    """The session does not hold the trajectory (reaped, evicted, or its group is gone): drop it."""
+
+    @property
+    def ok(self) -> bool:
+        """True when the queue has the write, from this call or an earlier one."""
+        return self <= WriteStatus.DUPLICATE
+
+
+class ForkStatus(StrEnum):
+    """Outcome of a request for one more member of a group."""
+
+    FORKED = "forked"
+    PAUSED = "paused"
+    """The run is paused: nothing is leased now."""
+    POOL_FULL = "pool_full"
+    """The pool has no room now."""
+    GROUP_FULL = "group_full"
+    """The group has reached its maximum number of members."""
+    LOST = "lost"
+    """The session does not hold the trajectory."""
 
 
 class OutcomeKind(StrEnum):
@@ -280,6 +303,7 @@ class GeneratorRecord:
     waiting_count: int
     slot_count: int
     kv_token_capacity: int
+    """Capacity of the key-value cache in tokens."""
     serving: bool
     """False while the generator loads its first policy, drains, or is out of service."""
     reason: str = ""
@@ -294,3 +318,7 @@ class GeneratorRecord:
     """Versions refused in a row, up to ``refused_version``; 0 while the generator retries that version."""
     refused_reason: str = ""
     """Reason for the refusal of ``refused_version``."""
+    kv_tokens_used: int = 0
+    """Tokens in the key-value cache; with SGLang the contexts of its running calls, each counted in full."""
+    preemption_total: int = 0
+    """Calls that lost their cache because it was full, since the process started."""

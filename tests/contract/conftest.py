@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
-from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 
 from ..sglang_cpu import install
+from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import running_server
 from .contract_kit import KEY, LONGEST, StandIn, write_model
 
@@ -26,22 +26,25 @@ _SERVER_ARGUMENTS = (
     *("--context-length", str(LONGEST + 8), "--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--admin-api-key", KEY, "--api-key", KEY),
 )
-KINDS = ("torch", "stand-in", "sglang-overlap", "sglang-serial")
+KINDS = ("sglang-overlap", "sglang-serial", "torch", "stand-in")
 """The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it."""
 _TORCH_PACE = ((1, 0.005),)
 """Seconds of a decode step. At its own pace the embedded engine is through with a long call in 30 ms, and a test that
 means to meet a running call may be held up for longer. The other engines wait for this process after every slice."""
 _PASSED: Counter[str] = Counter()
-_TEST_SECONDS = 900
+_TEST_SECONDS = 1500
 """The first case of a kind waits for the start of its server, which takes minutes on busy cores."""
 _HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every deadline inside of a test passes first and says what it waited for."""
+    """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind."""
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+                item.add_marker(pytest.mark.xdist_group(item.callspec.params.get("endpoint", "no server")))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,10 +109,10 @@ class EngineMaker:
         engine: Engine
         if self.kind == "torch":
             engine = TorchEngine(
-                TorchEngineOptions(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=_TORCH_PACE)
+                GeneratorConfig(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=list(_TORCH_PACE))
             )
         else:
-            options = SglangOptions(slots=slots, max_context_tokens=LONGEST, url=self._url, admin_key=KEY, **sglang)
+            options = sglang_options(slots=slots, max_context_tokens=LONGEST, url=self._url, admin_key=KEY, **sglang)
             engine = SglangEngine(options)
         self._engines.append(engine)
         await engine.start(self._models[version], version)

@@ -32,10 +32,14 @@ _POSTS = ("generate", "abort_request", "pause_generation", "continue_generation"
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5, 0.0])
 async def test_chunks_make_the_answer_and_logprobs_equal_teacher_forcing(engine, models, temperature):
-    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), temperature=temperature) for i in range(4)]
-    for rollout in await asyncio.gather(*(collect(engine, call) for call in calls)):
+    sizes = (8, 7, 8, 3)
+    calls = [
+        make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), temperature=temperature, chunk_token_count=size)
+        for i, size in enumerate(sizes)
+    ]
+    for rollout, size in zip(await asyncio.gather(*(collect(engine, call) for call in calls)), sizes, strict=True):
         assert (len(rollout.tokens), rollout.reason) == (40, FinishReason.LENGTH)
-        assert all(0 < len(c.token_ids) <= 8 for c in rollout.chunks)
+        assert all(0 < len(c.token_ids) <= size for c in rollout.chunks)
         assert [c.finish_reason for c in rollout.chunks[:-1]] == [None] * (len(rollout.chunks) - 1)
         rollout.check_pure(models)
 
@@ -58,8 +62,12 @@ async def test_a_stop_token_ends_the_call_and_is_part_of_it(engine, models):
     plain = await collect(engine, make_call(temperature=0.0))
     stop = int(plain.tokens[17])
     first = int(np.flatnonzero(plain.tokens == stop)[0])
-    stopped = await collect(engine, make_call(temperature=0.0, stop_token_ids=(stop,)))
-    assert stopped.reason is FinishReason.STOP
+    unused = next(token for token in range(VOCAB) if token not in plain.tokens)
+    stopped, other = await asyncio.gather(
+        collect(engine, make_call(temperature=0.0, stop_token_ids=(unused, stop))),
+        collect(engine, make_call("other", temperature=0.0)),
+    )
+    assert (stopped.reason, other.reason) == (FinishReason.STOP, FinishReason.LENGTH)
     np.testing.assert_array_equal(stopped.tokens, plain.tokens[: first + 1])
     stopped.check_pure(models)
 
@@ -192,6 +200,7 @@ async def test_pause_holds_calls_and_resume_continues_them(engine, models):
     for rollout in (*await running.end(), *await late.end()):
         assert rollout.reason is FinishReason.LENGTH
         rollout.check_pure(models)
+    assert engine.status().preemption_total == 0, "a pause is no lack of cache"
 
 
 async def test_calls_are_interrupted_while_paused(engine):

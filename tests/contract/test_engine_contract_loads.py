@@ -63,6 +63,7 @@ async def test_an_interrupting_load_leaves_every_token_pure(make, models):
         else:
             assert (set(rollout.versions), rollout.reason) == ({0}, FinishReason.INTERRUPTED)
         assert rollout.versions == sorted(rollout.versions)
+    assert engine.status().preemption_total == 0, "a load is no lack of cache"
     fresh = await collect(engine, make_call("fresh"))
     assert fresh.stamps == {(1, 1)}
     fresh.check_pure(models)

@@ -57,16 +57,3 @@ def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(star
     assert (audit["lost"], audit["trained_twice"]) == ([], {})
     steps = [json.loads(row)["train_step"] for row in (copy / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
-
-
-def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(small_run, tmp_path) -> None:
-    line = small_run(trainer={"train_steps": 1}, evaluation={"before_and_after": False})
-    assert line.run("up", str(line.run_file)).returncode == 0
-    inside = line.run("backup", str(line.folder), str(line.folder / "backup"))
-    assert inside.returncode == 2
-    assert "lies inside" in inside.stderr
-    assert line.run("backup", str(line.folder), str(tmp_path / "copy")).returncode == 0
-    (tmp_path / "copy" / "checkpoints" / "lineage").write_text("another")
-    other = line.run("backup", str(line.folder), str(tmp_path / "copy"))
-    assert other.returncode == 2
-    assert "another run" in other.stderr

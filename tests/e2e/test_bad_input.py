@@ -21,6 +21,8 @@ from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from .conftest import WAIT_SECONDS, CommandLine, until, write_small_run
 
+pytestmark = pytest.mark.slow
+
 HardRun = tuple[CommandLine, subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]
 """The run file, how the run ended, and how the second launcher ended."""
 
@@ -56,10 +58,12 @@ def write_rows(folder: Path) -> dict[str, Any]:
 REFUSED = [
     ({"shedule": {"pool_size": 8}}, "shedule: unknown key; did you mean schedule?"),
     ({"trainer": {"train_steps": "many"}}, "trainer.train_steps: Input should be a valid integer"),
-    ({"schedule": {"pool_size": 400}}, "schedule.pool_size=400 is above (max_staleness + 1)"),
+    ({"schedule": {"pool_size": 400}}, "schedule.pool_size=400 is above window_groups * (group_size + spare_members)"),
     ({"schedule": {"group_size": 1, "pool_size": None}}, "schedule.group_size=1: grpo compares the members of a group"),
+    ({"schedule": {"window_groups": 1}}, "schedule.window_groups=1 is below schedule.groups_per_batch="),
+    ({"schedule": {"spare_groups": 4}}, "schedule.spare_groups=4: schedule.preset=copris opens no waves of groups"),
     ({"rollout": {"top_p": 0.9}}, "rollout.top_p: unknown key; training samples from the full vocabulary"),
-    ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, "needs the barrier of schedule.preset=copris_paper"),
+    ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, "stage_end needs a barrier, which schedule.preset="),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: Input should be greater than or equal to 0.001 (got 0)"),
     ({"rollout": {"max_new_tokens": 4096}}, "generator.max_context_tokens=640 is less than"),
     ({"model": {"path": "no/such/model"}}, "model.path=no/such/model: no/such/model contains no config.json"),

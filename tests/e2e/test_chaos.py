@@ -7,8 +7,9 @@ import pytest
 from rollmesh.bench.chaos import run_rounds
 from rollmesh.report.console import output_console
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.chaos
+
 @pytest.mark.timeout(1500)
 def test_a_run_survives_kills_a_cut_log_and_loses_or_repeats_nothing(tmp_path: Path) -> None:
     rounds = run_rounds(4, output_console(), tmp_path)

@@ -28,7 +28,7 @@ LEAST_OFF_POLICY = 0.1
 _DEMO_SECONDS = 1400.0
 """Two minutes on two idle cores; these may be slow, and other tests run beside it."""
 
-pytestmark = pytest.mark.timeout(_DEMO_SECONDS + 200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(_DEMO_SECONDS + 200)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""A whole run whose checkpoints are in a real S3, audited afterwards from the bucket alone."""
+"""A whole run whose checkpoints are in a real S3 and whose page cannot listen, audited from the bucket alone."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
 
 import pytest
 
@@ -14,7 +15,7 @@ from ..integration.checkpoints.conftest import Bucket
 from .audits import assert_rescored
 
 
-def test_a_run_trains_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
+def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
     small_run, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
@@ -22,9 +23,15 @@ def test_a_run_trains_with_its_checkpoints_in_a_bucket_and_is_audited_from_there
     bucket = Bucket(tmp_path / "moto.log")
     try:
         section = bucket.section("runs/small").model_dump(include={"folder", "object_store"})
-        line = small_run(checkpoints={**section, "keep_last": 64}, evaluation={"before_and_after": False})
-        done = line.run("up", str(line.run_file))
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            line = small_run(
+                checkpoints={**section, "keep_last": 64}, evaluation={"before_and_after": False}, gateway={"port": port}
+            )
+            done = line.run("up", str(line.run_file))
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "the run continues without its page" in done.stdout
+        assert f"gateway.port={port}" in done.stdout
         shutil.rmtree(line.folder / "checkpoints")
         again = line.run("audit", str(line.folder), "--json")
         assert again.returncode == 0, again.stdout + again.stderr

@@ -7,14 +7,18 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
+import pytest
 
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
 from .audits import assert_rescored
-from .conftest import ENDLESS, WAIT_SECONDS
+from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, write_small_run
+
+pytestmark = pytest.mark.slow
 
 STEPS = 24
 """More than a run gets to between a second step and Ctrl-C, with the batches that were ready by then, at the pace."""
@@ -26,12 +30,20 @@ def audited(line) -> dict:
     return json.loads((line.folder / "audit.json").read_text())
 
 
-def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+    """A run that one command has trained to its end."""
     # At this pace an evaluation lasts for longer than the launcher's second between two looks.
-    line = small_run(evaluation={"prompt_count": 32, "every_versions": 3}, generator={"pace": PACE})
+    evaluation = {"prompt_count": 32, "every_versions": 3}
+    line = write_small_run(tmp_path_factory.mktemp("finished"), evaluation=evaluation, generator={"pace": PACE})
     done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
+    yield line
+    EmbeddedServer(line.folder / "redis").kill()
 
+
+def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) -> None:
+    line = finished
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     evaluations = line.json_lines("evaluations.jsonl")
@@ -56,6 +68,17 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
     assert explained.returncode == 0, explained.stderr
     again = line.run("audit", str(line.folder), "--json")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(finished: CommandLine, tmp_path: Path) -> None:
+    inside = finished.run("backup", str(finished.folder), str(finished.folder / "backup"))
+    assert inside.returncode == 2
+    assert "lies inside" in inside.stderr
+    assert finished.run("backup", str(finished.folder), str(tmp_path / "copy")).returncode == 0
+    (tmp_path / "copy" / "checkpoints" / "lineage").write_text("another")
+    other = finished.run("backup", str(finished.folder), str(tmp_path / "copy"))
+    assert other.returncode == 2
+    assert "another run" in other.stderr
 
 
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
@@ -92,18 +115,6 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     assert audited(line)["green"]
 
 
-def test_ctrl_c_ends_a_run_whose_report_cannot_be_written_as_any_other(started, wait_until) -> None:
-    """As on a full disk: here the folder of the plots cannot be made."""
-    line, process = started(trainer={"train_steps": ENDLESS})
-    wait_until((line.folder / "timeline.jsonl").exists, "a look at the mesh", process)
-    (line.folder / "plots").write_text("not a folder")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output
-    assert "the report cannot be written: " in output
-    assert "Traceback" not in output
-
-
 def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
     """Its weights are useless after one step; every generator refuses them, and the staleness bound stops the mesh."""
     line = small_run(trainer={"train_steps": 12, "learning_rate": 1e30}, launcher={"start_timeout_seconds": 30})
@@ -118,11 +129,18 @@ def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
     assert any(problem.startswith(f"the run failed: {failure}") for problem in json.loads(audit.stdout)["problems"])
 
 
-def test_a_damaged_batch_file_ends_the_run_at_once_with_its_reason(started, wait_until) -> None:
+def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_ends_it_at_once(
+    started, wait_until
+) -> None:
     line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+    (line.folder / "plots").write_text("not a folder")  # as on a full disk: the folder of the plots cannot be made
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=WAIT_SECONDS)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 130, output
+    assert "the report cannot be written: " in output
+    assert "Traceback" not in output
+    (line.folder / "plots").unlink()
     shutil.rmtree(line.folder / "checkpoints" / "states")  # so that the first step is trained again from its file
     file = min((line.folder / "checkpoints" / "batches").glob("*.pb"))
     content = bytearray(file.read_bytes())
@@ -135,27 +153,3 @@ def test_a_damaged_batch_file_ends_the_run_at_once_with_its_reason(started, wait
     assert file.name in done.stderr
     assert "restart 1 of" not in done.stdout
     assert file.name in json.loads(line.run("status", str(line.folder), "--json").stdout)["failure"]
-
-
-def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kills(started, wait_until) -> None:
-    line, process = started(trainer={"train_steps": ENDLESS})
-    wait_until(lambda: (line.folder / "config.yaml").exists(), "the first launcher", process)
-    second = line.run("up", str(line.run_file))
-    assert second.returncode == 2
-    assert "another launcher" in second.stderr
-
-    services = {"trainer", "generator", "reward", "rollout", "gateway"}
-    wait_until(lambda: {e.service for e in read_endpoints(line.folder)} == services, "every service", process)
-    pids = {e.pid for e in read_endpoints(line.folder)}
-    (worker,) = read_endpoints(line.folder, "rollout")
-    os.kill(worker.pid, signal.SIGSTOP)  # it cannot drain, and has half a minute to do so
-    process.send_signal(signal.SIGINT)
-    for text in process.stdout:
-        if "draining services" in text:
-            process.send_signal(signal.SIGINT)
-            break
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output
-    assert "killed without draining" in output
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert EmbeddedServer(line.folder / "redis").pid is None

@@ -18,8 +18,8 @@ import pytest
 import redis
 
 from rollmesh.config import RunConfig
-from rollmesh.config.security import SecurityConfig, StoreTlsConfig
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.security import SecurityConfig
+from rollmesh.config.store import StoreConfig, StoreTlsConfig
 from rollmesh.errors import RewardUnavailable, RollmeshError, StoreUnavailable
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.bearer_tokens import MISSING_TOKEN, WRONG_TOKEN

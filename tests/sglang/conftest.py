@@ -13,7 +13,7 @@ from ..sglang_cpu import install
 from ..sglang_cpu.server import SglangServer, running_server
 from .served import Policies, Served, write_policy
 
-_TEST_SECONDS = 900
+_TEST_SECONDS = 1500
 """The first test waits for the start of its server, which takes minutes on busy cores."""
 _HERE = Path(__file__).parent
 _ARGUMENTS = (
@@ -23,11 +23,13 @@ _ARGUMENTS = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every deadline inside of a test passes first and says what it waited for."""
+    """Every deadline inside of a test passes first and says what it waited for; one process has the servers."""
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
+            item.add_marker(pytest.mark.xdist_group("server facts"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ import httpx
 from rollmesh.runtime.addresses import free_port
 
 # A start is 25 CPU seconds of imports in three processes: half a minute on idle cores, minutes on busy ones.
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",

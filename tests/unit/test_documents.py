@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from pydantic import BaseModel
 
@@ -22,41 +21,35 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MARK = "docs/architecture.md: The staleness bound"
-by_name = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.relative_to(ROOT).as_posix())
 
 
-@by_name
-def test_links_lead_to_files_and_headings(file: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+def test_links_lead_to_files_and_headings() -> None:
+    for file, link in found_in_documents(r"\]\(([^)\s]+)\)"):
         if link.startswith(("http://", "https://")):
             continue
         name, _, heading = link.partition("#")
         target = (file.parent / name).resolve() if name else file
-        assert target.exists(), link
+        assert target.exists(), (file, link)
         if heading:
-            assert heading in headings(target), link
+            assert heading in headings(target), (file, link)
 
 
-@by_name
-def test_paths_exist(file: Path) -> None:
-    for path in re.findall(
-        r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|lua|md|yaml|yml|txt|sh|proto|tpl|json|js))?)`", current(file)
-    ):
-        assert exists(path), path
+def test_paths_exist() -> None:
+    path_like = r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|lua|md|yaml|yml|txt|sh|proto|tpl|json|js))?)`"
+    assert [(file, path) for file, path in found_in_documents(path_like, current) if not exists(path)] == []
 
 
-@by_name
-def test_classes_exist(file: Path) -> None:
-    for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`", current(file)):
-        assert re.search(rf"\b{name}\b", source()), name
+def test_classes_exist() -> None:
+    words = set(re.findall(r"\w+", source()))
+    names = found_in_documents(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`", current)
+    assert [(file, name) for file, name in names if name not in words] == []
 
 
-@by_name
-def test_settings_exist(file: Path) -> None:
-    for setting in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)\b", file.read_text()):
+def test_settings_exist() -> None:
+    for file, setting in found_in_documents(r"`([a-z]+(?:\.[a-z_]+)+)\b"):
         package = exists(f"{setting.replace('.', '/')}/") or setting in FILES_OF_THE_README
         if setting.split(".")[0] in RunConfig.model_fields and not package:
-            assert known_setting(setting) or chart_value(setting), setting
+            assert known_setting(setting) or chart_value(setting), (file, setting)
 
 
 def test_the_table_of_changes_has_fifteen_rows_of_existing_files_and_names_its_tests() -> None:
@@ -103,6 +96,11 @@ def table(document: str, heading: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in row.split("|")]
 
 
+def found_in_documents(pattern: str, text_of: Callable[[Path], str] = Path.read_text) -> Iterator[tuple[Path, str]]:
+    """Every match of the pattern's group, with its document."""
+    return ((file, found) for file in DOCUMENTS for found in re.findall(pattern, text_of(file)))
+
+
 def current(file: Path) -> str:
     """The text without the column of old names in the walk of a trajectory."""
     return re.sub(r"<!-- old names -->.*?<!-- /old names -->", "", file.read_text(), flags=re.DOTALL)
@@ -142,12 +140,18 @@ def known_setting(path: str) -> bool:
 
 def chart_value(path: str) -> bool:
     """Tell whether a dotted name leads to a value of the chart."""
-    found: Any = yaml.safe_load((ROOT / "helm" / "rollmesh" / "values.yaml").read_text())
+    found: Any = chart_values()
     for name in path.split("."):
         if not isinstance(found, dict) or name not in found:
             return False
         found = found[name]
     return True
+
+
+@cache
+def chart_values() -> Any:
+    """Return the chart's default values."""
+    return yaml.safe_load((ROOT / "helm" / "rollmesh" / "values.yaml").read_text())
 
 
 @cache

@@ -68,6 +68,12 @@ PAGE = Page(
                 limits=above(0.95, RED),
             ),
             curve(
+                "Preemptions",
+                "Calls that lost their cache because it was full; each is prefilled again.",
+                per_second("rollmesh_generator_preemptions_total", "instance", labels=PROCESS),
+                unit="ops",
+            ),
+            curve(
                 "Context tokens",
                 "Computed for new prompts, computed again after an interruption, and copied from a prefix cache.",
                 Query(

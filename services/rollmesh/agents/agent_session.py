@@ -11,7 +11,7 @@ from typing import Any
 from rollmesh.agents.openai_errors import OpenAiError, gone
 from rollmesh.agents.session_trajectory import SessionTrajectory
 from rollmesh.tasks.sources.agent import AgentTask, task_of
-from rollmesh.types import Int32Array, Prompt
+from rollmesh.types import Prompt
 from rollmesh.worker.agent_mark import AgentMark
 
 
@@ -84,7 +84,7 @@ class AgentSession:
         if with_task:
             body["messages"] = None if task.messages is None else list(task.messages)
             body["prompt"] = task.text
-            body["prompt_token_ids"] = _ids(self.prompt.token_ids)
+            body["prompt_token_ids"] = self.prompt.token_ids.tolist()
             body["task"] = dict(task.metadata)
         return body
 
@@ -138,7 +138,3 @@ def _describe_trajectory(trajectory: SessionTrajectory) -> dict[str, Any]:
         if active is None
         else sorted({s.policy_version for s in active.segments if s.behavior_logprobs is not None}),
     }
-
-
-def _ids(ids: Int32Array) -> list[int]:
-    return [int(i) for i in ids]

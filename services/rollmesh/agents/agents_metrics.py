@@ -10,6 +10,7 @@ OUTCOMES = ("answered", "refused", "failed", "cancelled")
 SESSION_ENDS = ("rewarded", "given_up", "idle", "lost")
 SESSION_STATES = ("active", "parked", "waiting")
 DRIFTS = ("forked", "restarted")
+_RECORDED = ("yes", "no")
 
 
 class OpenAiMetrics:
@@ -27,7 +28,7 @@ class OpenAiMetrics:
             "rollmesh_gateway_openai_calls_total",
             "Calls of the OpenAI-compatible API: answered, refused (the request is invalid or cannot be served), "
             "failed, or cancelled by the client.",
-            ("endpoint", "recorded", "outcome"),
+            {"endpoint": ENDPOINTS, "recorded": _RECORDED, "outcome": OUTCOMES},
         )
         self.running = metrics.gauge("rollmesh_gateway_openai_running_calls", "Calls of the API in progress.")
         self.call_seconds = metrics.histogram(
@@ -42,15 +43,15 @@ class OpenAiMetrics:
             "rollmesh_agents_last_answer_timestamp_seconds", "Unix time of the last answered call."
         )
         self.context_tokens = metrics.counter(
-            "rollmesh_gateway_openai_context_tokens_total", "Context tokens of the calls.", ("recorded",)
+            "rollmesh_gateway_openai_context_tokens_total", "Context tokens of the calls.", {"recorded": _RECORDED}
         )
         self.answer_tokens = metrics.counter(
-            "rollmesh_gateway_openai_answer_tokens_total", "Answer tokens of the calls.", ("recorded",)
+            "rollmesh_gateway_openai_answer_tokens_total", "Answer tokens of the calls.", {"recorded": _RECORDED}
         )
         self._ends = metrics.counter(
             "rollmesh_gateway_openai_generation_calls_ended_total",
             "Generation calls behind unrecorded calls, by the reason for their end.",
-            ("reason",),
+            {"reason": CALL_ENDS},
         )
         self._fruitless = metrics.counter(
             "rollmesh_gateway_openai_generation_calls_fruitless_total",
@@ -59,43 +60,29 @@ class OpenAiMetrics:
         self.evaluation_tokens = metrics.counter(
             "rollmesh_gateway_openai_pinned_tokens_total", "Answer tokens of calls pinned to one policy version."
         )
-        for recorded in ("yes", "no"):
-            self.context_tokens.labels(recorded=recorded)
-            self.answer_tokens.labels(recorded=recorded)
-            for endpoint in ENDPOINTS:
-                for outcome in OUTCOMES:
-                    self.calls.labels(endpoint=endpoint, recorded=recorded, outcome=outcome)
-        for reason in CALL_ENDS:
-            self._ends.labels(reason=reason)
 
     def _count_sessions(self, metrics: Metrics) -> None:
         self.sessions = metrics.gauge(
             "rollmesh_gateway_openai_sessions",
             "Sessions of outside agents: active, parked (a trajectory waits for its next lease), waiting for a prompt.",
-            ("state",),
+            {"state": SESSION_STATES},
         )
         self.sessions_opened = metrics.counter(
             "rollmesh_gateway_openai_sessions_opened_total",
             "Sessions opened, including those taken over from a crashed process.",
         )
         self.sessions_ended = metrics.counter(
-            "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by outcome.", ("how",)
+            "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by outcome.", {"how": SESSION_ENDS}
         )
         self.drift = metrics.counter(
             "rollmesh_gateway_openai_drift_total",
             "Contexts that differ from the recorded trajectory: another trajectory was opened (forked), or the same "
             "one was restarted because there was no room for another (restarted).",
-            ("outcome",),
+            {"outcome": DRIFTS},
         )
         self.sessions_lost = metrics.counter(
             "rollmesh_gateway_openai_worker_sessions_lost_total", "Worker sessions of this service that expired."
         )
-        for state in SESSION_STATES:
-            self.sessions.labels(state=state)
-        for how in SESSION_ENDS:
-            self.sessions_ended.labels(how=how)
-        for outcome in DRIFTS:
-            self.drift.labels(outcome=outcome)
 
     def sampled(self, count: int, age: int) -> None:
         """Ignore tokens of an unrecorded call; they are counted once the answer ends."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+from rollmesh.agents.agent_session import AgentSession, EndedSession, session_ended
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.drain import Drain, drain_at
+from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
 from rollmesh.agents.posted_rewards import Rewards
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
@@ -23,16 +27,18 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
+from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.routing import Placement
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
@@ -64,22 +70,58 @@ class OpenAiService:
     metrics: OpenAiMetrics
     unrecorded: UnrecordedCalls
     agents: Agents | None
+    """None unless rollout.program=agent."""
     drain: Drain
     """Ends the calls in progress when the service shuts down."""
     started: float
     """Start of the service, monotonic seconds."""
 
     @property
-    def taking_over(self) -> bool:
+    def _taking_over(self) -> bool:
         """True while sessions of a crashed service may still be taken over: their leases have to expire first."""
         return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
 
+    @property
+    def agent_parts(self) -> Agents:
+        """Parts of the service for agent runs; OpenAiError in any other run."""
+        if self.agents is None:
+            raise invalid(
+                f"sessions: this run makes its own rollouts (rollout.program={self.config.rollout.program}); set "
+                "rollout.program=agent to train on the sessions of outside agents",
+                None,
+                "no_sessions",
+            )
+        return self.agents
+
+    def active_session(self, session_id: str) -> AgentSession:
+        """Return the session for a call to continue; OpenAiError if it has ended or is unknown."""
+        session = self.find_session(session_id)
+        if isinstance(session, EndedSession):
+            raise session_ended(session_id, session.ended)
+        return session
+
+    def find_session(self, session_id: str) -> AgentSession | EndedSession:
+        """Return a session, including ended ones; OpenAiError if it is unknown."""
+        session = self.agent_parts.session_manager.find(session_id)
+        if session is not None:
+            return session
+        if self._taking_over:
+            raise unavailable(
+                f"session {session_id}: not known yet; the service has just started and may still take over the "
+                "sessions of its crashed predecessor: send the same call again",
+                "session_not_known_yet",
+                5.0,
+            )
+        raise OpenAiError(
+            404,
+            f"session {session_id}: unknown; it was never opened here, ended long ago, or had no call yet when its "
+            "service crashed; open a new session: POST /v1/sessions",
+            code="session_not_found",
+        )
+
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
         """Return the number of serving generators by policy version, and the newest announced policy."""
-        serving: dict[int, int] = {}
-        for record in await self.store.generators.live():
-            if record.serving:
-                serving[record.policy_version] = serving.get(record.policy_version, 0) + 1
+        serving = Counter(record.policy_version for record in await self.store.generators.live() if record.serving)
         return serving, await self.store.policies.latest()
 
     async def complete(self) -> bool:
@@ -113,16 +155,20 @@ async def openai_service(
             await store.limits.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
-            name = instance_name(config, "agents", index)
-            worker_metrics = WorkerMetrics(registry)
+            name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)
             deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health)
-            worker = build_worker(settings, deps, session_manager.wanted, session_manager.work_due)
+            worker = Worker(settings, deps, session_manager.wanted, session_manager.work_due)
             generators, policies = deps.generators, deps.policies
-            agents = _agents(settings, tokenizer, session_manager, worker, metrics)
+            agents = Agents(
+                session_manager=session_manager,
+                recorded=RecordedCalls(tokenizer, session_manager, worker, metrics, settings),
+                rewards=Rewards(session_manager, settings.budget),
+            )
             loops.start(_work(worker, deps.session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
-            generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
+            generators = GeneratorPool(store.generators, placement=Placement(config.rollout.placement))
+            policies = NewestPolicy(store.policies)
             loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
         limits = replace(settings.calls, saving=_UNRECORDED_SAVING)
         caller = Caller(client, generators, policies, limits, metrics)
@@ -159,33 +205,18 @@ class _Loops:
         self._shutdown = shutdown
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, work: object, name: str) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        task.set_name(name)
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._done)
         self._tasks.append(task)
 
     async def ended(self) -> None:
-        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-                raise result
+        raise_first_error(await asyncio.gather(*self._tasks, return_exceptions=True))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             get_logger("agents").error("loop_failed", loop=task.get_name(), exc_info=error)
             self._shutdown.set()
-
-
-def _agents(
-    settings: WorkerSettings,
-    tokenizer: Tokenizer,
-    session_manager: SessionManager,
-    worker: Worker,
-    metrics: OpenAiMetrics,
-) -> Agents:
-    budget, save_slack = settings.budget, settings.calls.saving.chunk_token_count
-    recorded = RecordedCalls(tokenizer, session_manager, worker, metrics, budget=budget, save_slack=save_slack)
-    return Agents(session_manager=session_manager, recorded=recorded, rewards=Rewards(session_manager, budget))
 
 
 async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
@@ -203,8 +234,7 @@ async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Sh
     try:
         await worker.run(stop)
     finally:
-        heartbeat.cancel()
-        await asyncio.gather(heartbeat, return_exceptions=True)
+        await cancel_and_wait(heartbeat)
         health.unwatch("heartbeat")
         await session.close()
 

@@ -76,7 +76,7 @@ class AnswerFormat:
         body = self._head(self._chunk_kind, extra)
         body["choices"] = []
         body["usage"] = self.usage(choices)
-        return _line(body)
+        return event_line(body)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return the token counts."""
@@ -100,7 +100,7 @@ class AnswerFormat:
     def _event(self, choice: dict[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
         body = self._head(self._chunk_kind, extra or {})
         body["choices"] = [choice]
-        return _line(body)
+        return event_line(body)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         body: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
@@ -134,10 +134,6 @@ class AnswerFormat:
         }
 
 
-def error_event(body: Mapping[str, Any]) -> bytes:
-    """Return the event for an error in the middle of a stream."""
-    return _line(body)
-
-
-def _line(body: Mapping[str, Any]) -> bytes:
+def event_line(body: Mapping[str, Any]) -> bytes:
+    """Return one event of a stream."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
 from rollmesh.agents.openai_errors import unavailable
 from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.segments import slice_segment
 from rollmesh.types import FinishReason, Int32Array, Segment
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
@@ -125,13 +126,6 @@ def policy_segments(segments: Sequence[Segment], start: int) -> list[Segment]:
     at = 0
     for segment in segments:
         if at + len(segment) > start and segment.behavior_logprobs is not None:
-            first = max(0, start - at)
-            found.append(
-                replace(
-                    segment,
-                    token_ids=segment.token_ids[first:],
-                    behavior_logprobs=segment.behavior_logprobs[first:],
-                )
-            )
+            found.append(slice_segment(segment, max(0, start - at)))
         at += len(segment)
     return found

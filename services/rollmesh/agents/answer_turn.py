@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmesh.agents.stop_strings import find_stop, held_back
-from rollmesh.agents.text_stream import TextStream
+from rollmesh.agents.text_stream import TextStream, find_stop, held_back
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Segment
 

@@ -13,13 +13,12 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from rollmesh.agents.agents_service import OpenAiService
-from rollmesh.agents.answer_format import DONE, AnswerFormat, Choice, Endpoint, error_event
+from rollmesh.agents.answer_format import DONE, AnswerFormat, Choice, Endpoint, event_line
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_http import CLIENT_CLOSED, EventStream, as_openai, unless_disconnected
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest
-from rollmesh.agents.session_lookup import active_session
 from rollmesh.runtime.tasks import cancel_and_wait
 
 SESSION_HEADER = "X-Rollmesh-Session"
@@ -52,7 +51,7 @@ class Answering:
             model=body.model,
             logprobs=body.wants_logprobs,
             token_ids=bool(body.return_token_ids),
-            context_ids=[int(i) for i in answers[0].context_ids],
+            context_ids=answers[0].context_ids.tolist(),
         )
         call.began(answers)
         if body.stream:
@@ -73,11 +72,12 @@ class Answering:
         if not session_id:
             return await service.unrecorded.start(await self._read(body))
         check_recordable(body, service.config)
-        session = active_session(service, session_id)
-        assert service.agents is not None
+        session = service.active_session(session_id)
         retry = request.headers.get(_RETRY_HEADER, "0")
         parsed = await self._read(body)
-        answer = await service.agents.recorded.start(session, parsed, is_retry=retry.isdecimal() and int(retry) > 0)
+        answer = await service.agent_parts.recorded.start(
+            session, parsed, is_retry=retry.isdecimal() and int(retry) > 0
+        )
         return [answer]
 
     async def _read(self, body: ChatRequest | CompletionRequest) -> ParsedRequest:
@@ -104,7 +104,7 @@ class Answering:
                 call.outcome = "answered"
             except Exception as error:
                 call.outcome = _outcome_of(error)
-                yield error_event(as_openai(error).body)
+                yield event_line(as_openai(error).body)
 
         async def end() -> None:
             await events.aclose()
@@ -203,14 +203,11 @@ class _Call:
                     left -= 1
                     continue
                 if item[1].text and not self._first_text_seen:
-                    self._record_first_text()
+                    self._first_text_seen = True
+                    self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
                 yield item
         finally:
             await cancel_and_wait(*readers)
-
-    def _record_first_text(self) -> None:
-        self._first_text_seen = True
-        self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
 
     def _extra(self, session_id: str) -> dict[str, Any]:
         """Return the fields that OpenAI's API does not define."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollmesh.agents.openai_errors import shortened
 from rollmesh.types import Int32Array, Segment, SegmentSource
 
 
@@ -121,7 +122,9 @@ def match_next(
         return Repeats()
     written = raw()
     if not written or not rest.startswith(written):
-        return Differs(why=f"the newest answer was recorded as {_short(written)} and was sent back as {_short(rest)}")
+        return Differs(
+            why=f"the newest answer was recorded as {shortened(written)!r} and was sent back as {shortened(rest)!r}"
+        )
     new_ids = encode(rest[len(written) :])
     if not _begins(new_ids, tail.environment):
         return Differs(why="the text after the newest answer differs from the previous call")
@@ -152,7 +155,3 @@ def _first_difference(ids: Int32Array, expected: Int32Array) -> str:
 
 def _joined(parts: Sequence[Int32Array]) -> Int32Array:
     return np.concatenate(parts).astype(np.int32, copy=False) if parts else np.empty(0, np.int32)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")

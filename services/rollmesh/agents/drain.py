@@ -21,49 +21,34 @@ _POLL_SECONDS = 1.0
 class Drain:
     """Shutdown notice, sent once; every call that waits for it ends with its error."""
 
-    def __init__(self) -> None:
-        self._sent = asyncio.Event()
-        self._error = _stopping()
+    def __init__(self, notice: asyncio.Task[OpenAiError]) -> None:
+        self._notice = notice
 
     async def wait(self) -> OpenAiError:
         """Wait for the notice; return the error for the waiting call."""
-        await self._sent.wait()
-        return self._error
-
-    def send(self, error: OpenAiError) -> None:
-        """End the calls in progress and every later one."""
-        self._error = error
-        self._sent.set()
+        return await asyncio.shield(self._notice)
 
 
 @asynccontextmanager
 async def drain_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> AsyncIterator[Drain]:
     """Provide a notice sent on ``shutdown``: immediately if the run is complete, otherwise after a grace period."""
-    drain = Drain()
-    task = asyncio.create_task(_send_at_shutdown(drain, shutdown, complete), name="drain")
+    notice = asyncio.create_task(_notice(shutdown, complete), name="drain")
     try:
-        yield drain
+        yield Drain(notice)
     finally:
-        await cancel_and_wait(task)
+        await cancel_and_wait(notice)
 
 
-async def _send_at_shutdown(drain: Drain, shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> None:
+async def _notice(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> OpenAiError:
     await shutdown.wait()
     deadline = time.monotonic() + _ANSWER_SECONDS
-    is_complete = False
     try:
         async with asyncio.timeout(_POLL_SECONDS):
-            is_complete = await complete()
+            if await complete():
+                return gone("the run has ended: it needs no more rollouts", "run_complete")
     except (TimeoutError, StoreError):
         pass  # Redis may already be shut down
-    if is_complete:
-        drain.send(gone("the run has ended: it needs no more rollouts", "run_complete"))
-        return
     await asyncio.sleep(deadline - time.monotonic())
-    drain.send(_stopping())
-
-
-def _stopping() -> OpenAiError:
     return unavailable(
         "the agents service is shutting down; retry: the session continues after its restart", "shutting_down"
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from pathlib import Path
-
 from fastapi import FastAPI
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
@@ -12,17 +9,13 @@ from rollmesh.agents.openai_routes import PREFIX, openai_router
 from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.runtime.addresses import advertised, bind_host
-from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.addresses import bind_host
 from rollmesh.runtime.api_app import api_app
-from rollmesh.runtime.endpoints import published_endpoint
-from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.token_check import token_check
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
@@ -38,42 +31,26 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError if a port is taken or the token cannot be stored, DataError if the tokenizer cannot be read, and
     StoreUnavailable if Redis does not answer at startup.
     """
-    security = PortSecurity.from_config(config.security)
-    registry, health = Metrics("agents"), Health()
-    host = config.agents.host or config.gateway.host or bind_host(config)
-    async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(
-            admin_server(registry, health, bind_host(config), config.network.admin_port, security)
-        )
+    address = config.agents.host or config.gateway.host or bind_host(config)
+    async with service_host(config, "agents", index) as host:
         tokenizer = Tokenizer(resolve_model(config.model.path))
-        store = await stack.enter_async_context(
+        store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(
-                config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(registry)
+                config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(host.metrics)
             )
         )
-        service = await stack.enter_async_context(
-            openai_service(config, index, store, tokenizer, registry, health, shutdown, security)
+        service = await host.stack.enter_async_context(
+            openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, host.security)
         )
-        app = build_app(service, api_token(config), RequestMetrics(registry), host)
-        root = await stack.enter_async_context(
-            public_server(app, config, host, config.agents.port, "agents.port", security)
+        app = build_app(service, api_token(config), RequestMetrics(host.metrics), address)
+        root = await host.stack.enter_async_context(
+            public_server(app, config, address, config.agents.port, "agents.port", host.security)
         )
         url = f"{root.rstrip('/')}{PREFIX}"
-        stack.enter_context(
-            published_endpoint(
-                Path(config.folder),
-                service="agents",
-                index=index,
-                grpc="",
-                admin=advertised(config, admin_port),
-                run=config.name,
-                url=url,
-            )
-        )
+        host.publish(url=url)
         get_logger("agents").info("serving", url=url)
-        health.set_ready(True)
+        host.health.set_ready(True)
         await shutdown.wait()
-        health.set_ready(False, "shutting down")
 
 
 def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host: str) -> FastAPI:

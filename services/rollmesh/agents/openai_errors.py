@@ -90,3 +90,8 @@ def unavailable(message: str, code: str, retry_after: float = 2.0) -> OpenAiErro
 def too_many(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
     """Make a 429: there is no capacity for now."""
     return OpenAiError(429, message, kind="rate_limit_error", code=code, retry_after=retry_after)
+
+
+def shortened(text: str) -> str:
+    """Return at most 60 characters of ``text``, with an ellipsis if it is longer."""
+    return text if len(text) <= 60 else f"{text[:57]}..."

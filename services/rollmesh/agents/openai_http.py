@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rollmesh.agents.drain import Drain
-from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
-from rollmesh.errors import Conflict, DataError, EngineError, RollmeshError, StoreError
+from rollmesh.agents.openai_errors import OpenAiError, invalid, shortened, unavailable
+from rollmesh.errors import Conflict, DataError, RollmeshError, StoreError
 from rollmesh.runtime.api_errors import ApiError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
@@ -36,15 +36,10 @@ class OpenAiRoute(APIRoute):
             try:
                 return await handle(request)
             except Exception as error:
-                return answer_error(error)
+                known = as_openai(error)
+                return JSONResponse(known.body, status_code=known.status, headers=known.headers)
 
         return guarded
-
-
-def answer_error(error: Exception) -> Response:
-    """Return the response for a failed request."""
-    known = as_openai(error)
-    return JSONResponse(known.body, status_code=known.status, headers=known.headers)
 
 
 def as_openai(error: Exception) -> OpenAiError:
@@ -66,7 +61,7 @@ def as_openai(error: Exception) -> OpenAiError:
         return OpenAiError(409, str(error))
     if isinstance(error, StoreError):
         return unavailable(f"the trajectory queue is unreachable: {error}", "store_unavailable")
-    if isinstance(error, EngineError | RollmeshError):
+    if isinstance(error, RollmeshError):
         return OpenAiError(502, f"the generators failed: {error}", kind="server_error", code="generation_failed")
     get_logger("openai").error("request_failed", error=repr(error), exc_info=error)
     return OpenAiError(500, "internal error of the agents service; its log has the traceback", kind="server_error")
@@ -90,11 +85,6 @@ def _wrong_field(error: RequestValidationError) -> OpenAiError:
         return invalid(message, name or None, "unsupported_parameter" if "not supported" in message else None)
     seen = "" if isinstance(problem.get("input"), dict | list) else f" (got {shortened(repr(problem.get('input')))})"
     return invalid(f"{name}: {message}{seen}", name)
-
-
-def shortened(text: str, most: int = 60) -> str:
-    """Return at most ``most`` characters of ``text``, with an ellipsis if it is longer."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_branch(part: int | str) -> bool:

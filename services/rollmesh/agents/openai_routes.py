@@ -25,7 +25,6 @@ from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, gone, to
 from rollmesh.agents.openai_http import OpenAiRoute, unless_disconnected
 from rollmesh.agents.posted_rewards import check_repeated
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
-from rollmesh.agents.session_lookup import agents_of, find_session
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.runtime.token_check import Check
 
@@ -113,33 +112,33 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         """Open a session with a prompt; waits while the run is paused or its pool is full."""
         wait = (body or SessionRequest()).wait_seconds
         session = await unless_disconnected(
-            request, _opened(service, agents_of(service).session_manager, wait), service.drain
+            request, _opened(service, service.agent_parts.session_manager, wait), service.drain
         )
         return session.describe(run, with_task=True)
 
     @api.get("/sessions/{session_id}", responses=_errors(404))
     async def session(session_id: SessionId) -> dict[str, Any]:
         """Show a session; an ended session is shown without its task."""
-        found = find_session(service, session_id)
+        found = service.find_session(session_id)
         return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
     @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
     async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
         """Finish and score the session's trajectories; posting the same reward again changes nothing."""
-        found = find_session(service, session_id)
+        found = service.find_session(session_id)
         if isinstance(found, EndedSession):
             check_repeated(found, body)
             return found.describe(run)
         # A disconnected client does not cancel this: a partly recorded reward is useless, and a repeated post is safe.
-        await agents_of(service).rewards.post(found, body)
+        await service.agent_parts.rewards.post(found, body)
         return found.describe(run, with_task=False)
 
     @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404))
     async def give_up(session_id: SessionId) -> Response:
         """Give up a session; its tokens are dropped and its prompt returns to the queue."""
-        found = find_session(service, session_id)
+        found = service.find_session(session_id)
         if isinstance(found, AgentSession):
-            agents_of(service).session_manager.end(found, "given_up")
+            service.agent_parts.session_manager.end(found, "given_up")
         return Response(status_code=204)
 
 

@@ -88,16 +88,8 @@ def check_repeated(session: EndedSession, request: RewardRequest) -> None:
 def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
     """Accept a repeated post after a lost response; reject a different reward."""
     mark = next(mark for mark in reversed(marks) if mark.ended)
-    outcome = _outcome(request)
-    same = mark.ask_verifier == request.verify and (
-        mark.outcome is outcome
-        or (
-            mark.outcome is not None
-            and outcome is not None
-            and (mark.outcome.kind, mark.outcome.value) == (outcome.kind, outcome.value)
-        )
-    )
-    if not same:
+    recorded, posted = (None if o is None else (o.kind, o.value) for o in (mark.outcome, _outcome(request)))
+    if mark.ask_verifier != request.verify or recorded != posted:
         raise OpenAiError(
             422,
             f"session {session_id} already has a different reward; a recorded reward cannot be changed",

@@ -7,7 +7,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
@@ -19,10 +20,11 @@ from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_trajectory import UNWANTED, SessionTrajectory
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store.queue_types import Fork, ForkStatus
+from rollmesh.store.queue_types import Fork
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource
+from rollmesh.types import FinishReason, ForkStatus, Int32Array, Segment, SegmentSource
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
+from rollmesh.worker.build import WorkerSettings
 from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.worker import Worker
 
@@ -31,6 +33,16 @@ _PARKED_SECONDS = 120.0
 _FORK_SECONDS = 5.0
 """Seconds that a drifted context waits for room for another trajectory."""
 _POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SessionCall:
+    """A call of a session, and the leased trajectory that it continues."""
+
+    session: AgentSession
+    trajectory: SessionTrajectory
+    rollout: RolloutContext
+    request: ParsedRequest
 
 
 class RecordedCalls:
@@ -42,17 +54,15 @@ class RecordedCalls:
         session_manager: SessionManager,
         worker: Worker,
         metrics: OpenAiMetrics,
-        *,
-        budget: int,
-        save_slack: int,
+        settings: WorkerSettings,
     ) -> None:
-        """``budget``: tokens of a response; ``save_slack``: unsaved tokens that a possible stop string may delay."""
         self._tokenizer = tokenizer
         self._session_manager = session_manager
         self._worker = worker
         self._metrics = metrics
-        self._budget = budget
-        self._save_slack = save_slack
+        self._budget = settings.budget
+        self._save_slack = settings.calls.saving.chunk_token_count
+        """Unsaved tokens that a possible stop string may delay."""
         self._log = get_logger("agents")
 
     async def start(self, session: AgentSession, request: ParsedRequest, *, is_retry: bool) -> AnswerInProgress:
@@ -76,28 +86,28 @@ class RecordedCalls:
             raise
 
     async def _start(self, session: AgentSession, request: ParsedRequest, is_retry: bool) -> AnswerInProgress:
-        trajectory = session.newest
-        rollout = await self._take(trajectory)
-        match = await asyncio.to_thread(self._match, trajectory, rollout.active, request)
-        if isinstance(match, Differs) and trajectory.turn_mark is None and rollout.active.token_count:
-            await rollout.restart(rollout.active)  # a crashed process left a first context without an answer
-            match = await asyncio.to_thread(self._match, trajectory, rollout.active, request)
+        call = await self._take(session, session.newest, request)
+        trajectory, active = call.trajectory, call.rollout.active
+        match = await asyncio.to_thread(self._match, call)
+        if isinstance(match, Differs) and trajectory.turn_mark is None and active.token_count:
+            await call.rollout.restart(active)  # a crashed process left a first context without an answer
+            match = await asyncio.to_thread(self._match, call)
         is_repeat = isinstance(match, Repeats)
         if is_repeat and not trajectory.finish_reason:
-            return self._resume(session, trajectory, rollout, request)
+            return self._resume(call)
         if is_repeat and is_retry:
-            return self._replay(session, trajectory, rollout)
+            return self._replay(call)
         if isinstance(match, Differs) and trajectory.turn_mark is None:
             raise self._wrong_prompt(match.why, request.field)
         if isinstance(match, Fits):
-            return await self._next_turn(session, trajectory, rollout, request, match)
+            return await self._next_turn(call, match)
         why = match.why if isinstance(match, Differs) else "the call repeats an answered context"
-        return await self._drifted(session, trajectory, rollout, request, why, is_repeat=is_repeat)
+        return await self._drifted(call, why, is_repeat=is_repeat)
 
-    async def _take(self, trajectory: SessionTrajectory) -> RolloutContext:
+    async def _take(self, session: AgentSession, trajectory: SessionTrajectory, request: ParsedRequest) -> _SessionCall:
         rollout = await trajectory.wait_ready(time.monotonic() + _PARKED_SECONDS)
         trajectory.busy = True
-        return rollout
+        return _SessionCall(session=session, trajectory=trajectory, rollout=rollout, request=request)
 
     def _release(self, session: AgentSession) -> None:
         for trajectory in session.trajectories:
@@ -108,8 +118,8 @@ class RecordedCalls:
             session.lock.release()
 
     # -- comparison of the context with the recorded trajectory --------------------------------------------------------
-    def _match(self, trajectory: SessionTrajectory, active: ActiveTrajectory, request: ParsedRequest) -> Match:
-        mark = trajectory.turn_mark
+    def _match(self, call: _SessionCall) -> Match:
+        active, request, mark = call.rollout.active, call.request, call.trajectory.turn_mark
         if mark is None:
             # Tokens before the first mark are the context of a call whose process crashed: the same context continues
             # there.
@@ -148,21 +158,13 @@ class RecordedCalls:
         )
 
     # -- drift -----------------------------------------------------------------------------------------------------
-    async def _drifted(
-        self,
-        session: AgentSession,
-        trajectory: SessionTrajectory,
-        rollout: RolloutContext,
-        request: ParsedRequest,
-        why: str,
-        *,
-        is_repeat: bool,
-    ) -> AnswerInProgress:
+    async def _drifted(self, call: _SessionCall, why: str, *, is_repeat: bool) -> AnswerInProgress:
         """Open another trajectory for a context that differs from the record; without room, restart this trajectory.
 
         ``is_repeat``: the agent repeats an answered context and discards the answer. If it was the first answer, no
         token of its trajectory led to the reward: the trajectory is released.
         """
+        session, trajectory, rollout, request = call.session, call.trajectory, call.rollout, call.request
         match = await asyncio.to_thread(self._match_first, session.prompt.token_ids, request)
         if isinstance(match, Differs):
             raise self._wrong_prompt(match.why, request.field)
@@ -171,7 +173,7 @@ class RecordedCalls:
         unwanted = is_repeat and mark is not None and not _has_answers(rollout.active.segments, mark.at)
         fork = await self._fork(rollout)
         if fork.leased is None and is_repeat:
-            return self._replay(session, trajectory, rollout)  # fixed noise: sampling again gives the same answer
+            return self._replay(call)  # fixed noise: sampling again gives the same answer
         session.drift_count += 1
         outcome = "restarted" if fork.leased is None else "forked"
         self._metrics.drift.labels(outcome=outcome).inc()
@@ -179,12 +181,12 @@ class RecordedCalls:
         if fork.leased is None:
             await rollout.restart(rollout.active)
             trajectory.drop_turns(drift_count=session.drift_count)
-            return await self._next_turn(session, trajectory, rollout, request, match)
+            return await self._next_turn(call, match)
         newest = self._session_manager.add_trajectory(session, fork.leased.trajectory.trajectory_id)
         trajectory.busy = False
         if unwanted:
             trajectory.give_up(UNWANTED)
-        return await self._next_turn(session, newest, await self._take(newest), request, match)
+        return await self._next_turn(await self._take(session, newest, request), match)
 
     async def _fork(self, rollout: RolloutContext) -> Fork:
         nonce, deadline = secrets.token_hex(8), time.monotonic() + _FORK_SECONDS
@@ -198,14 +200,8 @@ class RecordedCalls:
         return fork
 
     # -- answers ---------------------------------------------------------------------------------------------------
-    async def _next_turn(
-        self,
-        session: AgentSession,
-        trajectory: SessionTrajectory,
-        rollout: RolloutContext,
-        request: ParsedRequest,
-        match: Fits,
-    ) -> AnswerInProgress:
+    async def _next_turn(self, call: _SessionCall, match: Fits) -> AnswerInProgress:
+        trajectory, rollout, request = call.trajectory, call.rollout, call.request
         active = rollout.active
         self._check_room(rollout.remaining_tokens, match.new_ids, request.field)
         if len(match.new_ids):
@@ -215,21 +211,17 @@ class RecordedCalls:
         trajectory.turn, trajectory.finish_reason = None, ""
         await trajectory.save_mark(rollout, turn=asdict(mark))
         turn = AnswerTurn(self._tokenizer, active.context_ids(), request.stops)
-        return self._answer(session, trajectory, rollout, request, turn, mark.at)
+        return self._answer(call, turn, mark.at)
 
-    def _resume(
-        self, session: AgentSession, trajectory: SessionTrajectory, rollout: RolloutContext, request: ParsedRequest
-    ) -> AnswerInProgress:
+    def _resume(self, call: _SessionCall) -> AnswerInProgress:
         """Continue an answer whose call was cut off; its tokens are kept."""
-        mark = trajectory.turn_mark
+        mark = call.trajectory.turn_mark
         assert mark is not None
-        turn = self._read(rollout.active, mark.at, request.stops)
-        return self._answer(session, trajectory, rollout, request, turn, mark.at)
+        return self._answer(call, self._read(call.rollout.active, mark.at, call.request.stops), mark.at)
 
-    def _replay(
-        self, session: AgentSession, trajectory: SessionTrajectory, rollout: RolloutContext
-    ) -> AnswerInProgress:
+    def _replay(self, call: _SessionCall) -> AnswerInProgress:
         """Send a complete answer again, to a client that did not receive it."""
+        trajectory = call.trajectory
         mark = trajectory.turn_mark
         assert trajectory.turn is not None and mark is not None
         stream = AnswerStream(trajectory.turn.unsent_copy(), mark.at)
@@ -238,19 +230,12 @@ class RecordedCalls:
         async def deltas() -> AsyncGenerator[Delta, None]:
             yield stream.replay(finish_reason)
 
-        return self._make_answer(session, trajectory, stream, deltas(), _context_ids(rollout.active, mark.at))
+        return self._make_answer(call, stream, deltas(), mark.at)
 
-    def _answer(
-        self,
-        session: AgentSession,
-        trajectory: SessionTrajectory,
-        rollout: RolloutContext,
-        request: ParsedRequest,
-        turn: AnswerTurn,
-        at: int,
-    ) -> AnswerInProgress:
+    def _answer(self, call: _SessionCall, turn: AnswerTurn, at: int) -> AnswerInProgress:
+        trajectory, limit = call.trajectory, call.request.token_limit
         stream = trajectory.stream = AnswerStream(turn, at)
-        end = self._budget if request.token_limit is None else min(self._budget, at + request.token_limit)
+        end = self._budget if limit is None else min(self._budget, at + limit)
 
         async def deltas() -> AsyncGenerator[Delta, None]:
             async with aclosing(stream.run(lambda: self._sample(trajectory, turn, at, end))) as news:
@@ -259,22 +244,17 @@ class RecordedCalls:
                         trajectory.turn, trajectory.finish_reason = turn, delta.finish_reason
                     yield delta
 
-        return self._make_answer(session, trajectory, stream, deltas(), _context_ids(rollout.active, at))
+        return self._make_answer(call, stream, deltas(), at)
 
     def _make_answer(
-        self,
-        session: AgentSession,
-        trajectory: SessionTrajectory,
-        stream: AnswerStream,
-        deltas: AsyncGenerator[Delta, None],
-        context_ids: Int32Array,
+        self, call: _SessionCall, stream: AnswerStream, deltas: AsyncGenerator[Delta, None], at: int
     ) -> AnswerInProgress:
         return AnswerInProgress(
-            context_ids=context_ids,
+            context_ids=_context_ids(call.rollout.active, at),
             turn=stream.turn,
             deltas=deltas,
-            trajectory_id=trajectory.trajectory_id,
-            on_close=lambda: self._release(session),
+            trajectory_id=call.trajectory.trajectory_id,
+            on_close=lambda: self._release(call.session),
         )
 
     async def _sample(self, trajectory: SessionTrajectory, turn: AnswerTurn, at: int, end: int) -> FinishReason:
@@ -343,11 +323,5 @@ def _environment_segment(ids: Int32Array, active: ActiveTrajectory, temperature:
 
 def _has_answers(segments: Sequence[Segment], count: int) -> bool:
     """Tell whether the policy wrote any of the first ``count`` response tokens."""
-    at = 0
-    for segment in segments:
-        if at >= count:
-            return False
-        if segment.source is SegmentSource.POLICY:
-            return True
-        at += len(segment)
-    return False
+    starts = accumulate(map(len, segments), initial=0)
+    return any(at < count and s.source is SegmentSource.POLICY for at, s in zip(starts, segments, strict=False))

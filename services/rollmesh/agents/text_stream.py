@@ -1,10 +1,12 @@
-"""Incremental decoding of sampled tokens: only whole characters, with a position in the text for every token.
+"""Text of sampled tokens: only whole characters, with a position for every token, and the stop strings in it.
 
 Two texts grow in parallel. ``raw`` includes special tokens: a chat template has to write exactly this text to produce
 the same tokens. ``text`` leaves special tokens out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array
@@ -21,7 +23,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = [int(i) for i in context_ids[-_CONTEXT_TOKENS:]]
+        self._window: list[int] = context_ids[-_CONTEXT_TOKENS:].tolist()
         self._read = len(self._window)
         self._special: dict[int, bool] = {}
         self.raw = ""
@@ -77,3 +79,24 @@ class TextStream:
             hidden = not self._tokenizer.decode([token_id])
             known = self._special[token_id] = hidden and bool(self._tokenizer.decode([token_id], special_tokens=True))
         return known
+
+
+def find_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+    """Return the position of the first stop string completed in ``text`` from ``start`` on, or None.
+
+    The stop string that ends first wins, not the one that begins first. The result therefore does not depend on the
+    token boundaries. If two stop strings end at the same position, the longer one wins.
+    """
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return min(found)[1] if found else None
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the suffix of ``text`` that may be the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

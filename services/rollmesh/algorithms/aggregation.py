@@ -1,8 +1,9 @@
 """Aggregation of per-token losses to one number.
 
-An aggregation is a weight per token, computed from the ORIGINAL tokens of the whole minibatch. Masking a token removes
-it from the numerator and changes no denominator, so it shrinks the update instead of re-weighting the other tokens. The
-weights are known before the minibatch is split, so the sum over micro-batches and ranks is exact.
+An aggregation is a weight per token, computed from the ORIGINAL tokens and divided by its sum over the whole minibatch.
+Masking a token removes it from the numerator and changes no denominator, so it shrinks the update instead of
+re-weighting the other tokens. A token's own weight depends on its trajectory only, so gradients of parts of a minibatch
+add up before the sum is known.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ from rollmesh.algorithms.segment_columns import segment_count
 
 
 def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
-    """Return ``1 / sum_i |o_i|`` for every original token: long answers weigh more (DAPO, arXiv 2503.14476).
+    """Return 1 for every original token, divided ``1 / sum_i |o_i|``: long answers weigh more (DAPO, arXiv 2503.14476).
 
     ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
     """
-    return original_mask.double() / original_mask.sum().clamp(min=1)
+    return original_mask.double()
 
 
 def sequence_mean_token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
-    """Return ``1 / (S |o_i|)``: every answer with at least one token has the same weight (GRPO, GSPO).
+    """Return ``1 / |o_i|``; divided, ``1 / (S |o_i|)``: the S answers with tokens have the same weight (GRPO, GSPO).
 
     ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
     """
     lengths = segment_count(sequence_index, sequence_count, original_mask)
-    sequences = (lengths > 0).sum().clamp(min=1)
-    return original_mask.double() / (lengths.clamp(min=1)[sequence_index] * sequences)
+    return original_mask.double() / lengths.clamp(min=1)[sequence_index]
 
 
 Aggregation = Callable[[Tensor, Tensor, int], Tensor]
-"""(original_mask [tokens], sequence_index [tokens], sequence_count) -> weights [tokens]."""
+"""(original_mask [tokens], sequence_index [tokens], sequence_count) -> weights before the division [tokens]."""
 
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {"token_mean": token_mean, "sequence_mean_token_mean": sequence_mean_token_mean}

@@ -1,4 +1,4 @@
-"""Access of a fault of the chaos bench to the run that it attacks."""
+"""Run under attack: its processes and leases, and the record of a fault."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import httpx
 from redis import Redis
 
+from rollmesh.bench.processes import finished_train_steps
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
+
+T = TypeVar("T")
 
 IN_FLIGHT_GAUGES = {
     "rollout": "rollmesh_rollout_in_flight_trajectories",
@@ -55,18 +57,21 @@ class AttackedRun:
     sampled_when_killed: dict[str, float] = field(default_factory=dict)
     """Tokens that a generator had sampled when it was killed, by process."""
 
-    def train_step(self) -> int:
-        """Return the number of finished train steps: the lines of the run's metrics."""
-        metrics = self.folder / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
     def may_strike(self) -> bool:
         """Return True until the run has ended or the deadline has passed."""
         return not self.ended() and time.monotonic() < self.deadline
 
+    def wait_for(self, find: Callable[[], T], pause: float = 0.001) -> T | None:
+        """Poll until ``find`` returns something; return None if the run ends or the deadline passes first."""
+        while self.may_strike():
+            if found := find():
+                return found
+            time.sleep(pause)
+        return None
+
     def strike(self, pid: int, number: signal.Signals) -> None:
         """Send the signal of the fault and record the train step."""
-        self.struck_at.append(self.train_step())
+        self.struck_at.append(finished_train_steps(self.folder))
         send(pid, number)
 
     def strike_holder(self, victim: Victim, number: signal.Signals) -> None:
@@ -108,8 +113,7 @@ class AttackedRun:
         """Wait briefly for a leased rollout: a fault of Redis without leases has no cost."""
         until = time.monotonic() + BUSY_WAIT_SECONDS
         with self._client() as client:
-            while not self._leased(client) and self.may_strike() and time.monotonic() < until:
-                time.sleep(0.02)
+            self.wait_for(lambda: self._leased(client) or time.monotonic() > until, 0.02)
 
     def _leased(self, client: Redis) -> int:
         return int(client.hget(Keys(self.run).single("counts"), "leased") or 0)
@@ -127,68 +131,22 @@ class Victim:
     """Rollouts in flight, by the newest metrics of the process; 0 for a service that has none."""
 
 
-class Cost(Enum):
-    """Sampled tokens that a fault may waste on each rollout of its victim; a fault of Redis affects all rollouts."""
-
-    NOTHING = "nothing"
-    UNSAVED = "partial_save_tokens"
-    """Unsaved tokens."""
-    UNBOUNDED = "unbounded"
-    """Tokens that Redis loses after it stored them: whole rollouts without a lease may be sampled again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedEnd:
-    """Required end of a run after a fault."""
-
-    exit_statuses: tuple[int, ...] = (0,)
-    """Exit status of ``rollmesh up``; if ``green`` is false, also that of ``rollmesh audit``."""
-    green: bool = True
-    """True if the audit must be green, and the outside judge must find no problem."""
-    output_contains: str = ""
-    """Required text in the console's output."""
-
-
-class Fault(Protocol):
-    """Failure that the bench injects into a run."""
-
-    @property
-    def name(self) -> str:
-        """Name in the table."""
-
-    @property
-    def cost(self) -> Cost:
-        """Tokens that the fault may waste."""
-
-    @property
-    def expected_end(self) -> ExpectedEnd:
-        """Required end of the run."""
-        return ExpectedEnd()
-
-    def inject(self, attacked: AttackedRun) -> None:
-        """Inject the fault and block until it has ended; do nothing if the run ends first."""
-
-
 def random_process(attacked: AttackedRun, service: str) -> Endpoint | None:
     """Return a random process of the service; None if the run ends before there is one."""
-    while attacked.may_strike():
-        endpoints = read_endpoints(attacked.folder, service)
-        if endpoints:
-            return attacked.rng.choice(endpoints)
-        time.sleep(0.05)
-    return None
+    endpoints = attacked.wait_for(lambda: read_endpoints(attacked.folder, service), 0.05)
+    return attacked.rng.choice(endpoints) if endpoints else None
 
 
 def random_busy_process(attacked: AttackedRun, service: str) -> Victim | None:
     """Wait for a random process of the service with rollouts in flight; None if the run ends first."""
     gauge = IN_FLIGHT_GAUGES.get(service)
-    while attacked.may_strike():
+
+    def busy_process() -> Victim | None:
         process = random_process(attacked, service)
         rollouts = 0 if process is None or gauge is None else int(metrics_of(process).get(gauge, 0.0))
-        if process is not None and (gauge is None or rollouts):
-            return Victim(endpoint=process, rollouts=rollouts)
-        time.sleep(0.02)
-    return None
+        return Victim(endpoint=process, rollouts=rollouts) if process and (gauge is None or rollouts) else None
+
+    return attacked.wait_for(busy_process, 0.02)
 
 
 def metrics_of(endpoint: Endpoint) -> dict[str, float]:

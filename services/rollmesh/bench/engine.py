@@ -18,30 +18,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
+from rollmesh.bench.measure import Measure, at_least, at_most, compared, interleaved
+from rollmesh.bench.models import SMALL, RandomModel, token_logprobs
+from rollmesh.bench.processes import ONE_THREAD
+from rollmesh.bench.workloads import make_call, random_ids
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
-from rollmesh.types import Float32Array, GenerationCall, Int32Array, SamplingParams
+from rollmesh.types import Float32Array, Int32Array
 
-VOCABULARY = 96
 PROMPT_TOKENS = 32
 NEW_TOKENS = 64
 MIXED_SLOTS = 64
 _CONTEXT = 1024
 _MEDIAN_LENGTH, _SIGMA, _LONGEST = 60, 1.0, 900
 _UNIFORM_SIZES = (1, 8, 32, 128)
-_UNIFORM_BARS = {8: (at_least(Figure.RATIO, 2.5),), 32: (at_least(Figure.RATIO, 3.0),)}
-_MIXED_BARS = (at_least(Figure.RATIO, 5.0),)
-_GAP_BARS = (at_most(Figure.VALUE, 1e-4),)
+_UNIFORM_BARS = {8: (at_least("ratio", 2.5),), 32: (at_least("ratio", 3.0),)}
+_MIXED_BARS = (at_least("ratio", 5.0),)
+_GAP_BARS = (at_most("value", 1e-4),)
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -50,8 +51,7 @@ def run(*, quick: bool = False) -> list[Measure]:
     """Measure; ``quick`` runs one repetition instead of five, with a quarter of the mixed prompts."""
     command = [sys.executable, "-m", __name__, *(["--quick"] if quick else [])]
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, env={**environment, **ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EngineError(f"the measuring process ended with status {done.returncode}")
     return [Measure.from_line(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -62,29 +62,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     quick = "--quick" in arguments
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        write_demo_shape(Path(folder))
-        for measure in asyncio.run(_measure(Path(folder), 1 if quick else 5, prompts=64 if quick else 256)):
+        RandomModel(shape={**SMALL, "max_position_embeddings": 2 * _CONTEXT}).write(Path(folder))
+        for measure in _measure(Path(folder), 1 if quick else 5, prompts=64 if quick else 256):
             print(measure.to_line())
-
-
-def write_demo_shape(folder: Path) -> None:
-    """Write a random model of the demo's shape (250,000 parameters)."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        intermediate_size=192,
-        tie_word_embeddings=True,
-        max_position_embeddings=2 * _CONTEXT,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def mixed_lengths(count: int) -> Int64Array:
@@ -97,21 +77,41 @@ def mixed_lengths(count: int) -> Int64Array:
     return np.random.default_rng(0).permutation(np.clip(lengths, 4, _LONGEST).astype(np.int64))
 
 
-async def _measure(folder: Path, repeats: int, prompts: int) -> list[Measure]:
-    engine = TorchEngine(TorchEngineOptions(slots=max(_UNIFORM_SIZES), max_context_tokens=_CONTEXT, device="cpu"))
-    mixed = TorchEngine(TorchEngineOptions(slots=MIXED_SLOTS, max_context_tokens=_CONTEXT, device="cpu"))
-    await engine.start(folder, 0)
-    await mixed.start(folder, 0)
+def _measure(folder: Path, repeats: int, prompts: int) -> list[Measure]:
     reference = HuggingFace(folder)
-    try:
-        results = [await _logprob_gap(engine, reference)]
-        for size in _UNIFORM_SIZES:
-            results.append(await _uniform(engine, reference, size, repeats))
-        results.append(await _mixed(mixed, reference, mixed_lengths(prompts), repeats))
-        return results
-    finally:
-        await engine.aclose()
-        await mixed.aclose()
+    with asyncio.Runner() as runner:
+        ours = _Ours(runner, folder, max(_UNIFORM_SIZES))
+        mixed = _Ours(runner, folder, MIXED_SLOTS)
+        try:
+            results = [_logprob_gap(ours, reference)]
+            results += [_uniform(ours, reference, size, repeats) for size in _UNIFORM_SIZES]
+            return [*results, _mixed(mixed, reference, mixed_lengths(prompts), repeats)]
+        finally:
+            runner.run(ours.engine.aclose())
+            runner.run(mixed.engine.aclose())
+
+
+class _Ours:
+    """Torch engine whose calls run to their ends; the event loop does not run between loads."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path, slots: int) -> None:
+        self._runner = runner
+        self.engine = TorchEngine(GeneratorConfig(slots=slots, max_context_tokens=_CONTEXT, device="cpu"))
+        runner.run(self.engine.start(folder, 0))
+
+    def generate(self, prompts: Int32Array, lengths: Sequence[int]) -> list[tuple[Int32Array, Float32Array]]:
+        """Continue prompts by these numbers of tokens, all at once; return the tokens and their logprobs."""
+
+        async def one(row: int) -> tuple[Int32Array, Float32Array]:
+            call = make_call(f"t{row}", prompts[row], int(lengths[row]), chunk_tokens=NEW_TOKENS)
+            chunks = [chunk async for chunk in self.engine.generate(call)]
+            tokens, logprobs = ([c.token_ids for c in chunks], [c.behavior_logprobs for c in chunks])
+            return np.concatenate(tokens), np.concatenate(logprobs)
+
+        async def every() -> list[tuple[Int32Array, Float32Array]]:
+            return await asyncio.gather(*(one(row) for row in range(len(prompts))))
+
+        return self._runner.run(every())
 
 
 class HuggingFace:
@@ -147,63 +147,36 @@ class HuggingFace:
 
     def score(self, ids: Int32Array) -> Float32Array:
         """Return teacher-forced logprobs of every token after the first, [tokens - 1]."""
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        with torch.inference_mode():
-            logprobs = self._model(tokens[None]).logits[0].log_softmax(-1)
-            result: Float32Array = logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+        result: Float32Array = token_logprobs(self._model, torch.from_numpy(ids.astype(np.int64))[None])[0].numpy()
         return result
 
 
 def make_prompts(count: int) -> Int32Array:
     """Return different random prompts, int32 [count, PROMPT_TOKENS]."""
-    return np.random.default_rng(1).integers(0, VOCABULARY, (count, PROMPT_TOKENS)).astype(np.int32)
+    return random_ids(np.random.default_rng(1), SMALL["vocab_size"], count, PROMPT_TOKENS)
 
 
-async def _generate(
-    engine: TorchEngine, prompts: Int32Array, lengths: Sequence[int]
-) -> list[tuple[Int32Array, Float32Array]]:
-    async def one(row: int) -> tuple[Int32Array, Float32Array]:
-        call = GenerationCall(
-            trajectory_id=f"t{row}",
-            context_ids=prompts[row],
-            prompt_token_count=PROMPT_TOKENS,
-            max_new_token_count=int(lengths[row]),
-            sampling=SamplingParams(),
-            chunk_token_count=NEW_TOKENS,
-        )
-        chunks = [chunk async for chunk in engine.generate(call)]
-        return (
-            np.concatenate([c.token_ids for c in chunks]),
-            np.concatenate([c.behavior_logprobs for c in chunks]),
-        )
-
-    return list(await asyncio.gather(*(one(row) for row in range(len(prompts)))))
-
-
-async def _logprob_gap(engine: TorchEngine, reference: HuggingFace) -> Measure:
+def _logprob_gap(ours: _Ours, reference: HuggingFace) -> Measure:
     prompts = make_prompts(32)
     gap = 0.0
-    for prompt, (tokens, logprobs) in zip(prompts, await _generate(engine, prompts, [200] * 32), strict=True):
+    for prompt, (tokens, logprobs) in zip(prompts, ours.generate(prompts, [200] * 32), strict=True):
         wanted = reference.score(np.concatenate((prompt, tokens)))[PROMPT_TOKENS - 1 :]
         gap = float(np.maximum(gap, np.abs(logprobs - wanted).max()))  # unlike max(), np.maximum keeps a NaN
     return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats", bars=_GAP_BARS)
 
 
-async def _uniform(engine: TorchEngine, reference: HuggingFace, size: int, repeats: int) -> Measure:
-    prompts = make_prompts(size)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(repeats + 1):  # the first round warms up
-        started = time.process_time()
-        await _generate(engine, prompts, [NEW_TOKENS] * size)
-        ours.append(time.process_time() - started)
-        theirs.append(_cpu_seconds(lambda: reference.generate(prompts, NEW_TOKENS)))
-    name = f"{size} calls of {NEW_TOKENS} tokens"
-    bars = _UNIFORM_BARS.get(size, ())
-    return _compared(name, size * NEW_TOKENS, ours[1:], theirs[1:], "HF generate, static cache", bars)
+def _uniform(ours: _Ours, reference: HuggingFace, size: int, repeats: int) -> Measure:
+    prompts, tokens = make_prompts(size), size * NEW_TOKENS
+    work = {
+        "ours": lambda: ours.generate(prompts, [NEW_TOKENS] * size),
+        "theirs": lambda: reference.generate(prompts, NEW_TOKENS),
+    }
+    rate = {name: tokens / seconds for name, seconds in interleaved(work, repeats).items()}
+    name, bars = f"{size} calls of {NEW_TOKENS} tokens", _UNIFORM_BARS.get(size, ())
+    return compared(name, rate["ours"], "tokens/cpu-s", "HF generate, static cache", rate["theirs"], bars)
 
 
-async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Array, repeats: int) -> Measure:
+def _mixed(ours: _Ours, reference: HuggingFace, lengths: Int64Array, repeats: int) -> Measure:
     prompts = make_prompts(len(lengths))
 
     def batches() -> None:
@@ -212,32 +185,14 @@ async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Arra
             reference.generate(prompts[chosen], int(lengths[chosen].max()))
 
     # The engine's cache grows to the size of the longest calls; generate allocates a new cache for every batch.
-    await _generate(engine, prompts, lengths.tolist())
+    ours.generate(prompts, lengths.tolist())
     reference.generate(prompts[:MIXED_SLOTS], NEW_TOKENS)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(repeats):
-        started = time.process_time()
-        await _generate(engine, prompts, lengths.tolist())
-        ours.append(time.process_time() - started)
-        theirs.append(_cpu_seconds(batches))
+    work = {"ours": lambda: ours.generate(prompts, lengths.tolist()), "theirs": batches}
+    rate = {name: int(lengths.sum()) / seconds for name, seconds in interleaved(work, repeats, warm_up=0).items()}
     p50, p99 = np.percentile(lengths, [50, 99])
     name = f"{len(lengths)} calls of mixed lengths (p50 {p50:.0f}, p99 {p99:.0f}), useful tokens"
     baseline = f"HF generate in batches of {MIXED_SLOTS}"
-    return _compared(name, int(lengths.sum()), ours, theirs, baseline, _MIXED_BARS)
-
-
-def _cpu_seconds(work: Callable[[], object]) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
-
-
-def _compared(
-    name: str, tokens: int, ours: list[float], theirs: list[float], baseline: str, bars: tuple[Bar, ...]
-) -> Measure:
-    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
-    return compared(name, rates[0], "tokens/cpu-s", baseline, rates[1], bars)
+    return compared(name, rate["ours"], "tokens/cpu-s", baseline, rate["theirs"], _MIXED_BARS)
 
 
 if __name__ == "__main__":

@@ -1,109 +1,117 @@
-"""Faults of services: failures of a machine, a network or an operator that affect processes of a running mesh."""
+"""Faults of the chaos bench: one table with the name, the cost and the required end of each."""
 
 from __future__ import annotations
 
-import signal
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
 
-from rollmesh.bench.attack import (
-    BUSY_WAIT_SECONDS,
-    IN_FLIGHT_GAUGES,
-    AttackedRun,
-    Cost,
-    Fault,
-    Victim,
-    metrics_of,
-    random_busy_process,
-    random_process,
-    send,
-    sleep_while_running,
+from rollmesh.bench.attack import AttackedRun
+from rollmesh.bench.faults_of_files import damage_last_step, damage_policy, damage_replay, damage_state
+from rollmesh.bench.faults_of_redis import fill_redis, kill_redis, stall_redis
+from rollmesh.bench.faults_of_services import kill_leader, kill_service, kill_trainer_after, stall_service
+from rollmesh.bench.processes import SESSION_TTL_SECONDS, TRAIN_STEPS
+from rollmesh.errors import ConfigError
+
+
+class Cost(Enum):
+    """Sampled tokens that a fault may waste on each rollout of its victim; a fault of Redis affects all rollouts."""
+
+    NOTHING = "nothing"
+    UNSAVED = "partial_save_tokens"
+    """Unsaved tokens."""
+    UNBOUNDED = "unbounded"
+    """Tokens that Redis loses after it stored them: whole rollouts without a lease may be sampled again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedEnd:
+    """Required end of a run after a fault."""
+
+    exit_statuses: tuple[int, ...] = (0,)
+    """Exit status of ``rollmesh up``; if ``green`` is false, also that of ``rollmesh audit``."""
+    green: bool = True
+    """True if the audit must be green, and the outside judge must find no problem."""
+    output_contains: str = ""
+    """Required text in the console's output."""
+
+
+_GREEN = ExpectedEnd()
+_REPAIRED = ExpectedEnd(output_contains="append-only file of the embedded Redis was damaged")
+_ENDS_WITH_ERROR = ExpectedEnd(
+    exit_statuses=(2, 1), green=False, output_contains="trainer-0 cannot continue: CheckpointError: "
 )
-from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, process_key
-from rollmesh.runtime.endpoints import read_endpoints
 
 
 @dataclass(frozen=True, slots=True)
-class KillService(Fault):
-    """Fault that kills one process of a service (kill -9)."""
+class Fault:
+    """Failure that the bench injects into a run."""
 
-    service: str
+    name: str
+    inject: Callable[[AttackedRun], None]
+    """Inject the fault and block until it has ended; do nothing if the run ends first."""
     cost: Cost = Cost.UNSAVED
-
-    @property
-    def name(self) -> str:
-        return f"kill -9 {self.service}"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        victim = random_busy_process(attacked, self.service)
-        if victim is not None:
-            if self.service == "generator":
-                attacked.sampled_when_killed[process_key(victim.endpoint)] = metrics_of(victim.endpoint).get(
-                    GENERATED_TOKENS, 0.0
-                )
-            attacked.strike_holder(victim, signal.SIGKILL)
+    expected_end: ExpectedEnd = _GREEN
 
 
-@dataclass(frozen=True, slots=True)
-class KillLeader(Fault):
-    """Fault that kills the leading rollout replica (kill -9); another replica becomes the leader."""
-
-    cost: Cost = Cost.UNSAVED
-
-    @property
-    def name(self) -> str:
-        return "kill -9 leader"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        busy_until = time.monotonic() + BUSY_WAIT_SECONDS
-        while attacked.may_strike():
-            for replica in read_endpoints(attacked.folder, "rollout"):
-                metrics = metrics_of(replica)
-                rollouts = int(metrics.get(IN_FLIGHT_GAUGES["rollout"], 0.0))
-                if metrics.get("rollmesh_rollout_leader") and (rollouts or time.monotonic() > busy_until):
-                    attacked.strike_holder(Victim(endpoint=replica, rollouts=rollouts), signal.SIGKILL)
-                    return
-            time.sleep(0.05)
+def _kill_trainer(when: str, pattern: str) -> Fault:
+    """Return a fault between two durable writes of the trainer."""
+    return Fault(f"kill -9 trainer {when}", partial(kill_trainer_after, pattern=pattern), Cost.NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class StallService(Fault):
-    """Fault that stops a process of a service (SIGSTOP) for ``seconds``; its session may expire in that time."""
-
-    service: str
-    seconds: float
-    cost: Cost = Cost.UNSAVED
-
-    @property
-    def name(self) -> str:
-        return f"stall {self.service} {self.seconds:g} s"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        victim = random_busy_process(attacked, self.service)
-        if victim is not None:
-            attacked.strike_holder(victim, signal.SIGSTOP)
-            sleep_while_running(attacked, self.seconds)
-            send(victim.endpoint.pid, signal.SIGCONT)
+def _kill_redis(consequence: str = "", end: ExpectedEnd = _GREEN, **options: Any) -> Fault:
+    """Return a kill of Redis; there is no bound: with AOF everysec, a slow disk loses seconds of answered writes."""
+    return Fault(f"kill -9 redis{consequence}", partial(kill_redis, **options), Cost.UNBOUNDED, end)
 
 
-@dataclass(frozen=True, slots=True)
-class KillTrainerAfter(Fault):
-    """Fault that kills the trainer (kill -9) when a new path of ``pattern`` appears, between two durable writes."""
+FAULTS: tuple[Fault, ...] = (
+    _kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED"),
+    Fault("kill -9 generator", partial(kill_service, service="generator")),
+    _kill_redis(", cut 4 KiB of its AOF", lost_bytes=4096),
+    Fault("stall rollout 15 s", partial(stall_service, service="rollout", seconds=3 * SESSION_TTL_SECONDS)),
+    _kill_trainer("between batch file and training", "checkpoints/batches/*.pb"),
+    Fault("kill -9 leader", kill_leader),
+    Fault("redis outage 60 s", partial(stall_redis, seconds=60.0)),
+    _kill_trainer("while it saves its state", "checkpoints/states/*"),
+    Fault("kill -9 rollout", partial(kill_service, service="rollout")),
+    Fault("redis maxmemory reached 8 s, kill -9 trainer", partial(fill_redis, seconds=8.0)),
+    _kill_trainer("while it publishes", "checkpoints/policies/*"),
+    Fault("kill -9 reward", partial(kill_service, service="reward"), Cost.NOTHING),
+    _kill_redis(", cut 64 KiB of its AOF", lost_bytes=65536),
+    Fault("stall generator 10 s", partial(stall_service, service="generator", seconds=10.0)),
+    _kill_trainer("between publication and announcement", "checkpoints/policies/*/manifest.json"),
+    Fault("stall trainer 10 s", partial(stall_service, service="trainer", seconds=10.0), Cost.NOTHING),
+    _kill_redis(", refused 40 s", away_seconds=40.0),
+    Fault("kill -9 trainer", partial(kill_service, service="trainer"), Cost.NOTHING),
+    Fault("stall reward 10 s", partial(stall_service, service="reward", seconds=10.0), Cost.NOTHING),
+    _kill_redis(", cut 1024 KiB of its AOF", lost_bytes=1 << 20),
+    Fault("flip a byte of a batch file, kill -9 trainer", damage_replay, Cost.NOTHING, _ENDS_WITH_ERROR),
+    _kill_redis(", 4 KiB of zeros at the end of its AOF", _REPAIRED, zero_bytes=4096),
+    Fault("flip a byte of the newest policy, kill -9 trainer", damage_policy),
+    Fault(
+        "flip COMMITTED, flip a byte of its batch file, last",
+        partial(damage_last_step, train_step=TRAIN_STEPS),
+        Cost.NOTHING,
+        _ENDS_WITH_ERROR,
+    ),
+    Fault("flip a byte of the newest state, kill -9 trainer", damage_state, Cost.NOTHING),
+    Fault(
+        "delete the newest state, flip a byte of its batch file, after the end",
+        partial(damage_last_step, train_step=TRAIN_STEPS, after_the_end=True),
+        Cost.NOTHING,
+        ExpectedEnd(exit_statuses=(0, 1), green=False),
+    ),
+)
+"""Faults in the order of the rounds; ``make test`` runs the first four."""
 
-    when: str
-    pattern: str
-    """Glob below the run folder for the new path."""
-    cost: Cost = Cost.NOTHING
 
-    @property
-    def name(self) -> str:
-        return f"kill -9 trainer {self.when}"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        trainer = random_process(attacked, "trainer")
-        before = set(attacked.folder.glob(self.pattern))
-        while trainer is not None and attacked.may_strike():
-            if set(attacked.folder.glob(self.pattern)) - before:
-                attacked.strike(trainer.pid, signal.SIGKILL)
-                return
-            time.sleep(0.001)
+def faults_named(name: str | None) -> Sequence[Fault]:
+    """Return the fault of this name, or all faults for None. Raises ConfigError with the known names."""
+    found = [fault for fault in FAULTS if name in (None, fault.name)]
+    if not found:
+        raise ConfigError(
+            f"--fault {name!r}: unknown fault; choose one of: {'; '.join(fault.name for fault in FAULTS)}"
+        )
+    return found

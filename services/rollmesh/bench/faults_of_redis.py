@@ -8,135 +8,92 @@ import functools
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import redis
 from redis import Redis
 
-from rollmesh.bench.attack import AttackedRun, Cost, ExpectedEnd, Fault, random_process, send, sleep_while_running
+from rollmesh.bench.attack import AttackedRun, random_process, send, sleep_while_running
+from rollmesh.bench.processes import finished_train_steps
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.keys import Keys
 
 
-@dataclass(frozen=True, slots=True)
-class KillRedis(Fault):
-    """Fault that kills Redis (kill -9) and optionally cuts or zeroes the end of its append-only file.
+def kill_redis(attacked: AttackedRun, *, lost_bytes: int = 0, zero_bytes: int = 0, away_seconds: float = 0.0) -> None:
+    """Kill Redis (kill -9) and cut or zero the end of its append-only file, like the result of a power failure.
 
-    Such a file is the result of a power failure. The launcher restarts Redis at once, or after ``away_seconds``; until
-    then connections are refused. There is no bound even without a cut: with AOF everysec, a server with a slow disk
-    answers up to two seconds before it writes, and a kill loses these answered writes.
+    The launcher restarts Redis at once, or after ``away_seconds``; until then connections are refused.
     """
-
-    lost_bytes: int = 0
-    zero_bytes: int = 0
-    away_seconds: float = 0.0
-    cost: Cost = Cost.UNBOUNDED
-
-    @property
-    def name(self) -> str:
-        lost = f", cut {self.lost_bytes >> 10} KiB of its AOF" if self.lost_bytes else ""
-        zeros = f", {self.zero_bytes >> 10} KiB of zeros at the end of its AOF" if self.zero_bytes else ""
-        return f"kill -9 redis{lost}{zeros}" + (f", refused {self.away_seconds:g} s" if self.away_seconds else "")
-
-    @property
-    def expected_end(self) -> ExpectedEnd:
-        return ExpectedEnd(
-            output_contains="append-only file of the embedded Redis was damaged" if self.zero_bytes else ""
-        )
-
-    def inject(self, attacked: AttackedRun) -> None:
-        pid = attacked.redis.pid
-        if pid is None:
-            return
-        # Stop the server first: the launcher restarts a dead server at once and must not read a half-cut file.
-        attacked.strike(pid, signal.SIGSTOP)
-        if self.lost_bytes or self.zero_bytes:
-            _damage_tail(attacked.redis.folder, self.lost_bytes, self.zero_bytes)
-        with open(attacked.redis.folder / "lock", "a", encoding="utf-8") as lock:
-            send(pid, signal.SIGKILL)
-            if self.away_seconds:
-                _take_lock(attacked, lock.fileno(), pid)
-                sleep_while_running(attacked, self.away_seconds)
+    pid = attacked.redis.pid
+    if pid is None:
+        return
+    # Stop the server first: the launcher restarts a dead server at once and must not read a half-cut file.
+    attacked.strike(pid, signal.SIGSTOP)
+    if lost_bytes or zero_bytes:
+        _damage_tail(attacked.redis.folder, lost_bytes, zero_bytes)
+    with open(attacked.redis.folder / "lock", "a", encoding="utf-8") as lock:
+        send(pid, signal.SIGKILL)
+        if away_seconds:
+            _take_lock(attacked, lock.fileno(), pid)
+            sleep_while_running(attacked, away_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class StallRedis(Fault):
-    """Fault that stalls Redis for some seconds.
+def stall_redis(attacked: AttackedRun, seconds: float) -> None:
+    """Stall Redis for some seconds.
 
     Redis loses no stored data. Workers keep the unsaved tokens, at most ``partial_save_tokens`` of each rollout. These
     are lost at most once: if the sessions expire in the outage and another worker leases the rollout first. There are
     no new leases during the outage.
     """
-
-    seconds: float
-    cost: Cost = Cost.UNSAVED
-
-    @property
-    def name(self) -> str:
-        return f"redis outage {self.seconds:g} s"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        pid = attacked.redis.pid
-        if pid is None:
-            return
-        attacked.await_leases()
-        workers = [endpoint.pid for endpoint in read_endpoints(attacked.folder, "rollout")]
-        try:
-            # Workers take dozens of leases at once; stop them so that none is taken between the count and the fault.
-            for worker in workers:
-                send(worker, signal.SIGSTOP)
-            attacked.note_all_leased()
-            attacked.strike(pid, signal.SIGSTOP)
-        finally:
-            for worker in workers:
-                send(worker, signal.SIGCONT)
-        sleep_while_running(attacked, self.seconds)
-        send(pid, signal.SIGCONT)
+    pid = attacked.redis.pid
+    if pid is None:
+        return
+    attacked.await_leases()
+    workers = [endpoint.pid for endpoint in read_endpoints(attacked.folder, "rollout")]
+    try:
+        # Workers take dozens of leases at once; stop them so that none is taken between the count and the fault.
+        for worker in workers:
+            send(worker, signal.SIGSTOP)
+        attacked.note_all_leased()
+        attacked.strike(pid, signal.SIGSTOP)
+    finally:
+        for worker in workers:
+            send(worker, signal.SIGCONT)
+    sleep_while_running(attacked, seconds)
+    send(pid, signal.SIGCONT)
 
 
-@dataclass(frozen=True, slots=True)
-class FillRedis(Fault):
-    """Fault that fills Redis (maxmemory) for some seconds, so that it rejects writes, and kills the trainer.
+def fill_redis(attacked: AttackedRun, seconds: float) -> None:
+    """Fill Redis (maxmemory) for some seconds, so that it rejects writes, and kill the trainer.
 
     Redis rejects leases and saves, but not heartbeats. Workers keep the unsaved tokens, at most ``partial_save_tokens``
     of each rollout. The trainer holds no rollouts.
     """
-
-    seconds: float
-    cost: Cost = Cost.UNSAVED
-
-    @property
-    def name(self) -> str:
-        return f"redis maxmemory reached {self.seconds:g} s, kill -9 trainer"
-
-    def inject(self, attacked: AttackedRun) -> None:
-        attacked.await_leases()
-        with Redis(unix_socket_path=str(attacked.redis.socket_path)) as client:
-            limit = client.config_get("maxmemory")["maxmemory"]
-            # Half of the used memory, so that freed memory does not end the fault early.
-            client.config_set("maxmemory", int(client.info("memory")["used_memory"]) // 2)
+    attacked.await_leases()
+    with Redis(unix_socket_path=str(attacked.redis.socket_path)) as client:
+        limit = client.config_get("maxmemory")["maxmemory"]
+        # Half of the used memory, so that freed memory does not end the fault early.
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) // 2)
+        try:
             try:
-                try:
-                    client.set("chaos-probe", 1, ex=1)
-                except redis.exceptions.OutOfMemoryError:
-                    attacked.note_all_leased()  # no leases are granted after this point
-                    self._restart_trainer(attacked, client)
-                sleep_while_running(attacked, self.seconds)
-            finally:
-                client.config_set("maxmemory", limit)
+                client.set("chaos-probe", 1, ex=1)
+            except redis.exceptions.OutOfMemoryError:
+                attacked.note_all_leased()  # no leases are granted after this point
+                _restart_trainer(attacked, client)
+            sleep_while_running(attacked, seconds)
+        finally:
+            client.config_set("maxmemory", limit)
 
-    def _restart_trainer(self, attacked: AttackedRun, client: Redis) -> None:
-        """Kill the trainer; the fault counts once a new trainer has opened its session on the full server."""
-        session = functools.partial(client.hget, Keys(attacked.run).single("meta"), "trainer")
-        trainer, before, step = random_process(attacked, "trainer"), session(), attacked.train_step()
-        if trainer is None:
-            return
-        send(trainer.pid, signal.SIGKILL)
-        while session() == before and attacked.may_strike():
-            time.sleep(0.05)
-        if session() != before:
-            attacked.struck_at.append(step)
+
+def _restart_trainer(attacked: AttackedRun, client: Redis) -> None:
+    """Kill the trainer; the fault counts once a new trainer has opened its session on the full server."""
+    session = functools.partial(client.hget, Keys(attacked.run).single("meta"), "trainer")
+    trainer, before, step = random_process(attacked, "trainer"), session(), finished_train_steps(attacked.folder)
+    if trainer is None:
+        return
+    send(trainer.pid, signal.SIGKILL)
+    if attacked.wait_for(lambda: session() != before, 0.05):
+        attacked.struck_at.append(step)
 
 
 def _take_lock(attacked: AttackedRun, descriptor: int, killed: int) -> None:

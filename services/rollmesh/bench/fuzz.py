@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -22,15 +23,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rollmesh.bench.fuzz_ports import Answer, GrpcPort, HttpPort, RawPort
-from rollmesh.bench.fuzz_run import FuzzedRun, ServiceState
-from rollmesh.bench.measure import Figure, Measure, at_least, at_most, compared
+from rollmesh.bench.fuzz_answers import Answer
+from rollmesh.bench.fuzz_grpc import GrpcPort
+from rollmesh.bench.fuzz_http import HttpPort, RawPort
+from rollmesh.bench.fuzz_run import ServiceState, fuzzed_config, open_ports, service_states
+from rollmesh.bench.measure import NONE, Measure, at_least, at_most, compared
+from rollmesh.bench.processes import TrainingRun, finished_train_steps
+from rollmesh.errors import RollmeshError
 from rollmesh.report.console import output_console
 
 SEED = 20261122
 _IN_FLIGHT = 48
 _DEADLINE_SECONDS = 90.0
 """Time limit of an answer, three times the limit for the head of a request; a slower answer counts as a hang."""
+_PROGRESS_SECONDS = 300.0
+"""Time limit of two train steps."""
 _WARM_UP_SHARE = 0.1
 _REQUESTS_PER_SLOW = 5_000
 _REQUESTS_PER_LINE = 5_000
@@ -80,6 +87,10 @@ class Traffic:
     """Exit status of the run, which is stopped at the end."""
 
 
+class FuzzError(RollmeshError):
+    """The run did not start, or stopped training."""
+
+
 def run(*, requests: int = 100_000, seed: int = SEED, quick: bool = False) -> list[Measure]:
     """Start a run, send the requests, print the answers, and return the counts; ``quick`` sends 1,000 requests.
 
@@ -87,39 +98,38 @@ def run(*, requests: int = 100_000, seed: int = SEED, quick: bool = False) -> li
     """
     console = output_console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="rollmesh-fuzz-") as temporary:
-        fuzzed = FuzzedRun(Path(temporary))
+        fuzzed = TrainingRun(Path(temporary))
         traffic = asyncio.run(_fuzz(fuzzed, 1_000 if quick else requests, seed, console))
         _print(traffic, console)
         if not traffic.green or traffic.exit_status != _STOPPED_STATUS:
-            console.print(fuzzed.output(), markup=False, highlight=False)
+            console.print(fuzzed.output[-2_000:], markup=False, highlight=False)
         return _measures(traffic)
 
 
-async def _fuzz(fuzzed: FuzzedRun, requests: int, seed: int, console: Console) -> Traffic:
-    fuzzed.write()
-    with fuzzed.up() as process:
-        await fuzzed.until(lambda: fuzzed.train_steps >= 2, "two train steps", process)
-        fresh = await fuzzed.states()
+async def _fuzz(fuzzed: TrainingRun, requests: int, seed: int, console: Console) -> Traffic:
+    folder = fuzzed.folder
+    with fuzzed.up(fuzzed_config(folder)) as process:
+        await _two_more_steps(fuzzed, process)
+        fresh = await service_states(folder)
         async with AsyncExitStack() as stack:
-            ports = await fuzzed.ports(stack, process.pid)
+            ports = await open_ports(folder, stack, process.pid)
             tallies = {port.name: Tally() for port in ports}
             warm_up = int(requests * _WARM_UP_SHARE)
             await _send(ports, tallies, seed, range(warm_up), console)
-            warm = await fuzzed.states()
-            steps, started = fuzzed.train_steps, time.monotonic()
+            warm = await service_states(folder)
+            steps, started = finished_train_steps(folder.path), time.monotonic()
             await _send(ports, tallies, seed, range(warm_up, requests), console)
-            seconds, trained = time.monotonic() - started, fuzzed.train_steps - steps
+            seconds, trained = time.monotonic() - started, finished_train_steps(folder.path) - steps
             for port in ports:
                 if isinstance(port, GrpcPort):
                     await port.undo()
-        end = fuzzed.train_steps
-        await fuzzed.until(lambda: fuzzed.train_steps >= end + 2, "two train steps after the requests", process)
-        last = await fuzzed.states()
-        trained_after = fuzzed.train_steps - end
+        trained_after = await _two_more_steps(fuzzed, process)
+        last = await service_states(folder)
         for port in ports:
             if isinstance(port, HttpPort) and port.known:
                 await port.order("/api/v1/pause")
-        green = await asyncio.to_thread(fuzzed.audit)
+        # The mesh is up during the audit, so that the queue's data is complete.
+        green = await asyncio.to_thread(fuzzed.audit) == 0
         process.terminate()
         status = await asyncio.to_thread(process.wait)
     return Traffic(
@@ -136,12 +146,25 @@ async def _fuzz(fuzzed: FuzzedRun, requests: int, seed: int, console: Console) -
     )
 
 
+async def _two_more_steps(fuzzed: TrainingRun, process: subprocess.Popen[bytes]) -> int:
+    """Wait for two train steps; return their number. Raises FuzzError if the run ends first or takes too long."""
+    deadline, before = time.monotonic() + _PROGRESS_SECONDS, finished_train_steps(fuzzed.folder.path)
+    while (steps := finished_train_steps(fuzzed.folder.path) - before) < 2:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise FuzzError(
+                f"the run has not trained two steps after step {before} (status {process.poll()}): "
+                f"{fuzzed.output[-2_000:]}"
+            )
+        await asyncio.sleep(0.2)
+    return steps
+
+
 async def _send(
     ports: Sequence[GrpcPort | RawPort], tallies: Mapping[str, Tally], seed: int, numbers: range, console: Console
 ) -> None:
     """Send the requests with these numbers concurrently; after the warm-up also requests that never end."""
     remaining = iter(numbers)
-    weights = [_weight(port) for port in ports]
+    weights = [port.weight for port in ports]
 
     async def send_next() -> None:
         for number in remaining:
@@ -158,12 +181,6 @@ async def _send(
             for number in range(1 + len(numbers) // _REQUESTS_PER_SLOW if numbers.start else 0):
                 rng = random.Random(f"{seed}:{port.name}:{number}")
                 group.create_task(_timed(port.slow(rng), tallies[port.name], f"endless request {number}"))
-
-
-def _weight(port: GrpcPort | RawPort) -> float:
-    if isinstance(port, GrpcPort):
-        return 4.0
-    return 0.3 if not isinstance(port, HttpPort) else 8.0 if port.known else 1.0
 
 
 async def _timed(request: Coroutine[Any, Any, Answer], tally: Tally, name: str) -> None:
@@ -198,8 +215,8 @@ def _print(traffic: Traffic, console: Console) -> None:
 
 
 def _measures(traffic: Traffic) -> list[Measure]:
-    none, some = (at_most(Figure.VALUE, 0.0),), (at_least(Figure.VALUE, 1.0),)
-    stopped = (at_least(Figure.VALUE, _STOPPED_STATUS), at_most(Figure.VALUE, _STOPPED_STATUS))
+    some = (at_least("value", 1.0),)
+    stopped = (at_least("value", _STOPPED_STATUS), at_most("value", _STOPPED_STATUS))
     tallies, warm, last = traffic.tallies.values(), traffic.warm, traffic.last
     hangs = sum(tally.outcomes["no answer"] for tally in tallies)
     kept = sum(name in last and last[name].pid == state.pid for name, state in traffic.fresh.items())
@@ -208,18 +225,18 @@ def _measures(traffic: Traffic) -> list[Measure]:
     counts = (
         ("requests", sum(tally.outcomes.total() for tally in tallies), "requests", ()),
         ("requests a second", traffic.requests / traffic.seconds, "requests/s", ()),
-        ("requests without an answer in time", hangs, "requests", none),
-        ("answers that are a fault of the service", sum(t.faults.total() for t in tallies) - hangs, "answers", none),
+        ("requests without an answer in time", hangs, "requests", NONE),
+        ("answers that are a fault of the service", sum(t.faults.total() for t in tallies) - hangs, "answers", NONE),
         ("answers of documented backpressure", sum(t.backpressure.total() for t in tallies), "answers", ()),
-        ("services that restarted or ended", len(traffic.fresh) - kept, "services", none),
-        ("tracebacks in logs", tracebacks, "tracebacks", none),
-        ("log lines, the most of a service", lines, "lines/s", (at_most(Figure.VALUE, _LINES_A_SECOND),)),
+        ("services that restarted or ended", len(traffic.fresh) - kept, "services", NONE),
+        ("tracebacks in logs", tracebacks, "tracebacks", NONE),
+        ("log lines, the most of a service", lines, "lines/s", (at_most("value", _LINES_A_SECOND),)),
         ("train steps during the requests", traffic.trained, "steps", some),
         ("train steps after them", traffic.trained_after, "steps", some),
         ("exit status of the stopped run", traffic.exit_status, "status", stopped),
         ("audit green", int(traffic.green), "audits", some),
     )
-    memory = (at_most(Figure.RATIO, _RSS_RATIO),)
+    memory = (at_most("ratio", _RSS_RATIO),)
     return [
         *(Measure(name=name, value=value, unit=unit, bars=bars) for name, value, unit, bars in counts),
         *(

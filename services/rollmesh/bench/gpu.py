@@ -18,19 +18,20 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rollmesh.bench.gpu_arm import BenchArm, Update, Workload
 from rollmesh.bench.measure import Measure, compared
 from rollmesh.bench.models import RandomModel
+from rollmesh.bench.workloads import make_call
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import GenerationCall, Int32Array, SamplingParams
+from rollmesh.types import Int32Array
 
 Curve = list[tuple[int, float]]
 """Seconds of a decode step by number of calls in progress, in the form of ``generator.pace``."""
@@ -58,7 +59,7 @@ class Plan:
 
     shape: dict[str, Any]
     workload: Workload
-    device: str = "cuda"
+    device: Literal["cpu", "cuda"] = "cuda"
     dtype: str = "bfloat16"
     pools: tuple[int, ...] = (512,)
     updates: int = 3
@@ -87,7 +88,7 @@ def quick_plan() -> Plan:
     workload = Workload(
         vocab_size=_TINY["vocab_size"], prompt_tokens=8, median_length=20, longest=120, groups_per_batch=4, group_size=4
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_context=16)
 
 
@@ -116,8 +117,7 @@ async def measure(plan: Plan, output: Path | None) -> list[Measure]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
         root = Path(scratch)
-        write, _ = RandomModel(shape=plan.shape).policy(0)
-        write(root / "model")
+        RandomModel(shape=plan.shape).write(root / "model")
         async with _engine(plan, root, cuda_graphs=False) as engine:
             curves = {"without graphs": await _curve(plan, engine)}
         async with _engine(plan, root, cuda_graphs=True) as engine:
@@ -144,14 +144,13 @@ async def measure(plan: Plan, output: Path | None) -> list[Measure]:
 async def _engine(plan: Plan, root: Path, *, cuda_graphs: bool) -> AsyncIterator[TorchEngine]:
     """Run an engine with slots for the largest arm."""
     workload = plan.workload
-    options = TorchEngineOptions(
-        slots=max(*plan.pools, workload.groups_per_batch * workload.group_size),
+    config = GeneratorConfig(
+        slots=max(*plan.pools, workload.batch_size),
         max_context_tokens=workload.prompt_tokens + workload.longest,
         device=plan.device,
-        dtype=plan.dtype,
         cuda_graphs=cuda_graphs,
     )
-    engine = TorchEngine(options)
+    engine = TorchEngine(config, plan.dtype)
     await engine.start(root / "model", 0)
     try:
         yield engine
@@ -177,14 +176,7 @@ async def _step_seconds(engine: TorchEngine, count: int, context: Int32Array) ->
     arrivals: list[float] = []
 
     async def call(number: int) -> None:
-        request = GenerationCall(
-            trajectory_id=f"curve-{number}",
-            context_ids=context,
-            prompt_token_count=len(context),
-            max_new_token_count=_CHUNK * _CHUNKS,
-            sampling=SamplingParams(),
-            chunk_token_count=_CHUNK,
-        )
+        request = make_call(f"curve-{number}", context, _CHUNK * _CHUNKS, chunk_tokens=_CHUNK)
         async for chunk in engine.generate(request):
             if number == 0 and len(chunk.token_ids) == _CHUNK:
                 arrivals.append(time.perf_counter())
@@ -204,10 +196,8 @@ def measures(plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) ->
     figures = {name: _figures([u for u in updates if u.arm == name]) for name in dict.fromkeys(u.arm for u in updates)}
     for name, values in figures.items():
         for (figure, unit), value in values.items():
-            base = figures["sync"][figure, unit]
-            title = f"{name}: {figure}"
-            row = Measure(name=title, value=value, unit=unit)
-            rows.append(row if name == "sync" else compared(title, value, unit, "sync", base))
+            row = compared(f"{name}: {figure}", value, unit, "sync", figures["sync"][figure, unit])
+            rows.append(row if name != "sync" else Measure(name=row.name, value=value, unit=unit))
     for mode, curve in curves.items():
         rows += [Measure(name=f"decode step, {n} running, {mode}", value=1000 * s, unit="ms") for n, s in curve]
     return [replace(row, name=f"{row.name}, {_device(plan)}") for row in rows]

@@ -1,7 +1,8 @@
 """One arm of ``bench gpu``: calls on the shared engine until a batch is complete, then a train step, in turns.
 
-``sync`` opens one batch of groups per update and waits for all of them. ``copris_paper`` keeps ``pool_size`` calls in
-progress, takes the first complete groups, interrupts the rest and continues it first after the update.
+The queue is the model of the real one (``scheduling.queue_model``), so leases, partial trajectories and cuts are those
+of a mesh. ``sync`` opens one batch of groups per update and waits for all of them. ``copris_paper`` keeps ``pool_size``
+calls in progress, takes the first complete groups, interrupts the rest and continues it first after the update.
 """
 
 from __future__ import annotations
@@ -15,24 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
+from rollmesh.bench.workloads import group_of, make_call, random_ids, scored, segments_of
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.segments import join_segments
+from rollmesh.mesh import Desired, RunLimits
+from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel, Save
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import (
-    Batch,
-    FinishReason,
-    GenerationCall,
-    Group,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
-    SamplingParams,
-    Segment,
-    Trajectory,
-)
+from rollmesh.types import Batch, FinishReason, Group, Prompt, Segment, Trajectory
 
 _PHASES = ("load", "generate", "train", "export")
+_WORKER = "worker"
+_UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +43,15 @@ class Workload:
     groups_per_batch: int
     group_size: int
 
+    @property
+    def batch_size(self) -> int:
+        """Number of trajectories of a batch."""
+        return self.groups_per_batch * self.group_size
+
     def group(self, number: int) -> list[Member]:
         """Return the trajectories of one group, without tokens."""
         rng = np.random.default_rng((0, number))
-        ids = rng.integers(0, self.vocab_size, self.prompt_tokens).astype(np.int32)
+        ids = random_ids(rng, self.vocab_size, self.prompt_tokens)
         lengths = np.clip(rng.lognormal(np.log(self.median_length), 1.0, self.group_size), 4, self.longest)
         prompt = Prompt(prompt_id=str(number), token_ids=ids, verifier="exact")
         return [Member(prompt=prompt, index=i, length=n) for i, n in enumerate(lengths.astype(int).tolist())]
@@ -60,55 +59,41 @@ class Workload:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """One trajectory in the queue of an arm."""
+    """One trajectory: the work that is forced, and the tokens so far."""
 
     prompt: Prompt
     index: int
     length: int
     """Final number of response tokens."""
     segments: tuple[Segment, ...] = ()
-    is_running: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Number of response tokens that are not sampled yet."""
+        return self.length - self.token_count
 
     @property
     def token_count(self) -> int:
         """Number of response tokens so far."""
         return sum(len(segment) for segment in self.segments)
 
+    @property
+    def reward(self) -> float:
+        """Reward of 0 or 1 by index: real gradients without a signal."""
+        return float(self.index % 2)
+
     def trajectory(self) -> Trajectory:
-        """Return the trajectory for the trainer; rewards of 0 and 1 by index make real gradients without a signal."""
-        return Trajectory(
-            trajectory_id=f"{self.prompt.prompt_id}.{self.index}",
-            group_id=self.prompt.prompt_id,
-            member_index=self.index,
-            prompt=self.prompt,
-            segments=self.segments,
-            finish_reason=FinishReason.LENGTH if self.token_count == self.length else None,
-            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(self.index % 2)),
-            shaped_reward=float(self.index % 2),
-        )
+        """Return the trajectory for the trainer."""
+        finish_reason = None if self.missing else FinishReason.LENGTH
+        return scored(self.prompt, self.prompt.prompt_id, self.index, self.segments, self.reward, finish_reason)
 
     async def generate(self, engine: TorchEngine) -> None:
         """Sample the tokens that are missing, or those before an interruption."""
         prompt = self.prompt.token_ids
-        call = GenerationCall(
-            trajectory_id=f"{self.prompt.prompt_id}.{self.index}",
-            context_ids=np.concatenate([prompt, *(s.token_ids for s in self.segments)]),
-            prompt_token_count=len(prompt),
-            max_new_token_count=self.length - self.token_count,
-            sampling=SamplingParams(),
-            chunk_token_count=256,
-        )
-        chunks = [chunk async for chunk in engine.generate(call) if len(chunk.token_ids)]
-        fresh = [
-            Segment(
-                token_ids=c.token_ids,
-                behavior_logprobs=c.behavior_logprobs,
-                policy_version=c.policy_version,
-                kv_min_version=c.kv_min_version,
-            )
-            for c in chunks
-        ]
-        self.segments = join_segments([*self.segments, *fresh])
+        context = np.concatenate([prompt, *(s.token_ids for s in self.segments)])
+        name = f"{self.prompt.prompt_id}.{self.index}"
+        call = make_call(name, context, self.missing, chunk_tokens=256, prompt_tokens=len(prompt))
+        self.segments = segments_of([chunk async for chunk in engine.generate(call)], self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +133,10 @@ class BenchArm:
         self._engine = engine
         self._trainer = trainer
         self._root = root / self.name
-        self._groups: list[list[Member]] = []
-        """Admitted groups without a batch, oldest first."""
-        self._admitted = 0
-        self._running: dict[asyncio.Task[None], Member] = {}
+        self._queue = _queue(pool_size or workload.batch_size, workload)
+        self._members: dict[str, Member] = {}
+        """Trajectories of the groups that are not trained yet."""
+        self._running: dict[asyncio.Task[None], str] = {}
         self._most_running = 0
         trainer.export(self._policy_folder())
 
@@ -160,11 +145,13 @@ class BenchArm:
         before, folder, step = self._engine.status(), self._policy_folder(), self._trainer.train_step
         self._most_running = 0
         marks = [time.perf_counter()]
-        await self._engine.load(folder, step, OnNewVersion.DRAIN)
+        await self._engine.load(folder, self._queue.announce(step), OnNewVersion.DRAIN)
         marks.append(time.perf_counter())
         batch = await self._generate_batch(step + 1)
         marks.append(time.perf_counter())
-        await asyncio.to_thread(self._train, batch, {version: version for version in range(step + 1)})
+        self._queue.confirm_batch_file()
+        await asyncio.to_thread(self._train, batch, dict(enumerate(self._queue.version_steps)))
+        self._queue.report_trained()
         marks.append(time.perf_counter())
         await asyncio.to_thread(self._trainer.export, self._policy_folder())
         marks.append(time.perf_counter())
@@ -176,55 +163,85 @@ class BenchArm:
             seconds={phase: end - start for phase, (start, end) in zip(_PHASES, pairwise(marks), strict=True)},
             generated_tokens=after.generated_token_total - before.generated_token_total,
             reprefilled_tokens=after.reprefill_token_total - before.reprefill_token_total,
-            untrained_tokens=sum(m.token_count for group in self._groups for m in group),
+            untrained_tokens=sum(member.tokens for member in self._queue.members.values()),
             most_running=self._most_running,
             lengths={t.trajectory_id: t.response_token_count for g in batch.groups for t in g.trajectories},
         )
 
     async def _generate_batch(self, train_step: int) -> Batch:
-        wanted = self._workload.groups_per_batch
-        while len(complete := [g for g in self._groups if all(m.token_count == m.length for m in g)]) < wanted:
+        ready, wanted = self._queue.groups[GroupState.READY], self._workload.groups_per_batch
+        while len(ready) < wanted:
             self._start_calls()
             await self._collect(asyncio.FIRST_COMPLETED)
+        in_order = sorted(ready.values(), key=lambda group: group.index)
         if self._running:
             await self._engine.interrupt()
             await self._collect(asyncio.ALL_COMPLETED)
-        chosen = complete[:wanted]
-        self._groups = [group for group in self._groups if group not in chosen]
-        groups = [
-            Group(
-                group_id=members[0].prompt.prompt_id,
-                admission_index=int(members[0].prompt.prompt_id),
-                trajectories=tuple(m.trajectory() for m in members),
-            )
-            for members in chosen
-        ]
-        return Batch(train_step=train_step, groups=tuple(groups))
+        self._queue.cut(train_step, [group.group_id for group in in_order[:wanted]])
+        return Batch(train_step=train_step, groups=tuple(self._take_group(group) for group in self._queue.claim()))
+
+    def _take_group(self, group: ModelGroup) -> Group:
+        members = [self._members.pop(member.trajectory_id) for member in group.members]
+        return group_of(int(group.group_id), (member.trajectory() for member in members))
 
     def _start_calls(self) -> None:
         """Fill the pool: partial trajectories of the oldest groups, then new ones, then further groups."""
-        limit = self._pool_size or self._workload.groups_per_batch * self._workload.group_size
-        free = limit - len(self._running)
-        waiting = [m for g in self._groups for m in g if not m.is_running and m.token_count < m.length]
-        while len(waiting) < free and (self._pool_size or len(self._groups) < self._workload.groups_per_batch):
-            self._groups.append(self._workload.group(self._admitted))
-            waiting += self._groups[-1]
-            self._admitted += 1
-        for member in sorted(waiting, key=lambda m: not m.segments)[:free]:
-            member.is_running = True
-            self._running[asyncio.create_task(member.generate(self._engine))] = member
+        queue = self._queue
+        free = queue.desired.pool_size - queue.leased
+        while len(queue.pending) + len(queue.partial) < free and self._may_admit():
+            group = queue.admit(str(queue.admitted), self._workload.group_size)
+            work = self._workload.group(int(group.group_id))
+            self._members |= {m.trajectory_id: w for m, w in zip(group.members, work, strict=True)}
+        for leased in queue.lease(_WORKER, free):
+            call = self._members[leased.trajectory_id].generate(self._engine)
+            self._running[asyncio.create_task(call)] = leased.trajectory_id
         self._most_running = max(self._most_running, len(self._running))
+
+    def _may_admit(self) -> bool:
+        """Tell whether another group may open: for ``sync`` while the batch has too few."""
+        return bool(self._pool_size) or self._queue.admitted_unconsumed < self._workload.groups_per_batch
 
     async def _collect(self, until: str) -> None:
         done, _ = await asyncio.wait(self._running, return_when=until)
         for task in done:
-            self._running.pop(task).is_running = False
+            trajectory_id = self._running.pop(task)
             task.result()
+            self._save(trajectory_id, self._members[trajectory_id])
+
+    def _save(self, trajectory_id: str, member: Member) -> None:
+        """Save the tokens of a call that has ended, and score the trajectory if it is complete."""
+        queue = self._queue
+        save = Save(member.token_count - queue.members[trajectory_id].tokens, queue.policy_version)
+        if member.missing:
+            queue.append(_WORKER, trajectory_id, save)
+            queue.release(_WORKER, trajectory_id, free_attempt=True)
+        else:
+            queue.finish(_WORKER, trajectory_id, save)
+            queue.score(_WORKER, trajectory_id, member.reward)
 
     def _train(self, batch: Batch, steps: dict[int, int]) -> None:
-        unfinished = [m.trajectory() for group in self._groups for m in group if m.segments]
+        unfinished = [m.trajectory() for m in self._members.values() if m.segments]
         self._trainer.end_stage(unfinished, steps)  # nothing for sync
         self._trainer.train(batch, steps)
 
     def _policy_folder(self) -> Path:
         return self._root / f"policy-{self._trainer.train_step}"
+
+
+def _queue(pool_size: int, workload: Workload) -> QueueModel:
+    """Return an empty queue with one worker; neither staleness nor the number of leases is bounded."""
+    queue = QueueModel(
+        RunLimits(
+            group_size=workload.group_size,
+            groups_per_batch=workload.groups_per_batch,
+            max_staleness=_UNBOUNDED,
+            max_attempts=_UNBOUNDED,
+            session_ttl_seconds=30.0,
+            filter_zero_variance=False,
+            mask_old_segments=False,
+            train_steps=_UNBOUNDED,
+        )
+    )
+    queue.set_desired(Desired(pool_size=pool_size))
+    queue.open_session(_WORKER)
+    return queue

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
-_JSON_FIELDS = ("name", "value", "unit", "baseline", "baseline_value", "ratio")
-
-
-class Figure(StrEnum):
-    """Part of a measure that a bar limits."""
-
-    RATIO = "ratio"
-    VALUE = "value"
+FigureName = Literal["ratio", "value"]
 
 
-class Direction(StrEnum):
-    """Required side of a figure relative to its bar."""
-
-    AT_LEAST = ">="
-    AT_MOST = "<="
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bar:
-    """Requirement for a figure."""
+    """Requirement for a figure of a measure."""
 
-    figure: Figure
-    direction: Direction
+    figure: FigureName
+    direction: Literal[">=", "<="]
     limit: float
 
     def __str__(self) -> str:
@@ -39,14 +26,14 @@ class Bar:
 
     def found_in(self, measure: Measure) -> float | None:
         """Return the figure of the measure that this bar limits."""
-        return measure.ratio if self.figure is Figure.RATIO else measure.value
+        return measure.ratio if self.figure == "ratio" else measure.value
 
     def reached_by(self, measure: Measure) -> bool:
         """Return True if the figure is known and on the required side."""
         found = self.found_in(measure)
         if found is None:
             return False
-        return found >= self.limit if self.direction is Direction.AT_LEAST else found <= self.limit
+        return found >= self.limit if self.direction == ">=" else found <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +52,7 @@ class Measure:
 
     def figures(self) -> dict[str, str | float | None]:
         """Return the fields that ``--json`` prints: all but the bars."""
-        return {name: getattr(self, name) for name in _JSON_FIELDS}
+        return {name: value for name, value in asdict(self).items() if name != "bars"}
 
     def to_line(self) -> str:
         """Return all fields as a line of JSON, for ``from_line``."""
@@ -75,11 +62,7 @@ class Measure:
     def from_line(cls, line: str) -> Self:
         """Read a measure that another process wrote."""
         fields = json.loads(line)
-        bars = tuple(
-            Bar(figure=Figure(b["figure"]), direction=Direction(b["direction"]), limit=b["limit"])
-            for b in fields.pop("bars")
-        )
-        return cls(**fields, bars=bars)
+        return cls(**{**fields, "bars": tuple(Bar(**bar) for bar in fields["bars"])})
 
 
 def compared(
@@ -92,14 +75,18 @@ def compared(
     )
 
 
-def at_least(figure: Figure, limit: float) -> Bar:
+def at_least(figure: FigureName, limit: float) -> Bar:
     """Return a lower bound, for a rate."""
-    return Bar(figure=figure, direction=Direction.AT_LEAST, limit=limit)
+    return Bar(figure, ">=", limit)
 
 
-def at_most(figure: Figure, limit: float) -> Bar:
+def at_most(figure: FigureName, limit: float) -> Bar:
     """Return an upper bound, for a cost or a count."""
-    return Bar(figure=figure, direction=Direction.AT_MOST, limit=limit)
+    return Bar(figure, "<=", limit)
+
+
+NONE = (at_most("value", 0.0),)
+"""Bars of a count that must be 0."""
 
 
 def missed(measures: Iterable[Measure]) -> list[str]:
@@ -116,3 +103,17 @@ def _shown(value: float | None) -> str:
     if value is None:
         return "unknown"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
+
+
+def interleaved(work: Mapping[str, Callable[[], object]], repetitions: int, *, warm_up: int = 1) -> dict[str, float]:
+    """Return the median process CPU seconds of each function; all run in turn.
+
+    The first ``warm_up`` rounds are not measured.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(warm_up + repetitions):
+        for name, function in work.items():
+            start = time.process_time()
+            function()
+            taken[name].append(time.process_time() - start)
+    return {name: statistics.median(values[warm_up:]) for name, values in taken.items()}

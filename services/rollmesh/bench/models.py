@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
@@ -17,7 +18,7 @@ from rollmesh.errors import ConfigError
 CONTEXT = 256
 """Default number of positions of a random model."""
 SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
-"""Shape of the demo's model (1 MB)."""
+"""Shape of the demo's model (250,000 parameters, 1 MB)."""
 _CANARY_SHAPE = (8, 32)
 """Sequences and tokens of a canary, as in the trainer."""
 
@@ -50,19 +51,24 @@ class RandomModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that prompts may use."""
         return int(self.shape["vocab_size"])
 
     def policy(self, version: int) -> Policy:
-        """Return the weights and the canary of one version."""
+        model = self._make(version)
+        return model.save_pretrained, _canary(model, self.vocab_size)
+
+    def write(self, folder: Path) -> None:
+        """Write the weights of version 0 to a Hugging Face folder."""
+        self._make(0).save_pretrained(folder)
+
+    def _make(self, version: int) -> Any:
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         _disable_progress_bars()
         torch.manual_seed(version)
         heads = {"num_attention_heads": self.shape["hidden_size"] // 32, "num_key_value_heads": 1}
         fields = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **self.shape}
-        model: Any = Qwen2ForCausalLM(Qwen2Config(**fields))
-        return model.save_pretrained, _canary(model, self.vocab_size)
+        return Qwen2ForCausalLM(Qwen2Config(**fields))
 
 
 class SavedModel:
@@ -83,7 +89,6 @@ class SavedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that prompts may use."""
         return self._vocab_size
 
     @property
@@ -108,12 +113,15 @@ class SavedModel:
 
 def _canary(model: Any, vocab_size: int) -> list[CanarySequence]:
     ids = torch.randint(0, vocab_size, _CANARY_SHAPE, generator=torch.Generator().manual_seed(0))
+    rows = zip(ids.tolist(), token_logprobs(model.eval(), ids).tolist(), strict=True)
+    return [CanarySequence(token_ids=tokens, logprobs=logprobs) for tokens, logprobs in rows]
+
+
+def token_logprobs(model: Any, ids: Tensor) -> Tensor:
+    """Return the log-probability of every token after the first, [rows, tokens - 1], by a plain forward pass."""
     with torch.inference_mode():
-        logprobs = model.eval()(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    return [
-        CanarySequence(token_ids=row.tolist(), logprobs=scores.tolist())
-        for row, scores in zip(ids, logprobs, strict=True)
-    ]
+        logprobs: Tensor = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    return logprobs
 
 
 def _disable_progress_bars() -> None:

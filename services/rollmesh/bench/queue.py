@@ -14,33 +14,39 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from rollmesh.bench.measure import Figure, Measure, at_least, at_most, compared
+from rollmesh.bench.measure import Measure, at_least, at_most, compared
+from rollmesh.bench.processes import running_redis
 from rollmesh.bench.queue_roles import (
     Role,
+    RoleMain,
     Work,
+    admit_groups,
     bare_payload,
+    consume,
+    consume_bare,
     consume_step,
-    new_group,
     payload,
+    produce,
+    produce_bare,
     produce_group,
     run_role,
 )
-from rollmesh.config.services import StoreConfig
-from rollmesh.mesh import Cursor, Desired, RunLimits
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.config.store import StoreConfig
+from rollmesh.mesh import Desired, RunLimits
+from rollmesh.store import TrajectoryStore
 from rollmesh.types import PolicyRecord, Segment
 
 LIFE_TOKENS, FLAT_TOKENS = 2048, 256
 GROUP_SIZES = (8, 16)
 """Group sizes: the default of a run file, and a larger one. Calls are batched by group, so each trajectory of a larger
 group costs less."""
-_LIVES_BARS = (at_least(Figure.RATIO, 0.25), at_least(Figure.VALUE, 1000.0))
-_FLAT_BARS = (at_most(Figure.VALUE, 1.2),)
+_LIVES_BARS = (at_least("ratio", 0.25), at_least("value", 1000.0))
+_FLAT_BARS = (at_most("value", 1.2),)
 _FLAT_GROUP_SIZE = 16
 _FILL_GROUPS = 64
 _FLAT_SAMPLES = 30
@@ -51,77 +57,67 @@ def run(*, quick: bool = False) -> list[Measure]:
     """Measure; the ratio of lives per second is ours divided by bare, so larger is better."""
     rounds, trajectories = (1, 960) if quick else (11, 6000)
     resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
-    with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder:
-        server = EmbeddedServer(Path(folder), EmbeddedOptions(maxmemory_bytes=4 << 30))
-        server.start()
-        try:
-            with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-                measures = [
-                    measure for size in GROUP_SIZES for measure in _lives(server.url, pool, rounds, size, trajectories)
-                ]
-            return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 450))
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder, running_redis(Path(folder), 4096) as server:
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            measures = [
+                measure for size in GROUP_SIZES for measure in _lives(server.url, pool, rounds, size, trajectories)
+            ]
+        return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 450))
 
 
 def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> list[Measure]:
-    ours, bare, seconds = [], [], dict[str, list[float]]()
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    seconds: dict[str, list[float]] = {}
     for number in range(-1, rounds):
         # The first pair of runs warms up the processes and does not count.
         groups = trajectories // group_size if number >= 0 else 20
-        rate, roles = _round(url, pool, number, group_size, groups)
-        bare_rate, bare_roles = _bare_round(url, pool, number, group_size, groups)
-        if number < 0:
-            continue
-        ours.append(rate)
-        bare.append(bare_rate)
-        for role in (*roles, *bare_roles):
-            for name, values in role.seconds.items():
-                seconds.setdefault(name, []).extend(values)
+        for arm, values in rates.items():
+            name = f"{arm}-{group_size}-{number}"
+            work = Work(url=url, run=name, group_size=group_size, groups=groups, tokens=LIFE_TOKENS)
+            rate, roles = _ours(work, pool) if arm == "ours" else _bare(work, pool)
+            if number < 0:
+                continue
+            values.append(rate)
+            for operation, durations in (item for role in roles for item in role.seconds.items()):
+                seconds.setdefault(operation, []).extend(durations)
     name = f"lives of {LIFE_TOKENS}-token trajectories, group size {group_size}"
-    measures = [
-        compared(
-            name, statistics.median(ours), "1/s", "bare XADD/XREADGROUP/XACK", statistics.median(bare), _LIVES_BARS
+    median = {arm: statistics.median(values) for arm, values in rates.items()}
+    return [
+        compared(name, median["ours"], "1/s", "bare XADD/XREADGROUP/XACK", median["bare"], _LIVES_BARS),
+        *(
+            Measure(name=f"{operation} of {group_size}, p{percent}", value=float(value), unit="ms")
+            for operation, durations in seconds.items()
+            for percent, value in zip((50, 99), 1000 * np.percentile(durations, (50, 99)), strict=True)
         ),
     ]
-    for operation, values in seconds.items():
-        for percent in (50, 99):
-            value = 1000 * float(np.percentile(values, percent))
-            measures.append(Measure(name=f"{operation} of {group_size}, p{percent}", value=value, unit="ms"))
-    return measures
 
 
-def _round(url: str, pool: ProcessPoolExecutor, number: int, group_size: int, groups: int) -> tuple[float, list[Role]]:
-    run_name = f"lives-{group_size}-{number}"
-    work = asyncio.run(_prepare(url, run_name, group_size, groups, LIFE_TOKENS))
-    futures = [pool.submit(run_role, name, work) for name in ("produce", "consume")]
-    roles = [future.result() for future in futures]
-    asyncio.run(_delete_keys(url, f"{{{run_name}}}:*"))
-    return _rate(roles, work), roles
+def _ours(work: Work, pool: ProcessPoolExecutor) -> tuple[float, list[Role]]:
+    work = asyncio.run(_prepare(work))
+    result = _run_both(pool, (produce, consume), work)
+    asyncio.run(_delete_keys(work.url, f"{{{work.run}}}:*"))
+    return result
 
 
-def _bare_round(
-    url: str, pool: ProcessPoolExecutor, number: int, group_size: int, groups: int
-) -> tuple[float, list[Role]]:
-    stream = f"bare-{group_size}-{number}"
-    work = Work(url=url, run=stream, group_size=group_size, groups=groups, tokens=LIFE_TOKENS)
-    asyncio.run(_make_stream(url, stream))
-    futures = [pool.submit(run_role, name, work) for name in ("produce_bare", "consume_bare")]
-    roles = [future.result() for future in futures]
-    asyncio.run(_delete_keys(url, stream))
-    return _rate(roles, work), roles
+def _bare(work: Work, pool: ProcessPoolExecutor) -> tuple[float, list[Role]]:
+    asyncio.run(_make_stream(work.url, work.run))
+    result = _run_both(pool, (produce_bare, consume_bare), work)
+    asyncio.run(_delete_keys(work.url, work.run))
+    return result
 
 
-def _rate(roles: list[Role], work: Work) -> float:
-    """Return trajectories per second, from the first to the last call of both processes."""
-    return work.groups * work.group_size / (max(r.ended for r in roles) - min(r.started for r in roles))
+def _run_both(pool: ProcessPoolExecutor, mains: tuple[RoleMain, RoleMain], work: Work) -> tuple[float, list[Role]]:
+    """Run both processes; return trajectories per second from the first to the last call, and the roles."""
+    roles = list(pool.map(run_role, mains, (work, work)))
+    return work.groups * work.group_size / (max(r.ended for r in roles) - min(r.started for r in roles)), roles
 
 
-async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens: int) -> Work:
-    async with await TrajectoryStore.connect(StoreConfig(), run=run_name, url=url) as store:
+async def _prepare(work: Work) -> Work:
+    """Initialize the run; return the work with its leader and trainer."""
+    async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         await store.limits.init_run(
             RunLimits(
-                group_size=group_size,
+                group_size=work.group_size,
                 groups_per_batch=8,
                 max_staleness=1 << 20,
                 max_attempts=5,
@@ -133,20 +129,12 @@ async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens
         )
         leader = await store.leadership.acquire("bench")
         if leader is None:
-            raise RuntimeError(f"the run {run_name} of the bench already has a leader")
+            raise RuntimeError(f"the run {work.run} of the bench already has a leader")
         trainer = await store.training.open_session("bench")
         record = PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="0")
         await store.policies.announce(trainer, record)
         await store.leadership.set_desired(leader, Desired(pool_size=1 << 20))
-        return Work(
-            url=url,
-            run=run_name,
-            group_size=group_size,
-            groups=groups,
-            tokens=tokens,
-            leader=leader,
-            trainer=trainer,
-        )
+        return replace(work, leader=leader, trainer=trainer)
 
 
 async def _make_stream(url: str, stream: str) -> None:
@@ -176,14 +164,11 @@ class _Resident:
 
     async def cycle(self, role: Role, segment: Segment) -> None:
         """Admit and complete one group, and consume the oldest group."""
-        index = self.cursor
-        await self.store.leadership.admit(
-            self.work.leader, [new_group(index, self.work.group_size)], Cursor(index=index), Cursor(index=index + 1)
-        )
+        await admit_groups(self.store, self.work, self.cursor, 1)
         await produce_group(self.store, self.session, role, segment, self.work.group_size)
         oldest = (await self.store.mesh.view()).ready[0].group_id
         await consume_step(self.store, self.work, self.step, oldest, role)
-        self.cursor, self.step = index + 1, self.step + 1
+        self.cursor, self.step = self.cursor + 1, self.step + 1
 
     async def sample(self, cycles: int, segment: Segment) -> None:
         """Measure the CPU time of client and server per operation, over ``cycles`` groups."""
@@ -223,13 +208,11 @@ async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure
 
 
 async def _resident(stack: contextlib.AsyncExitStack, folder: Path, name: str, size: int) -> _Resident:
-    server = EmbeddedServer(folder / name.replace(" ", "-"), EmbeddedOptions(maxmemory_bytes=4 << 30))
-    server.start()
-    stack.callback(server.kill)
-    work = await _prepare(server.url, "flatness", _FLAT_GROUP_SIZE, 0, FLAT_TOKENS)
-    store = await stack.enter_async_context(await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url))
+    url = stack.enter_context(running_redis(folder / name.replace(" ", "-"), 4096)).url
+    work = await _prepare(Work(url=url, run="flatness", group_size=_FLAT_GROUP_SIZE, groups=0, tokens=FLAT_TOKENS))
+    store = await stack.enter_async_context(await TrajectoryStore.connect(StoreConfig(), run=work.run, url=url))
     queue = _Resident(name=name, store=store, work=work, session=await store.sessions.open("bench"))
-    queue.cursor = await _fill(store, work, queue.session, 0, size)
+    queue.cursor = await _fill(store, work, queue.session, size)
     await _settled(store)
     return queue
 
@@ -247,13 +230,12 @@ async def _add_ballast(store: TrajectoryStore, until: int) -> None:
     await _settled(store)
 
 
-async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:
-    """Add ready groups until ``size`` trajectories are resident; return the new cursor."""
-    segment = payload(FLAT_TOKENS // 2)
+async def _fill(store: TrajectoryStore, work: Work, session: str, size: int) -> int:
+    """Add ready groups until ``size`` trajectories are resident; return the cursor."""
+    segment, cursor = payload(FLAT_TOKENS // 2), 0
     while (missing := size // work.group_size - (await store.mesh.view()).ready_groups) > 0:
         count = min(_FILL_GROUPS, missing)
-        groups = [new_group(cursor + at, work.group_size) for at in range(count)]
-        await store.leadership.admit(work.leader, groups, Cursor(index=cursor), Cursor(index=cursor + count))
+        await admit_groups(store, work, cursor, count)
         for _ in range(count):
             await produce_group(store, session, Role(), segment, work.group_size)
         cursor += count

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.mesh import Cursor
 from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest, TrajectoryStore
+from rollmesh.store.payload import encode_segments
 from rollmesh.store.redis_client import create_client
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
@@ -42,8 +44,6 @@ class Work:
     """Tokens of a trajectory; half of them are sent in a partial save."""
     leader: str = ""
     trainer: str = ""
-    first_group: int = 0
-    first_step: int = 1
 
 
 @dataclass(slots=True)
@@ -54,7 +54,13 @@ class Role:
     started: float = 0.0
     """Wall clock at the first call, comparable between processes of one machine."""
     ended: float = 0.0
-    cpu_seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record the start and the end of the block."""
+        self.started = time.time()
+        yield
+        self.ended = time.time()
 
     async def timed(self, name: str, call: Awaitable[T]) -> T:
         """Await a call and record its duration."""
@@ -64,12 +70,22 @@ class Role:
         return result
 
 
-def new_group(index: int, group_size: int) -> NewGroup:
+RoleMain = Callable[[Work, Role], Coroutine[Any, Any, None]]
+"""Work of one process."""
+
+
+def _new_group(index: int, group_size: int) -> NewGroup:
     """Return a new group with a prompt of 64 tokens."""
     prompt = Prompt(
         prompt_id=str(index), token_ids=np.arange(64, dtype=np.int32), verifier="exact", metadata={"answer": "42"}
     )
     return NewGroup(group_id=f"e0-{index}", prompt=prompt, needed=group_size, epoch=0, index=index)
+
+
+def admit_groups(store: TrajectoryStore, work: Work, first: int, count: int) -> Awaitable[object]:
+    """Return the call that admits ``count`` groups from the admission index ``first``."""
+    groups = [_new_group(first + at, work.group_size) for at in range(count)]
+    return store.leadership.admit(work.leader, groups, Cursor(index=first), Cursor(index=first + count))
 
 
 def payload(tokens: int) -> Segment:
@@ -100,13 +116,6 @@ async def produce_group(store: TrajectoryStore, session: str, role: Role, segmen
         raise RuntimeError(f"the bench lost a trajectory: {results}")
 
 
-async def _produce_groups(
-    store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int, turns: Iterator[int]
-) -> None:
-    for _ in turns:
-        await produce_group(store, session, role, segment, group_size)
-
-
 async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
     """Consume one batch of one group, from its cut to its trained report."""
     # As in a run, the trainer (there, another process) claims the batch while the leader cuts it.
@@ -124,113 +133,77 @@ async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: 
 
 async def produce(work: Work, role: Role) -> None:
     """Admit, lease, save, finish and score ``work.groups`` groups, with a limited lead over the consumer."""
-    segment = payload(work.tokens // 2)
+    segment, admitted = payload(work.tokens // 2), 0
+
+    async def produce_some(session: str, turns: Iterator[int]) -> None:
+        for _ in turns:
+            await produce_group(store, session, role, segment, work.group_size)
+
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         sessions = [await store.sessions.open("bench") for _ in range(PRODUCER_TASKS)]
-        cursor, done = Cursor(index=work.first_group), 0
-        role.started = time.time()
-        while done < work.groups:
-            if (await store.mesh.view()).ready_groups >= BACKLOG_GROUPS:
-                await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
-                continue
-            count = min(ADMITTED_GROUPS, work.groups - done)
-            after = Cursor(index=cursor.index + count)
-            groups = [new_group(cursor.index + at, work.group_size) for at in range(count)]
-            await role.timed("admit", store.leadership.admit(work.leader, groups, cursor, after))
-            turns = iter(range(count))
-            await asyncio.gather(
-                *(_produce_groups(store, session, role, segment, work.group_size, turns) for session in sessions)
-            )
-            cursor, done = after, done + count
-        role.ended = time.time()
+        with role.running():
+            while admitted < work.groups:
+                if (await store.mesh.view()).ready_groups >= BACKLOG_GROUPS:
+                    await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
+                    continue
+                count = min(ADMITTED_GROUPS, work.groups - admitted)
+                await role.timed("admit", admit_groups(store, work, admitted, count))
+                admitted += count
+                turns = iter(range(count))
+                await asyncio.gather(*(produce_some(session, turns) for session in sessions))
 
 
 async def consume(work: Work, role: Role) -> None:
     """Cut, claim, confirm and report one group per step, in admission order."""
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
-        step, last = work.first_step, work.first_step + work.groups
-        role.started = time.time()
-        while step < last:
-            ready = (await store.mesh.view()).ready
-            for view in ready[: last - step]:
-                await consume_step(store, work, step, view.group_id, role)
-                step += 1
-            if not ready:
-                await asyncio.sleep(_PAUSE_SECONDS)
-        role.ended = time.time()
+        step, last = 1, work.groups
+        with role.running():
+            while step <= last:
+                ready = (await store.mesh.view()).ready
+                for view in ready[: last + 1 - step]:
+                    await consume_step(store, work, step, view.group_id, role)
+                    step += 1
+                if not ready:
+                    await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def produce_bare(work: Work, role: Role) -> None:
     """Add the same payload with XADD, in pipelines of one group."""
-    data = bare_payload(work.tokens)
-    client = create_client(work.url)
-    role.started = time.time()
-
-    async def add() -> None:
-        async with client.pipeline(transaction=False) as pipe:
-            for _ in range(work.group_size):
-                pipe.xadd(work.run, {"d": data})
-            await role.timed("XADD", pipe.execute())
-
-    turns = iter(range(work.groups))
+    data, turns = bare_payload(work.tokens), iter(range(work.groups))
 
     async def add_some() -> None:
         for _ in turns:
-            await add()
+            async with client.pipeline(transaction=False) as pipe:
+                for _ in range(work.group_size):
+                    pipe.xadd(work.run, {"d": data})
+                await role.timed("XADD", pipe.execute())
 
-    await asyncio.gather(*(add_some() for _ in range(PRODUCER_TASKS)))
-    role.ended = time.time()
-    await client.aclose()
+    async with create_client(work.url) as client:
+        with role.running():
+            await asyncio.gather(*(add_some() for _ in range(PRODUCER_TASKS)))
 
 
 async def consume_bare(work: Work, role: Role) -> None:
     """Read and acknowledge one group at a time, with XREADGROUP and XACK."""
-    client = create_client(work.url)
     left = work.groups * work.group_size
-    role.started = time.time()
-    while left:
-        reply: Any = await role.timed(
-            "XREADGROUP", client.xreadgroup("bench", "one", {work.run: ">"}, count=work.group_size, block=1000)
-        )
-        for entries in _entries(reply):
-            ids = [entry[0] for entry in entries]
-            await role.timed("XACK", client.xack(work.run, "bench", *ids))
-            left -= len(ids)
-    role.ended = time.time()
-    await client.aclose()
+    async with create_client(work.url) as client:
+        with role.running():
+            while left:
+                read = client.xreadgroup("bench", "one", {work.run: ">"}, count=work.group_size, block=1000)
+                reply: Any = await role.timed("XREADGROUP", read)
+                for entries in (reply or {}).values():
+                    ids = [name for name, _ in entries[0]]
+                    await role.timed("XACK", client.xack(work.run, "bench", *ids))
+                    left -= len(ids)
 
 
 def bare_payload(tokens: int) -> bytes:
     """Return the bytes that our queue stores for one trajectory."""
-    from rollmesh.store.payload import encode_segments
-
     return b"".join(encode_segments([payload(tokens // 2)] * 2).elements)
 
 
-def _entries(reply: Any) -> list[Any]:
-    """Return the entries of one stream from an XREADGROUP reply of either protocol version."""
-    if not reply:
-        return []
-    if isinstance(reply, dict):
-        return [entries[0] if entries and isinstance(entries[0], list) else entries for entries in reply.values()]
-    return [entries for _, entries in reply]
-
-
-ROLES: dict[str, Callable[[Work, Role], Awaitable[None]]] = {
-    "produce": produce,
-    "consume": consume,
-    "produce_bare": produce_bare,
-    "consume_bare": consume_bare,
-}
-
-
-def run_role(name: str, work: Work) -> Role:
+def run_role(main: RoleMain, work: Work) -> Role:
     """Run one role in this process and return its times."""
     role = Role()
-    uvloop.run(_run(ROLES[name], work, role))
-    role.cpu_seconds = time.process_time()
+    uvloop.run(main(work, role))
     return role
-
-
-async def _run(role_main: Callable[[Work, Role], Awaitable[None]], work: Work, role: Role) -> None:
-    await role_main(work, role)

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from rollmesh.bench.attack import AttackedRun, Cost, ExpectedEnd, Fault
+from rollmesh.bench.attack import AttackedRun
+from rollmesh.bench.faults import Cost, ExpectedEnd, Fault
 from rollmesh.bench.judge import judge
 from rollmesh.launcher.run_folder import RunFolder
 

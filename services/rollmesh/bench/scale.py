@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
+from rollmesh.bench.measure import NONE, Bar, Measure, at_least, at_most, compared
 from rollmesh.bench.scale_mesh import Level, Load, measure_level
 from rollmesh.errors import ConfigError
 
@@ -27,7 +27,6 @@ _FLAT = 1.3
 _HELD = 0.95
 """Required share of the rollouts in flight, and of the tokens per second of each; below it the mesh is overloaded."""
 _THIS_BUILD = Path(__file__).parents[2]
-_NONE = (at_most(Figure.VALUE, 0.0),)
 
 
 def run(
@@ -84,12 +83,12 @@ def _measures(in_flight: int, rate: float, level: Level, other: Level | None) ->
 
 def _figures(in_flight: int, rate: float, level: Level) -> dict[str, tuple[float, str, tuple[Bar, ...]]]:
     figures: dict[str, tuple[float, str, tuple[Bar, ...]]] = {
-        "held": (level.in_flight, "rollouts", (at_least(Figure.VALUE, _HELD * in_flight),)),
+        "held": (level.in_flight, "rollouts", (at_least("value", _HELD * in_flight),)),
         "finished": (level.finished / level.seconds, "1/s", ()),
         "tokens of a call": (
             level.tokens / level.seconds / level.in_flight,
             "1/s",
-            (at_least(Figure.VALUE, _HELD * rate),),
+            (at_least("value", _HELD * rate),),
         ),
     }
     for part in (*_OURS, *(part for part in level.cpu_seconds if part not in _OURS)):
@@ -98,7 +97,7 @@ def _figures(in_flight: int, rate: float, level: Level) -> dict[str, tuple[float
         for percent in (50, 99):
             figures[f"{name}, p{percent}"] = (1000 * float(np.percentile(values, percent)), "ms", ())
     figures[_TOTAL] = (1000 * _cost(level) / level.finished, "ms", ())
-    return figures | {name: (count, "count", _NONE) for name, count in level.faults.items()}
+    return figures | {name: (count, "count", NONE) for name, count in level.faults.items()}
 
 
 def _cost(level: Level) -> float:
@@ -115,7 +114,7 @@ def _flatness(levels: dict[int, Level]) -> list[Measure]:
     cost, further = 1000 * _cost(first) / first.finished, None
     measures, before = [], first
     for in_flight, level in larger:
-        bars = (at_most(Figure.RATIO, _FLAT),) if in_flight == max(levels) else ()
+        bars = (at_most("ratio", _FLAT),) if in_flight == max(levels) else ()
         name = f"{_TOTAL}, {in_flight:,} in flight beside {least:,}"
         measures.append(compared(name, 1000 * _cost(level) / level.finished, "ms", f"{least:,} in flight", cost, bars))
         added = level.finished / level.seconds - before.finished / before.seconds

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NoReturn
 
 from rollmesh.bench.scale_answers import Answers
@@ -18,7 +17,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.backlog import Backlog, hold_seconds
 from rollmesh.generator.engines.call_checks import check_call
-from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersion
+from rollmesh.generator.engines.engine_protocol import EngineStatus
 from rollmesh.generator.generation_service import GenerationService
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.registration import Registration
@@ -26,12 +25,12 @@ from rollmesh.generator.serving_state import ServingState
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.store import TrajectoryStore
-from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, GeneratorRecord, Int32Array
+from rollmesh.types import Chunk, FinishReason, GenerationCall, GeneratorRecord
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 _HOST = "127.0.0.1"
@@ -134,7 +133,6 @@ class EmulatedEngine:
         return now()
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
-        """End calls as interrupted with the tokens sampled so far."""
         names = self._calls.keys() if trajectory_ids is None else self._calls.keys() & set(trajectory_ids)
         for running in [self._calls[name] for name in names]:
             running.interrupted = True
@@ -142,63 +140,32 @@ class EmulatedEngine:
         return len(names)
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Record the number of saved tokens of each trajectory."""
         for name, count in context_token_counts.items():
             if (running := self._calls.get(name)) is not None:
                 running.backlog.acknowledge(count)
                 running.changed.set()
 
     def status(self) -> EngineStatus:
-        """Return load and counters."""
         return EngineStatus(
             policy_version=self.policy_version,
             running_count=len(self._calls),
-            waiting_count=0,
             slot_count=self._slots,
             kv_tokens_used=sum(call.backlog.sampled for call in self._calls.values()),
             kv_token_capacity=self._slots * self._context,
             generated_token_total=self._generated,
             prefill_token_total=self._prefilled,
-            reprefill_token_total=0,
-            cached_token_total=0,
             decode_step_total=None,
-            busy_seconds_total=0.0,
-            running_slot_seconds_total=0.0,
             held_back_total=self._held_back,
-            paused=False,
         )
 
-    async def start(self, folder: Path, policy_version: int) -> None:
-        """Raise EngineError: there is no model."""
-        _reject()
+    async def _reject(self, *_arguments: object, **_options: object) -> NoReturn:
+        """Raise EngineError: there is no model, and the bench does not pause."""
+        raise EngineError("the scale bench emulates token streams only")
 
-    async def stage(self, folder: Path) -> None:
-        """Raise EngineError: there is no model."""
-        _reject()
-
-    async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """Raise EngineError: there is no model."""
-        _reject()
-
-    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """Raise EngineError: there is no model."""
-        _reject()
-
-    async def pause(self) -> None:
-        """Raise EngineError: the bench does not pause."""
-        _reject()
-
-    async def resume(self) -> None:
-        """Raise EngineError: the bench does not pause."""
-        _reject()
+    start = stage = load = score = pause = resume = _reject
 
     async def aclose(self) -> None:
-        """End running calls."""
         await self.interrupt()
-
-
-def _reject() -> NoReturn:
-    raise EngineError("the scale bench emulates token streams only")
 
 
 async def _no_policy(version: int) -> int:
@@ -225,16 +192,14 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
             engines.append(engine)
             serving_states.append(serving_state)
         loops = [
+            shutdown.wait(),
             _follow_policies(store, engines, serving_states),
             _renew_records(store, emulation.registered, config),
             *(registration.run() for registration in registrations),
         ]
-        tasks = [asyncio.create_task(loop) for loop in loops]
-        stopped = asyncio.create_task(wait_or_shutdown(shutdown, float("inf")))
-        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        await cancel_and_wait(stopped, *tasks)
-        for task in done - {stopped}:
-            task.result()
+        tasks = [asyncio.ensure_future(loop) for loop in loops]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        raise_first_error(await cancel_and_wait(*tasks))
 
 
 async def _follow_policies(

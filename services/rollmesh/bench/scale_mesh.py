@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import psutil
-import yaml
 
+from rollmesh.bench.processes import ONE_THREAD, running_redis, write_run_file
 from rollmesh.bench.scale_generators import Emulation
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.queue_types import StoreCounts
 
 GROUP_SIZE = 8
@@ -90,11 +90,11 @@ class _Mesh:
     def start(self, part: str, role: str, index: int, run_file: str = "run.yaml", **emulation: Any) -> None:
         """Start one process of a part of the mesh. Emulated generators always run this build."""
         this_build = Path(__file__).parents[2]
-        options = {"mean_tokens": self.load.mean_tokens, "emulation": emulation}
+        options = {"mean_tokens": self.load.mean_tokens, "emulation": emulation, "part": part}
         command = [sys.executable, "-c", _ROLES_IN_BUILD, str(Path(__file__).parent), role, str(self.folder / run_file)]
         command += [str(index), str(self.folder), str(os.getpid()), json.dumps(options)]
-        environment = {**os.environ, "PYTHONPATH": str(this_build if role == "generators" else self.build)}
-        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        build = this_build if role == "generators" else self.build
+        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(build)}
         with (self.folder / f"{role}-{index}.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.processes.setdefault(part, []).append(process)
@@ -134,10 +134,8 @@ def _cpu(process: psutil.Process) -> float:
 
 async def measure_level(folder: Path, load: Load, build: Path) -> Level:
     """Start the mesh of ``build``, measure the level for its window, stop the mesh, and account for every rollout."""
-    server = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=6 << 30))
-    server.start()
     async with AsyncExitStack() as stack:
-        stack.callback(server.kill)
+        server = stack.enter_context(running_redis(folder / "redis", 6144))
         config = _write_run_files(folder, server.url, load)
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         mesh = _Mesh(folder, load, build, server, store)
@@ -208,16 +206,9 @@ def _samples(folder: Path, began: float, ended: float) -> dict[str, list[float]]
             if not began <= row.pop("t") <= ended:
                 continue
             for name, values in row.items():
-                key = f"event loop lag, {_part(*file.stem.split('-'))}" if name == "lag" else name
+                key = f"event loop lag, {file.stem.rpartition('-')[0]}" if name == "lag" else name
                 found.setdefault(key, []).extend(values)
     return found
-
-
-def _part(role: str, index: str) -> str:
-    """Return the part of the mesh of a process."""
-    if role == "rollout":
-        return "workers" if int(index) else "leader"
-    return {"reward": "reward service", "generators": "emulated generators"}.get(role, role)
 
 
 def _ledger(folder: Path) -> list[tuple[str, list[str], int]]:
@@ -269,7 +260,5 @@ def _write_run_files(folder: Path, url: str, load: Load) -> RunConfig:
         "store": {"url": url},
         "telemetry": {"log_level": "warning"},
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
-    leading = {**data, "rollout": {**data["rollout"], "worker_concurrency": 1}}
-    (folder / "leader.yaml").write_text(yaml.safe_dump(leading), encoding="utf-8")
-    return load_run_config(folder / "run.yaml", environ={})
+    write_run_file(folder / "leader.yaml", {**data, "rollout": {**data["rollout"], "worker_concurrency": 1}})
+    return write_run_file(folder / "run.yaml", data)

@@ -10,8 +10,9 @@ import functools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,24 +59,23 @@ def _time_the_leader(samples: Samples) -> None:
     from rollmesh.rollout import leader
     from rollmesh.store.view import MeshReader
 
-    def timed(name: str, begun: float) -> None:
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
         samples.setdefault(name, []).append(time.perf_counter() - begun)
 
     view, decide = MeshReader.view, vars(leader)["decide"]
 
     @functools.wraps(view)
     async def timed_view(*arguments: Any, **options: Any) -> Any:
-        begun = time.perf_counter()
-        result = await view(*arguments, **options)
-        timed("look", begun)
-        return result
+        with timed("look"):
+            return await view(*arguments, **options)
 
     @functools.wraps(decide)
     def timed_decide(*arguments: Any) -> Any:
-        begun = time.perf_counter()
-        result = decide(*arguments)
-        timed("decision", begun)
-        return result
+        with timed("decision"):
+            return decide(*arguments)
 
     MeshReader.view = timed_view  # type: ignore[method-assign]
     vars(leader)["decide"] = timed_decide
@@ -123,29 +123,27 @@ def main() -> int:
     config, settings = load_run_config(Path(run_file), environ={}), json.loads(options)
     configure_logging(config.telemetry, service=f"{role}-{index}", run=config.name)
     samples: Samples = {}
-    answers = Answers(settings["mean_tokens"])
-
-    async def serve(shutdown: Shutdown) -> None:
-        async with _probed(Path(folder) / f"{role}-{index}.probe", samples):
-            if role == "consumer":
-                await _consume(config, answers, Path(folder) / "ledger", shutdown)
-            elif role == "generators":
-                from rollmesh.bench.scale_generators import Emulation, serve_generators
-
-                await serve_generators(config, answers, Emulation(**settings["emulation"]), shutdown)
-            else:
-                await _service(role)(config, int(index), shutdown)
-
+    serve = _role(role, config, int(index), Path(folder), settings)
     if role == "rollout":
         _time_the_leader(samples)
-    return run_service(serve)
+
+    async def serve_probed(shutdown: Shutdown) -> None:
+        async with _probed(Path(folder) / f"{settings['part']}-{index}.probe", samples):
+            await serve(shutdown)
+
+    return run_service(serve_probed)
 
 
-def _service(name: str) -> Callable[..., Any]:
-    if name == "reward":
-        from rollmesh.reward.main import serve as serve_reward
+def _role(
+    role: str, config: RunConfig, index: int, folder: Path, settings: dict[str, Any]
+) -> Callable[[Shutdown], Awaitable[None]]:
+    """Return the service of a role; a process imports only its own role."""
+    answers = Answers(settings["mean_tokens"])
+    if role == "consumer":
+        return functools.partial(_consume, config, answers, folder / "ledger")
+    if role == "generators":
+        from rollmesh.bench.scale_generators import Emulation, serve_generators
 
-        return serve_reward
-    from rollmesh.rollout.main import serve as serve_rollout
-
-    return serve_rollout
+        return functools.partial(serve_generators, config, answers, Emulation(**settings["emulation"]))
+    service = import_module(f"rollmesh.{role}.main")
+    return functools.partial(service.serve, config, index)

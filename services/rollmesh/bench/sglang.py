@@ -29,17 +29,15 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
-from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
+from rollmesh.bench.measure import Bar, Measure, at_least, at_most, compared
 from rollmesh.bench.models import SMALL, BenchModel, RandomModel, SavedModel
 from rollmesh.bench.scene import STREAMS, Scene, open_scene
 from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, call_generator, make_load, measured
-from rollmesh.config.services import SglangConfig
-from rollmesh.launcher.preflight import check_sglang
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
 _SLICES = (384, 256, 64)
 """Tokens per slice: one request per answer (the default), few requests, and many."""
-_RATE_BARS, _COST_BARS = (at_least(Figure.RATIO, 0.95),), (at_most(Figure.RATIO, 1.1),)
+_RATE_BARS, _COST_BARS = (at_least("ratio", 0.95),), (at_most("ratio", 1.1),)
 """Bars of the default slice size."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
@@ -75,8 +73,6 @@ def run(
     Raises ConfigError if both ``python`` and ``url`` are set, or the interpreter has no SGLang, or the model is
     invalid. Raises EngineError if the server does not start.
     """
-    if url is None:
-        check_sglang(SglangConfig(python=python))
     torch.set_num_threads(1)
     plan = _QUICK if quick else _FULL
     if model is None:
@@ -120,7 +116,6 @@ class _Arms:
     """Both arms of the bench, and the processes that serve each of them."""
 
     def __init__(self, scene: Scene, key: str | None, url: str | None) -> None:
-        assert scene.process is not None
         self.scene = scene
         ours = psutil.Process(scene.process.pid)
         if url is None:
@@ -136,12 +131,9 @@ class _Arms:
     async def ours(self, jobs: list[Job], slice_token_count: int) -> Spent:
         """Run a load through our generator."""
         scene = self.scene
-
-        def generate(job: Job) -> Any:
-            assert scene.serving_record is not None
-            return call_generator(scene.client, scene.serving_record, job, slice_token_count)
-
-        return await measured(jobs, generate, self.all_processes)
+        return await measured(
+            jobs, lambda job: call_generator(scene.client, scene.record, job, slice_token_count), self.all_processes
+        )
 
     async def directly(self, jobs: list[Job]) -> Spent:
         """Run a load directly on the server."""
@@ -220,8 +212,7 @@ async def _reloading(plan: _Plan, arms: _Arms, mode: str) -> list[Measure]:
     scene = arms.scene
     scene.stream_chunk = _STREAM_CHUNK
     async with scene.streams():
-        results = [await scene.reload(version) for version in range(1, plan.reloads + 1)]
-    serving, pause, silence, _ = (statistics.median(column) for column in zip(*results, strict=True))
+        serving, pause, silence, _ = await scene.reloads(plan.reloads)
     bare = [await _bare_update(arms, str(plan.reloads)) for _ in range(plan.reloads)]
     bare_pause, update = (statistics.median(column) for column in zip(*bare, strict=True))
     return [

@@ -13,8 +13,9 @@ import httpx
 import numpy as np
 import psutil
 
+from rollmesh.bench.workloads import make_call, random_ids
 from rollmesh.errors import EngineError
-from rollmesh.types import GenerationCall, GeneratorRecord, Int32Array, SamplingParams
+from rollmesh.types import GeneratorRecord, Int32Array
 from rollmesh.wire.generation_client import GenerationClient
 
 IN_FLIGHT = 32
@@ -49,7 +50,7 @@ class Spent:
 def make_load(count: int, vocab_size: int, seed: int) -> list[Job]:
     """Return groups of calls with one prompt per group and different lengths; equal seeds give equal loads."""
     rng = np.random.default_rng(seed)
-    prompts = rng.integers(0, vocab_size, (-(-count // _SIBLINGS), _PROMPT_TOKENS)).astype(np.int32)
+    prompts = random_ids(rng, vocab_size, -(-count // _SIBLINGS), _PROMPT_TOKENS)
     lengths = rng.integers(_SHORTEST, _LONGEST, count)
     return [Job(prompt=prompts[i // _SIBLINGS], new_token_count=int(lengths[i])) for i in range(count)]
 
@@ -107,14 +108,7 @@ class BareServer:
 
 async def call_generator(client: GenerationClient, record: GeneratorRecord, job: Job, chunk_token_count: int) -> int:
     """Request one answer from a generator; return its number of tokens."""
-    call = GenerationCall(
-        trajectory_id=uuid.uuid4().hex,
-        context_ids=job.prompt,
-        prompt_token_count=len(job.prompt),
-        max_new_token_count=job.new_token_count,
-        sampling=SamplingParams(),
-        chunk_token_count=chunk_token_count,
-    )
+    call = make_call(uuid.uuid4().hex, job.prompt, job.new_token_count, chunk_tokens=chunk_token_count)
     return sum([len(chunk.token_ids) async for chunk in client.generate(record, call)])
 
 

@@ -8,46 +8,35 @@ rows train on and score trajectories of 2,500 to 3,500 tokens, each above the to
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM
 
 from rollmesh.algorithms.advantages.grpo import grpo
 from rollmesh.algorithms.losses.loss_protocol import LossInput
 from rollmesh.algorithms.losses.loss_registry import LOSSES
-from rollmesh.bench.measure import Figure, Measure, at_least, compared
+from rollmesh.bench.measure import Measure, at_least, compared, interleaved
+from rollmesh.bench.models import SMALL, RandomModel
+from rollmesh.bench.workloads import group_of, random_ids, scored
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import (
-    Batch,
-    FinishReason,
-    Group,
-    Int32Array,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    Trajectory,
-)
+from rollmesh.types import Batch, Group, Int32Array, Prompt, Segment, Trajectory
 
-VOCAB = 96
+VOCAB: int = SMALL["vocab_size"]
 MEDIAN, LONGEST, TOKENS = 99, 520, 16_384
 PROMPT = 12
 GROUP_SIZE = 8
 LONG_TOKENS, LONG_BUDGET = (2_500, 3_500), 2_048
 RATE = 4e-4
-_LONG_BARS = (at_least(Figure.RATIO, 0.8),)
+_LONG_BARS = (at_least("ratio", 0.8),)
 """Bars of the comparison with one trajectory at a time, which needs no padding."""
-_BARS = (at_least(Figure.RATIO, 2.5),)
+_BARS = (at_least("ratio", 2.5),)
 """Bars of the comparison with padded random micro-batches."""
 
 
@@ -73,14 +62,9 @@ def _measure(folder: Path, repetitions: int) -> list[Measure]:
     by_length = sorted_bins([t.response_token_count + PROMPT for t in trajectories], budget=4096)
     trainer = PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=RATE), device="cpu")
     baseline = PaddedTrainer(folder)
-
-    def ours() -> None:
-        step = trainer.train_step + 1
-        trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
-
     seconds = interleaved(
         {
-            "packed": ours,
+            "packed": lambda: _train(trainer, batch),
             "random": lambda: baseline.step(batch, random16),
             "sorted": lambda: baseline.step(batch, by_length),
         },
@@ -94,20 +78,20 @@ def _measure(folder: Path, repetitions: int) -> list[Measure]:
     ]
 
 
+def _train(trainer: PolicyTrainer, batch: Batch) -> None:
+    step = trainer.train_step + 1
+    trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
+
+
 def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
     batch = long_batch(seed=0)
     config = TrainerConfig(learning_rate=RATE, tokens_per_microbatch=LONG_BUDGET)
     trainer, baseline = PolicyTrainer.from_folder(folder, config, device="cpu"), PaddedTrainer(folder)
     trajectories = [t for g in batch.groups for t in g.trajectories]
-    ids = [np.concatenate([t.prompt.token_ids, t.response_ids]) for t in trajectories]
-
-    def train() -> None:
-        step = trainer.train_step + 1
-        trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
-
+    ids = [_token_ids(t) for t in trajectories]
     seconds = interleaved(
         {
-            "train": train,
+            "train": lambda: _train(trainer, batch),
             "train_alone": lambda: baseline.step(batch, [[i] for i in range(len(trajectories))]),
             "score": lambda: trainer.logprobs(ids),
             "score_alone": lambda: baseline.score(ids),
@@ -123,33 +107,9 @@ def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
     ]
 
 
-def interleaved(work: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Return the median process CPU seconds of each function: one unmeasured round, then all in turn."""
-    taken: dict[str, list[float]] = {name: [] for name in work}
-    for repetition in range(repetitions + 1):
-        for name, function in work.items():
-            start = time.process_time()
-            function()
-            if repetition:
-                taken[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
 def write_demo_model(folder: Path) -> None:
-    """Write a random model of the demo's shape (250k parameters)."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        intermediate_size=192,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    """Write a random model of the demo's shape that is long enough for all trajectories."""
+    RandomModel(shape={**SMALL, "max_position_embeddings": 4096}).write(folder)
 
 
 def ragged_batch(seed: int, tokens: int = TOKENS) -> Batch:
@@ -169,36 +129,23 @@ def long_batch(seed: int) -> Batch:
 
 
 def _group(rng: np.random.Generator, index: int, lengths: Sequence[int]) -> Group:
-    prompt = Prompt(prompt_id=str(index), token_ids=_ids(rng, PROMPT), verifier="exact")
-    members = [
-        _trajectory(rng, prompt, f"g{index}", m, length, float(rng.integers(0, 2))) for m, length in enumerate(lengths)
-    ]
-    return Group(group_id=f"g{index}", admission_index=index, trajectories=tuple(members))
+    prompt = Prompt(prompt_id=str(index), token_ids=random_ids(rng, VOCAB, PROMPT), verifier="exact")
+
+    def member(number: int, length: int) -> Trajectory:
+        reward = float(rng.integers(0, 2))
+        segment = Segment(
+            token_ids=random_ids(rng, VOCAB, length),
+            behavior_logprobs=np.full(length, -np.log(VOCAB), np.float32),
+            policy_version=0,
+            kv_min_version=0,
+        )
+        return scored(prompt, f"g{index}", number, (segment,), reward)
+
+    return group_of(index, (member(number, length) for number, length in enumerate(lengths)))
 
 
-def _ids(rng: np.random.Generator, count: int) -> Int32Array:
-    return rng.integers(0, VOCAB, count).astype(np.int32)
-
-
-def _trajectory(
-    rng: np.random.Generator, prompt: Prompt, group_id: str, member: int, length: int, reward: float
-) -> Trajectory:
-    segment = Segment(
-        token_ids=_ids(rng, length),
-        behavior_logprobs=np.full(length, -np.log(VOCAB), np.float32),
-        policy_version=0,
-        kv_min_version=0,
-    )
-    return Trajectory(
-        trajectory_id=f"{group_id}.{member}",
-        group_id=group_id,
-        member_index=member,
-        prompt=prompt,
-        segments=(segment,),
-        finish_reason=FinishReason.STOP,
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
-        shaped_reward=reward,
-    )
+def _token_ids(trajectory: Trajectory) -> Int32Array:
+    return np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids])
 
 
 def sorted_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -254,7 +201,7 @@ class PaddedTrainer:
         old = torch.zeros(len(rows), width)
         for r, t in enumerate(rows):
             stop = PROMPT + t.response_token_count
-            ids[r, :stop] = torch.from_numpy(np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int64))
+            ids[r, :stop] = torch.from_numpy(_token_ids(t).astype(np.int64))
             mask[r, PROMPT:stop] = True
             known = t.segments[0].behavior_logprobs
             assert known is not None

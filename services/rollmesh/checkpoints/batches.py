@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,11 +31,14 @@ from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group
 
 FOLDER = "batches"
 
 _HEAD = b"RMBATCH1"
+PAYLOAD_START = len(_HEAD)
+"""Offset of the frames in a batch file."""
 _TAIL = b"RMBATCHE"
 _TAG_BYTES = 64
 _END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
@@ -93,6 +96,8 @@ class BatchFooter(BaseModel):
     pruned and the queue may be lost."""
     settings: StepSettings | None = None
     """Settings of the trainer that wrote the file; None in a file of an older release."""
+    outcomes: list[PromptOutcome] = Field(default_factory=list)
+    """Groups that ended since the batch file before, trained or not: the disaster copy of the prompt history."""
 
     @property
     def cursor(self) -> Cursor:
@@ -120,25 +125,27 @@ def write_batch(
     cursor: Cursor,
     train_steps: Mapping[int, int] | None = None,
     settings: StepSettings | None = None,
+    outcomes: Sequence[PromptOutcome] = (),
 ) -> str:
     """Write and flush the file of ``batch.train_step``; return its digest.
 
     ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
-    settings that the step is trained with. Idempotent for the same batch. A complete file with other groups is never
-    replaced: it is the batch of this step, and the caller is a superseded trainer.
+    settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch.
+    Idempotent for the same batch. A complete file with other groups is never replaced: it is the batch of this step,
+    and the caller is a superseded trainer.
     """
     path = batch_path(root, batch.train_step)
-    if (written := _written(path, secret, batch)) is not None:
+    if (written := _written(root, secret, batch)) is not None:
         return written
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor, train_steps or {}, settings)
+            digest = _write(file, secret, batch, cursor, train_steps or {}, settings, outcomes)
             file.flush()
             os.fsync(file.fileno())
         if not _link_new(temporary, path):
-            if (written := _written(path, secret, batch)) is not None:
+            if (written := _written(root, secret, batch)) is not None:
                 return written
             os.replace(temporary, path)  # a torn file, or a file system without hard links
         sync_folder(path.parent)
@@ -151,10 +158,12 @@ def write_batch(
     return digest
 
 
-def _written(path: Path, secret: bytes, batch: Batch) -> str | None:
+def _written(root: Path, secret: bytes, batch: Batch) -> str | None:
     """Return the digest of an existing sound file, else None. Raises CheckpointError if it has other groups."""
-    footer = _sound_footer(path, secret) if path.exists() else None
-    if footer is None:
+    path = batch_path(root, batch.train_step)
+    try:
+        footer = read_batch(root, secret, batch.train_step).footer
+    except CheckpointError:
         return None
     if footer.group_ids != [g.group_id for g in batch.groups]:
         raise CheckpointError(
@@ -178,14 +187,14 @@ def _link_new(temporary: Path, path: Path) -> bool:
 def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
     """Read ids and digest of one batch file. Raises CheckpointError if it is missing, torn or tampered with."""
     path = batch_path(root, train_step)
-    with _opened(path) as file:
+    with opened(path) as file:
         return footer_of(file, str(path), secret, train_step)
 
 
 def read_batch(root: Path, secret: bytes, train_step: int) -> StoredBatch:
     """Read and verify one batch file. Raises CheckpointError with the reason."""
     path = batch_path(root, train_step)
-    with _opened(path) as file:
+    with opened(path) as file:
         footer = footer_of(file, str(path), secret, train_step)
         file.seek(len(_HEAD))
         payload = file.read(footer.payload_bytes)
@@ -200,18 +209,12 @@ def read_batch(root: Path, secret: bytes, train_step: int) -> StoredBatch:
     return StoredBatch(batch=Batch(train_step=train_step, groups=groups), footer=footer)
 
 
-def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Group | None:
-    """Read one group of a batch file without the others; None if the file does not contain it.
-
-    For display only: the footer is verified, but the trajectories are not compared with its digest.
-    """
-    path = batch_path(root, train_step)
-    with _opened(path) as file:
-        return group_of(file, str(path), secret, train_step, group_id)
-
-
 def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id: str) -> Group | None:
-    """Read one group of an open, seekable batch file like ``read_group``; ``path`` is for error messages."""
+    """Read one group of an open, seekable batch file without the others; None if the file does not contain it.
+
+    For display only: the footer is verified, but the trajectories are not compared with its digest. ``path`` is for
+    error messages.
+    """
     footer = footer_of(file, path, secret, train_step)
     if group_id not in footer.group_ids:
         return None
@@ -255,6 +258,7 @@ def _write(
     cursor: Cursor,
     train_steps: Mapping[int, int],
     settings: StepSettings | None,
+    outcomes: Sequence[PromptOutcome],
 ) -> str:
     digest = hashlib.sha256()
     sizes: list[int] = []
@@ -273,6 +277,7 @@ def _write(
         create_time=datetime.now(UTC),
         version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},
         settings=settings,
+        outcomes=list(outcomes),
         **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
     )
     text = canonical(footer.model_dump(mode="json"))
@@ -284,16 +289,8 @@ def _versions(batch: Batch) -> set[int]:
     return {version for group in batch.groups for t in group.trajectories for version in t.policy_versions}
 
 
-def _sound_footer(path: Path, secret: bytes) -> BatchFooter | None:
-    """Return the footer of a file whose content matches its digest, else None."""
-    train_step = int(path.stem)
-    try:
-        return read_batch(path.parent.parent, secret, train_step).footer
-    except CheckpointError:
-        return None
-
-
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
+    """Open a batch file. Raises CheckpointError if it is missing."""
     try:
         return path.open("rb")
     except FileNotFoundError as error:

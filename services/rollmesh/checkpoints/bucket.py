@@ -16,6 +16,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,16 +24,18 @@ from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch, batch_path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
+from rollmesh.checkpoints.copy_check import CopyCheck, ObjectPart, StoredCopy, check_copies
 from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, sha256_of, sync_folder
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ManifestFile, parse_manifest
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
-from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.checkpoints.sealing import LINEAGE_FILE
 from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
 from rollmesh.mesh import Cursor
-from rollmesh.types import Batch, Group, PolicyRecord
+from rollmesh.prompt_history import PromptOutcome
+from rollmesh.types import Batch, PolicyRecord
 
 if TYPE_CHECKING:
     import torch
@@ -106,11 +109,11 @@ class BucketStore(CheckpointStore):
             found.append(FoundManifest(path=path, data=data, announced=path in announced))
         return found
 
-    def _prune(
+    def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
         """Delete old policies from the cache and from the bucket; return those of the bucket."""
-        super()._prune(records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+        super().prune(records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         for path in removed:
@@ -126,13 +129,14 @@ class BucketStore(CheckpointStore):
         cursor: Cursor,
         train_steps: Mapping[int, int] | None = None,
         settings: StepSettings | None = None,
+        outcomes: Sequence[PromptOutcome] = (),
     ) -> str:
         """Write a batch file locally and upload it unless the bucket has one; return the digest of the bucket's file.
 
         Raises CheckpointError if another trainer has already uploaded other groups.
         """
         self._copy_of_bucket(batch.train_step)
-        super().write_batch(batch, cursor, train_steps, settings)
+        super().write_batch(batch, cursor, train_steps, settings, outcomes)
         return self._push_batch(batch.train_step)
 
     def _copy_of_bucket(self, train_step: int) -> None:
@@ -145,7 +149,7 @@ class BucketStore(CheckpointStore):
 
     def _push_batch(self, train_step: int) -> str:
         path, key = batch_path(self.root, train_step), _batch_key(train_step)
-        local = super().batch_footer(train_step)
+        local = batches.read_footer(self.root, self._secret, train_step)
         if self.objects.put_new(path, key):
             return local.payload_sha256
         try:
@@ -175,9 +179,10 @@ class BucketStore(CheckpointStore):
 
     def _has_batch(self, train_step: int, stored: BatchFooter) -> bool:
         try:
-            return super().batch_footer(train_step).payload_sha256 == stored.payload_sha256
+            local = batches.read_footer(self.root, self._secret, train_step)
         except CheckpointError:
             return False  # missing or damaged local copy
+        return local.payload_sha256 == stored.payload_sha256
 
     def _pull_batch(self, train_step: int) -> None:
         key = _batch_key(train_step)
@@ -185,16 +190,6 @@ class BucketStore(CheckpointStore):
             self.objects.get(key, batch_path(self.root, train_step))
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
-
-    def batch_footer(self, train_step: int) -> BatchFooter:
-        """Read the footer of a batch file in the bucket, without the trajectories."""
-        with self._batch_file(train_step) as (file, where):
-            return batches.footer_of(file, where, self._secret, train_step)
-
-    def read_group(self, train_step: int, group_id: str) -> Group | None:
-        """Read one group of a batch file in the bucket, without the rest and without a local copy."""
-        with self._batch_file(train_step) as (file, where):
-            return batches.group_of(file, where, self._secret, train_step, group_id)
 
     @contextlib.contextmanager
     def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
@@ -283,6 +278,33 @@ class BucketStore(CheckpointStore):
             self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
         return super().prune_states(keep_last=keep_last, session=session)
 
+    # copies
+
+    def check_copies(self) -> CopyCheck:
+        """Compare the newest state, the policies and the batch files of the bucket with their digests, newest first."""
+        damaged = {policy.path: policy.reason for policy in self.unsound_policies()}
+        check = check_copies(self.objects, self._copies())
+        return replace(check, damaged={**damaged, **check.damaged})
+
+    def _copies(self) -> Iterator[StoredCopy]:
+        state = self.latest_committed()
+        if state is not None:
+            path = f"{committed.FOLDER}/{state.folder.name}"
+            yield _copy(path, COMMITTED_FILE, state.record.files)
+        for record in reversed(self.complete_policies()):
+            with _unless_unreachable():  # pruned in between
+                yield _copy(record.path, MANIFEST_FILE, self._manifest(record).files)
+        for train_step in reversed(self.batch_steps()):
+            with _unless_unreachable():  # a reader of the file reports a damaged footer
+                footer, key = self.batch_footer(train_step), _batch_key(train_step)
+                part = ObjectPart(
+                    key=key,
+                    start=batches.PAYLOAD_START,
+                    size_bytes=footer.payload_bytes,
+                    sha256=footer.payload_sha256,
+                )
+                yield StoredCopy(name=key, marker=key, parts=(part,))
+
     # helpers
 
     def _push_folder(self, path: str, *, last: str) -> None:
@@ -340,6 +362,21 @@ def _reject_several_nodes(url: str) -> None:
 
 def _batch_key(train_step: int) -> str:
     return f"{batches.FOLDER}/{train_step:08d}.pb"
+
+
+@contextlib.contextmanager
+def _unless_unreachable() -> Iterator[None]:
+    """Ignore a copy that is pruned or damaged; raise CheckpointError if the bucket is unreachable."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.reason in TRANSIENT:
+            raise
+
+
+def _copy(path: str, marker: str, files: Iterable[ManifestFile]) -> StoredCopy:
+    parts = [ObjectPart(key=f"{path}/{f.path}", size_bytes=f.size_bytes, sha256=f.sha256) for f in files]
+    return StoredCopy(name=path, marker=f"{path}/{marker}", parts=tuple(parts))
 
 
 def _digest(file: Path) -> str:

@@ -13,19 +13,21 @@ chooses. All methods block on the file system or the network; asyncio callers us
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rollmesh.checkpoints import batches, committed, ledger, policies
+from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
+from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.ledger import Ledger
 from rollmesh.checkpoints.manifest import CanarySequence, Manifest
 from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy
 from rollmesh.checkpoints.sealing import lineage
 from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group, PolicyRecord
 
 if TYPE_CHECKING:
@@ -106,19 +108,6 @@ class CheckpointStore:
         return policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
 
     def prune(
-        self,
-        records: Sequence[PolicyRecord],
-        *,
-        keep_last: int,
-        pinned: Collection[int],
-        in_use: Collection[int],
-        session: str,
-    ) -> list[str]:
-        """Delete old policies of the registry ``records``, except the newest, pinned and in-use versions."""
-        keep = {*pinned, *in_use}
-        return self._prune(records, keep_last=keep_last, keep_versions=keep, session=session)
-
-    def _prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
         """Delete old policies like ``policies.prune``; return their paths."""
@@ -130,13 +119,14 @@ class CheckpointStore:
         cursor: Cursor,
         train_steps: Mapping[int, int] | None = None,
         settings: StepSettings | None = None,
+        outcomes: Sequence[PromptOutcome] = (),
     ) -> str:
         """Write and flush the batch file of ``batch.train_step``, once; return its digest.
 
         ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
-        settings that the step is trained with.
+        settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch.
         """
-        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings)
+        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings, outcomes)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
@@ -148,11 +138,20 @@ class CheckpointStore:
 
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """Read one group of a batch file, for display only; None if the file does not contain it."""
-        return batches.read_group(self.root, self._secret, train_step, group_id)
+        with self._batch_file(train_step) as (file, path):
+            return batches.group_of(file, path, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:
-        """Read ids, cursor and digest of a batch file."""
-        return batches.read_footer(self.root, self._secret, train_step)
+        """Read ids, cursor and digest of a batch file, without the trajectories."""
+        with self._batch_file(train_step) as (file, path):
+            return batches.footer_of(file, path, self._secret, train_step)
+
+    @contextmanager
+    def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
+        """Open a batch file; yield it with its path for error messages."""
+        path = batches.batch_path(self.root, train_step)
+        with batches.opened(path) as file:
+            yield file, str(path)
 
     def batch_steps(self) -> list[int]:
         """Return the train steps that have a batch file, ascending."""
@@ -215,10 +214,6 @@ class CheckpointStore:
         """Delete old trainer states."""
         return committed.prune_states(self.root, self._secret, keep_last=keep_last, session=session)
 
-    def ledger(self) -> Ledger:
-        """Read the trained groups, with every violation of "each group once"."""
-        return ledger.read_ledger(self.committed_states(), self.batch_footer)
-
-    def trained_groups(self) -> dict[int, list[str]]:
-        """Return group ids in training order by train step, up to the newest committed state."""
-        return {step: list(ids) for step, ids in self.ledger().groups.items()}
+    def check_copies(self) -> CopyCheck | None:
+        """Compare the copies in a bucket with their digests. None for a folder: readers verify its only copy."""
+        return None

@@ -106,7 +106,8 @@ def judge_states(root: Path, secret: bytes) -> JudgedStates:
     unsound: dict[str, str] = {}
     for folder in _folders(root):
         try:
-            record = _read_record(folder, secret)
+            path = folder / COMMITTED_FILE
+            record = parse_record(path.read_bytes(), str(path), secret)
             for file in record.files:
                 size = confined(folder, file.path).lstat().st_size
                 if size != file.size_bytes:
@@ -166,14 +167,6 @@ def _folders(root: Path) -> Iterator[Path]:
         for name in sorted(os.listdir(parent)):
             if _NAME.match(name) and (parent / name).is_dir() and not (parent / name).is_symlink():
                 yield parent / name
-
-
-def _read_record(folder: Path, secret: bytes) -> StateRecord:
-    path = folder / COMMITTED_FILE
-    try:
-        return parse_record(path.read_bytes(), str(path), secret)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing", reason=Reason.TORN) from error
 
 
 def parse_record(data: bytes, path: str, secret: bytes) -> StateRecord:

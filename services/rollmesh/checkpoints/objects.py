@@ -5,12 +5,15 @@ Keys are the paths of the checkpoint folder. Objects are never renamed, appended
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import io
 import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -27,6 +30,7 @@ _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that are not retried."""
 _PRECONDITION_FAILED = 412
+_RANGE_BYTES = 16 << 20
 
 
 class ObjectStore:
@@ -75,18 +79,39 @@ class ObjectStore:
 
     def get_all(self, pairs: Sequence[tuple[str, Path]]) -> None:
         """Run ``get`` for (key, file) pairs with bounded concurrency; the first error cancels the rest."""
-        self._run_all([lambda key=key, file=file: self.get(key, file) for key, file in pairs])  # type: ignore[misc]
+        self._run_all(self.get, pairs)
 
     def put_all(self, pairs: Sequence[tuple[Path, str]]) -> None:
         """Run ``put`` for (file, key) pairs with bounded concurrency; the first error cancels the rest."""
-        self._run_all([lambda file=file, key=key: self.put(file, key) for file, key in pairs])  # type: ignore[misc]
+        self._run_all(self.put, pairs)
 
-    def read(self, key: str, max_bytes: int) -> bytes:
-        """Read the first ``max_bytes`` bytes of an object. Raises FileNotFoundError if it does not exist."""
+    def read(self, key: str, max_bytes: int, start: int = 0) -> bytes:
+        """Read up to ``max_bytes`` bytes of an object from ``start`` on. Raises FileNotFoundError if it is missing."""
         data: bytes = self._retry(
-            f"reading {key}", lambda: self._files.cat_file(self._full_key(key), start=0, end=max_bytes)
+            f"reading {key}",
+            lambda: self._files.cat_file(self._full_key(key), start=start, end=start + max_bytes),
         )
         return data
+
+    def sha256_all(self, ranges: Sequence[tuple[str, int, int]]) -> list[str | None]:
+        """Return the sha256 (hex) of bytes ``start`` to ``end`` of each (key, start, end), with bounded concurrency.
+
+        The digest of an object that is missing, shorter, or longer than a range from its first byte is None.
+        """
+        return self._run_all(self._sha256, ranges)
+
+    def _sha256(self, key: str, start: int, end: int) -> str | None:
+        digest = hashlib.sha256()
+        try:
+            with self.open(key) as file:
+                size = file.seek(0, io.SEEK_END)
+            if size < end or (start == 0 and size > end):
+                return None
+            for at in range(start, end, _RANGE_BYTES):
+                digest.update(self.read(key, min(_RANGE_BYTES, end - at), at))
+        except FileNotFoundError:
+            return None
+        return digest.hexdigest()
 
     def open(self, key: str) -> BinaryIO:
         """Open an object as a file that reads only the requested bytes. FileNotFoundError if it does not exist."""
@@ -120,22 +145,19 @@ class ObjectStore:
         """Delete objects; missing objects are ignored."""
 
         def delete(key: str) -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._retry(f"deleting {key}", lambda: self._files.rm_file(self._full_key(key)))
-            except FileNotFoundError:
-                return
 
-        self._run_all([lambda key=key: delete(key) for key in keys])  # type: ignore[misc]
+        self._run_all(delete, [(key,) for key in keys])
 
     def _full_key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _run_all(self, call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         with ThreadPoolExecutor(max_workers=self._parallel, thread_name_prefix="objects") as pool:
-            futures = [pool.submit(call) for call in calls]
+            futures = [pool.submit(call, *each) for each in arguments]
             try:
-                for future in futures:
-                    future.result()
+                return [future.result() for future in futures]
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise

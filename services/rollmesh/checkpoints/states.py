@@ -100,19 +100,15 @@ def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> di
     rank, world = _rank_and_world()
     with _together(state.folder):
         committed.verify_files(state, rank=rank, world_size=world)
-    _fill(state.folder, tensors)
+    load_weights(state.folder, tensors)
     return dict(state.record.extra)
 
 
 def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill (possibly sharded) parameters in place from a verified Hugging Face folder. Every rank must call this.
+    """Fill (possibly sharded) tensors in place from a verified Hugging Face or state folder. Every rank must call this.
 
-    Raises CheckpointError if the folder does not have these weights.
+    Raises CheckpointError if the folder does not have these tensors.
     """
-    _fill(folder, tensors)
-
-
-def _fill(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     _, world = _rank_and_world()
     try:
         with _no_single_process_warning():

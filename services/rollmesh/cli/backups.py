@@ -15,11 +15,6 @@ from rollmesh.errors import ConfigError
 from rollmesh.launcher.backup import back_up
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("backup", rich_help_panel="Runs")(backup)
-
-
 def backup(
     run: RunFolderArgument,
     destination: Annotated[Path, typer.Argument(help="Folder of the backup; updated if it exists.")],

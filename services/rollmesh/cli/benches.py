@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -52,28 +52,24 @@ class Output:
             raise typer.Exit(1)
 
 
-@app.command()
-def engine(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Measure the torch engine beside Hugging Face generate, in tokens per CPU second."""
-    Output(as_json=as_json, check=check).run("engine", quick=quick)
+_PLAIN = {
+    "engine": "Measure the torch engine beside Hugging Face generate, in tokens per CPU second.",
+    "train": "Measure a train step on ragged trajectories beside padded micro-batches.",
+    "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
+    "reload": "Measure the time from publishing a policy to serving it, and the pause of running calls.",
+}
+"""Benches without options of their own."""
 
 
-@app.command()
-def train(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Measure a train step on ragged trajectories beside padded micro-batches."""
-    Output(as_json=as_json, check=check).run("train", quick=quick)
+def _plain(name: str) -> Callable[..., None]:
+    def command(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
+        Output(as_json=as_json, check=check).run(name, quick=quick)
+
+    return command
 
 
-@app.command()
-def queue(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Measure full lives of trajectories in the queue beside a bare Redis stream."""
-    Output(as_json=as_json, check=check).run("queue", quick=quick)
-
-
-@app.command()
-def reload(as_json: JsonOption = False, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Measure the time from publishing a policy to serving it, and the pause of running calls."""
-    Output(as_json=as_json, check=check).run("reload", quick=quick)
+for _name, _help in _PLAIN.items():
+    app.command(_name, help=_help)(_plain(_name))
 
 
 @app.command()

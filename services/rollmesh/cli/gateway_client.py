@@ -61,26 +61,17 @@ class GatewayClient:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def get(self, path: str) -> bytes:
-        """Return the body of ``GET /api/v1/<path>``."""
-        return await self._request("GET", path)
-
-    async def read(self, path: str, model: type[M]) -> M:
-        """Return the response of ``GET /api/v1/<path>`` as a ``model``."""
-        return self._parse(model, path, await self._request("GET", path))
-
-    async def act(self, path: str, model: type[M]) -> M:
-        """Return the response of ``POST /api/v1/<path>`` as a ``model``."""
-        return self._parse(model, path, await self._request("POST", path))
-
-    def _parse(self, model: type[M], path: str, body: bytes) -> M:
+    async def read(self, path: str, model: type[M], method: str = "GET") -> M:
+        """Return the response of a request to ``/api/v1/<path>`` as a ``model``."""
+        body = await self.request(path, method)
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
             address = f"{self.url}/api/v1/{path}"
             raise GatewayError(f"{address}: no rollmesh gateway of this version answers there") from error
 
-    async def _request(self, method: str, path: str) -> bytes:
+    async def request(self, path: str, method: str = "GET") -> bytes:
+        """Return the body of the response of a request to ``/api/v1/<path>``."""
         address = f"{self.url}/api/v1/{path}"
         try:
             answer = await self._client.request(method, address, extensions=self._extensions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rollmesh.runtime.imports import many_imports, own_process
 
 with many_imports():
@@ -14,6 +16,7 @@ with many_imports():
         dead_letters,
         replicas,
         run_commands,
+        schedule_table,
         serving,
         top,
         up,
@@ -27,12 +30,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-up.register(app)
+
+
+def _add(panel: str, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
+
+
+_add("Runs", up.up, up.demo, up.demo_seeds)
 serving.register(app)
-run_commands.register(app)
-top.register(app)
-replicas.register(app)
-backups.register(app)
+_add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
+_add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)
+_add("Runs", replicas.scale, backups.backup, schedule_table.schedules)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")

@@ -23,11 +23,6 @@ from rollmesh.store import TrajectoryStore
 _DEFAULT = "default"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("scale", rich_help_panel="Runs")(scale)
-
-
 def scale(
     run: RunFolderArgument,
     replicas: Annotated[

@@ -31,12 +31,6 @@ from rollmesh.runtime.endpoints import read_endpoints
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the inspection commands."""
-    for command in (status, eval_, explain, audit, report, pin, rollback):
-        app.command(command.__name__.rstrip("_"), rich_help_panel="Inspection")(command)
-
-
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     """Show versions, queue, generators and drops of a run, and the addresses of its page and API."""
 

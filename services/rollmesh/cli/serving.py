@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
+from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
@@ -22,8 +25,6 @@ IndexOption = Annotated[int, typer.Option(help="Index of this replica, for its l
 SuperviseOption = Annotated[
     int, typer.Option("--supervised-by", hidden=True, help="Exit when this parent process exits.")
 ]
-
-Serve = Callable[[RunConfig, int, Shutdown], Awaitable[None]]
 
 _DRAIN_MARGIN_SECONDS = 5.0
 _SERVICES = {
@@ -58,7 +59,7 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
         config = load_run_config(run, overrides or ())
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
-        serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
+        serve: Serve = _main_module(service).serve
         if not config.network.shared_folder:
             _prepare_folder(config)
 
@@ -68,6 +69,16 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
             await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
+
+
+def inline_services() -> dict[str, Serve]:
+    """Import every service, to run in this process."""
+    serve: dict[str, Serve] = {service: _main_module(service).serve for service in _SERVICES}
+    return {**serve, "reward": partial(_main_module("reward").serve, inline=True)}
+
+
+def _main_module(service: str) -> ModuleType:
+    return heavy_module(f"rollmesh.{service}.main", f"the {service} service")
 
 
 def _prepare_folder(config: RunConfig) -> None:

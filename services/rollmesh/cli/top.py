@@ -19,7 +19,8 @@ from rich.text import Text
 from rollmesh.cli.common import JsonOption, run_async, shutdown_event
 from rollmesh.cli.gateway_client import GatewayClient, GatewayError
 from rollmesh.cli.top_view import SHOWN_SERIES, screen
-from rollmesh.gateway.models import Done, Overview, SeriesAnswer, Timeline
+from rollmesh.gateway.models.items import Done
+from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
 from rollmesh.report.console import output_console
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.tasks import BackgroundTasks
@@ -31,11 +32,6 @@ RunOption = Annotated[Path | None, typer.Argument(help="Run folder (or a run fil
 UrlOption = Annotated[str | None, typer.Option(help="Address of the gateway, instead of a run folder.")]
 OnceOption = Annotated[bool, typer.Option("--once", help="Print one screen and exit.")]
 IntervalOption = Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2, max=60.0)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("top", rich_help_panel="Inspection")(top)
 
 
 def top(
@@ -53,7 +49,7 @@ def top(
     async def main() -> None:
         async with GatewayClient.of(run, url) as client:
             if as_json:
-                typer.echo((await client.get("overview")).decode())
+                typer.echo((await client.request("overview")).decode())
             elif once or not sys.stdout.isatty():
                 output_console().print(await _screen(client, rollouts=8))
             else:
@@ -105,7 +101,7 @@ class _Keys:
         try:
             overview = await self.client.read("overview", Overview)
             path = "resume" if overview.paused_by_person else "pause"
-            self.note = (await self.client.act(path, Done)).done
+            self.note = (await self.client.read(path, Done, "POST")).done
         except GatewayError as error:
             self.note = str(error)
 

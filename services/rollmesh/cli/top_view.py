@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.gateway.models import Overview, RolloutSpan, Series, StalenessBin, Timeline
+from rollmesh.gateway.models.live import Overview, RolloutSpan, Series, StalenessBin, Timeline
 
 SHOWN_SERIES = ("reward_mean", "response_length_mean", "staleness_mean", "tokens_per_second")
 _STATES = {"running": "green", "complete": "green", "starting": "cyan", "paused": "yellow", "recovering": "yellow"}
@@ -101,13 +101,14 @@ def _by_steps(bins: Sequence[StalenessBin]) -> dict[int, int]:
 
 
 def _generators(overview: Overview, most: int) -> RenderableType:
-    table = Table("generator", "version", "behind", "running", "waiting", "state", box=None)
+    table = Table("generator", "version", "behind", "running", "waiting", "cache", "preempted", "state", box=None)
     for generator in overview.generators[:most]:
         load = f"{generator.running} of {generator.slots}"
         state = "serving" if generator.serving else generator.reason or "not serving"
         colour = _colour(generator.policy_version) if generator.policy_version >= 0 else "dim"
         version = Text(str(generator.policy_version), style=colour)
-        counts = (str(generator.versions_behind), load, str(generator.waiting))
+        cache = f"{generator.kv_tokens_used / max(1, generator.kv_token_capacity):.0%}"
+        counts = (str(generator.versions_behind), load, str(generator.waiting), cache, str(generator.preemptions))
         table.add_row(_plain(generator.address), version, *counts, _plain(state))
     hidden = overview.generator_count - min(most, len(overview.generators))
     if hidden:

@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO, cast
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
+from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, PoliciesRefused
+from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.tracing import recorded_traces
 
 FolderOption = Annotated[Path | None, typer.Option("--folder", help="Run folder (default: the run file's).")]
+InlineOption = Annotated[
+    bool,
+    typer.Option(
+        "--inline",
+        help="Run all services in this process, so that a debugger stops in your loss, verifier or environment; one "
+        "replica of each, engine torch.",
+    ),
+]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the run commands."""
-    app.command("up", rich_help_panel="Runs")(up)
-    app.command("demo", rich_help_panel="Runs")(demo)
-    app.command("demo-seeds", rich_help_panel="Runs")(demo_seeds)
-
-
-def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None) -> None:
+def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None, inline: InlineOption = False) -> None:
     """Start every service of a run on this machine, train, evaluate before and after, audit, report.
 
     Ctrl-C drains the services without loss; the same command continues the run.
     """
     with clear_errors():
-        config = load_run_config(run, _overrides(set_, folder))
-        raise typer.Exit(run_to_report(config, output_console()))
+        overrides = _overrides(set_, folder)
+        config = load_run_config(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
+        raise typer.Exit(run_to_report(config, output_console(), inline=inline))
 
 
 def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
@@ -93,8 +98,8 @@ def demo_seeds(
         raise typer.Exit(0 if verdict.equal else 1)
 
 
-def run_to_report(config: RunConfig, console: Console) -> int:
-    """Run, audit and report.
+def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) -> int:
+    """Run, audit and report; with ``inline`` all services run in this process.
 
     Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
@@ -102,10 +107,12 @@ def run_to_report(config: RunConfig, console: Console) -> int:
     from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise
 
+    if inline:
+        check_inline(config)
     check_run(config)
     folder = make_run_folder(config).path
     try:
-        result = _run(config, folder, console)
+        result = _run(config, folder, console, inline_services() if inline else None)
         try:
             green = close_run(folder, result.account, console)
         except OSError as error:
@@ -128,13 +135,19 @@ def run_to_report(config: RunConfig, console: Console) -> int:
     return 0 if green else 1
 
 
-def _run(config: RunConfig, folder: Path, console: Console) -> RunResult:
+def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, Serve] | None) -> RunResult:
     async def main() -> RunResult:
-        return await run_up(config, shutdown_event(), console)
+        if serve is None:
+            return await run_up(config, shutdown_event(), console)
+        async with recorded_traces(
+            config.telemetry, service="inline", instance=f"{config.name}-inline", run=config.name
+        ):
+            return await run_up(config, shutdown_event(), console, serve)
 
     log = (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8")
     try:
-        configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
+        stream = log if serve is None else cast(TextIO, ServiceLogs(log))
+        configure_logging(config.telemetry, service="launcher", run=config.name, stream=stream)
         return asyncio.run(main())
     finally:
         with contextlib.suppress(OSError):  # unwritten lines on a full disk

@@ -6,6 +6,8 @@ import difflib
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmesh.config.run import RunConfig
+from rollmesh.config.secrets import ENV_PREFIX, SECRETS
 from rollmesh.config.yaml_text import DuplicateKeys, parse_yaml
 from rollmesh.errors import ConfigError
 
-_ENV_PREFIX = "ROLLMESH_"
-_SECRETS = frozenset({"password", "sentinel_password", "secret", "admin_key", "token"})
+_SECRETS = frozenset(name for *_, name in SECRETS)
 """Secret fields: their values are not parsed as YAML and never shown."""
 _FULL_VOCABULARY = "training samples from the full vocabulary; evaluation.top_p and evaluation.top_k remain"
 _REMOVED: Mapping[tuple[str, str], tuple[object, str]] = {
@@ -54,8 +56,8 @@ def load_run_config(
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected a mapping of sections at the top, got {type(data).__name__}")
     for name, value in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(_ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
-            keys = name.removeprefix(_ENV_PREFIX).lower().split("__")
+        if name.startswith(ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             _set(data, keys, value if keys[-1] in _SECRETS else _value(value, name), name)
     for item in overrides:
         dotted, separator, value = item.partition("=")
@@ -124,17 +126,11 @@ def _value(text: str, origin: str) -> Any:
 def write_run_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved run file without its secrets, for the services of the run.
 
-    Services read the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
-    ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``, ``ROLLMESH_SECURITY__TOKEN``, ``ROLLMESH_GATEWAY__TOKEN``).
+    Services read the secrets from the environment, as ``secret_environment`` returns them.
     """
-    secrets: dict[str, Any] = {
-        "store": {"password", "sentinel_password"},
-        "checkpoints": {"secret"},
-        "generator": {"sglang": {"admin_key"}},
-        "security": {"token"},
-        "gateway": {"token"},
-    }
-    data = config.model_dump(mode="json", exclude=secrets)
+    data: Any = config.model_dump(mode="json")
+    for *sections, name in SECRETS:
+        del reduce(getitem, sections, data)[name]
     # Atomic: ranks of the trainer write the file at the same time, and commands may be reading it. The process id is
     # not unique: in pods that share the folder every process has id 1.
     temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")

@@ -31,12 +31,9 @@ def check_replicas(service: str, replicas: int) -> None:
 def check_scale(config: RunConfig, service: str, replicas: int) -> None:
     """Raise ConfigError like ``check_replicas``, or when this run cannot have that number of replicas."""
     check_replicas(service, replicas)
-    url = config.generator.sglang.url
-    if service == "generator" and replicas > 1 and config.generator.engine == "sglang" and url is not None:
-        raise ConfigError(
-            f"generator={replicas}: generators cannot share the server at generator.sglang.url={url}, because each "
-            "loads policies into its server; set 1"
-        )
+    reason = config.generator.engine_section.problem("replicas", replicas) if service == "generator" else ""
+    if reason:
+        raise ConfigError(f"generator={replicas}: {reason}")
 
 
 def configured_replicas(config: RunConfig) -> dict[str, int]:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from rollmesh.config.agents import AgentsConfig
-from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
+from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.data import DataConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.gateway import GatewayConfig
+from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
+from rollmesh.config.launcher import LauncherConfig
+from rollmesh.config.model import ModelConfig
 from rollmesh.config.network import NetworkConfig
+from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RolloutConfig
 from rollmesh.config.schedule import ScheduleConfig
-from rollmesh.config.section import Section
+from rollmesh.config.section import EngineSection, Section
 from rollmesh.config.security import SecurityConfig
-from rollmesh.config.services import (
-    CheckpointConfig,
-    EvalConfig,
-    GeneratorConfig,
-    LauncherConfig,
-    ModelConfig,
-    StoreConfig,
-    TelemetryConfig,
-)
+from rollmesh.config.store import StoreConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
-
-SGLANG_SAVE_TOKENS = 1024
 
 
 class RunConfig(Section):
@@ -71,15 +71,14 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sglang_saves_less_often(cls, data: Any) -> Any:
-        """Set the default to ``SGLANG_SAVE_TOKENS``: a slice costs an SGLang server some milliseconds."""
+    def _an_engine_has_its_own_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         generator, rollout = data.get("generator"), data.get("rollout") or {}
-        on_sglang = isinstance(generator, dict) and generator.get("engine") == "sglang"
-        if on_sglang and isinstance(rollout, dict) and "partial_save_tokens" not in rollout:
-            return {**data, "rollout": {**rollout, "partial_save_tokens": SGLANG_SAVE_TOKENS}}
-        return data
+        if not isinstance(generator, dict) or not isinstance(rollout, dict):
+            return data
+        defaults = ENGINE_SECTIONS.get(str(generator.get("engine")), EngineSection).rollout_defaults
+        return {**data, "rollout": {**defaults, **rollout}} if defaults else data
 
     @model_validator(mode="before")
     @classmethod
@@ -93,92 +92,63 @@ class RunConfig(Section):
         return {**data, "evaluation": {"before_and_after": False, **evaluation}}
 
     @model_validator(mode="after")
-    def _agents_evaluate_themselves(self) -> Self:
-        wanted = self.evaluation.before_and_after or self.evaluation.every_versions > 0
-        if self.rollout.program == "agent" and wanted:
-            raise ValueError(
-                f"evaluation.before_and_after={self.evaluation.before_and_after}, evaluation.every_versions="
-                f"{self.evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
-                "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
-            )
+    def _the_sections_fit_together(self) -> Self:
+        if (problem := next(chain(_algorithm_problems(self), _size_problems(self)), None)) is not None:
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _group_size_fits_the_advantage(self) -> Self:
-        if self.schedule.group_size < 2:
-            raise ValueError(
-                f"schedule.group_size={self.schedule.group_size}: {self.trainer.algorithm.advantage} compares the "
-                "members of a group, so it needs at least 2"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _stage_end_needs_a_barrier(self) -> Self:
-        if self.trainer.algorithm.old_logprobs == "stage_end" and self.schedule.preset != "copris_paper":
-            raise ValueError(
-                "trainer.algorithm.old_logprobs=stage_end needs the barrier of schedule.preset=copris_paper, "
-                f"not {self.schedule.preset}"
-            )
-        return self
+def _algorithm_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the combinations that the algorithm or the program of the rollouts excludes."""
+    algorithm, evaluation = config.trainer.algorithm, config.evaluation
+    if config.rollout.program == "agent" and (evaluation.before_and_after or evaluation.every_versions > 0):
+        yield (
+            f"evaluation.before_and_after={evaluation.before_and_after}, evaluation.every_versions="
+            f"{evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
+            "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
+        )
+    if config.schedule.group_size < 2:
+        yield (
+            f"schedule.group_size={config.schedule.group_size}: {algorithm.advantage} compares the "
+            "members of a group, so it needs at least 2"
+        )
+    if algorithm.old_logprobs == "stage_end" and config.checkpoints.state_every_steps != 1:
+        yield (
+            f"checkpoints.state_every_steps={config.checkpoints.state_every_steps}: set 1 with "
+            "trainer.algorithm.old_logprobs=stage_end, because the logprobs of a stage end are saved with the trainer "
+            "state, and a replay cannot compute them again"
+        )
+    if algorithm.loss in ("tis", "decoupled_ppo") and algorithm.old_logprobs == "sampler":
+        yield (
+            f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
+            "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
+            "old_logprobs=recompute, snapshot, current or (with a barrier, as in schedule.preset=copris_paper) "
+            "stage_end, or loss=ppo_clip"
+        )
+    # The default is allowed, because the resolved run file of every run contains it.
+    if algorithm.loss in ("gspo", "cispo") and algorithm.dual_clip not in (None, DUAL_CLIP):
+        yield (
+            f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
+            "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
+        )
+    recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
+    if recomputed and config.generator.on_new_version == "keep_kv":
+        yield (
+            f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} cannot reproduce tokens that "
+            "attended to another version's cache: use generator.on_new_version=interrupt or old_logprobs=sampler"
+        )
 
-    @model_validator(mode="after")
-    def _stage_end_saves_every_step(self) -> Self:
-        every = self.checkpoints.state_every_steps
-        if self.trainer.algorithm.old_logprobs == "stage_end" and every != 1:
-            raise ValueError(
-                f"checkpoints.state_every_steps={every}: set 1 with trainer.algorithm.old_logprobs=stage_end, because "
-                "the logprobs of a stage end are saved with the trainer state, and a replay cannot compute them again"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _corrections_need_a_trainer_side_source(self) -> Self:
-        algorithm = self.trainer.algorithm
-        if algorithm.loss in ("tis", "decoupled_ppo") and algorithm.old_logprobs == "sampler":
-            raise ValueError(
-                f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
-                "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
-                "old_logprobs=recompute, snapshot, current or (with schedule.preset=copris_paper) stage_end, or "
-                "loss=ppo_clip"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_the_losses_of_ppo_have_a_dual_clip(self) -> Self:
-        algorithm = self.trainer.algorithm
-        # The default is allowed, because the resolved run file of every run contains it.
-        if algorithm.loss in ("gspo", "cispo") and algorithm.dual_clip not in (None, DUAL_CLIP):
-            raise ValueError(
-                f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
-                "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _recompute_refuses_mixed_caches(self) -> Self:
-        recomputed = self.trainer.algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
-        if recomputed and self.generator.on_new_version == "keep_kv":
-            raise ValueError(
-                f"trainer.algorithm.old_logprobs={self.trainer.algorithm.old_logprobs} cannot reproduce tokens that "
-                "attended to another version's cache: use generator.on_new_version=interrupt or old_logprobs=sampler"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _context_holds_prompt_and_response(self) -> Self:
-        need = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if need > self.generator.max_context_tokens:
-            raise ValueError(
-                f"generator.max_context_tokens={self.generator.max_context_tokens} is less than data.max_prompt_tokens"
-                f" + rollout.max_new_tokens = {need}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _minibatches_split_the_batch(self) -> Self:
-        if self.schedule.groups_per_batch % self.trainer.minibatches:
-            raise ValueError(
-                f"trainer.minibatches={self.trainer.minibatches} does not divide "
-                f"schedule.groups_per_batch={self.schedule.groups_per_batch}"
-            )
-        return self
+def _size_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the sizes that contradict each other."""
+    need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if need > config.generator.max_context_tokens:
+        yield (
+            f"generator.max_context_tokens={config.generator.max_context_tokens} is less than data.max_prompt_tokens"
+            f" + rollout.max_new_tokens = {need}"
+        )
+    if config.schedule.groups_per_batch % config.trainer.minibatches:
+        yield (
+            f"trainer.minibatches={config.trainer.minibatches} does not divide "
+            f"schedule.groups_per_batch={config.schedule.groups_per_batch}"
+        )

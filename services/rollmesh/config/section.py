@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -18,6 +19,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+class EngineSection(Section):
+    """Section of one engine in ``generator``, with the engine's rules for other fields; this base has no rules."""
+
+    rollout_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of fields in ``rollout`` with this engine."""
+
+    def problem(self, field: str, value: Any) -> str:
+        """Return the reason why the engine cannot work with a value of ``generator.FIELD``; empty if it can."""
+        return ""
 
 
 def _greedy_or_resolvable(temperature: float) -> float:

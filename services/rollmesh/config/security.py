@@ -1,4 +1,4 @@
-"""Security sections: certificates and tokens of the services' ports, TLS to Redis."""
+"""Security section: certificates and tokens of the services' ports."""
 
 from __future__ import annotations
 
@@ -56,30 +56,4 @@ class SecurityConfig(Section):
             raise ValueError("security.token and security.token_file are both set: set only one of them")
         if self.token is not None and not self.token.get_secret_value().strip():
             raise ValueError("security.token is empty: set a token, or leave the field out")
-        return self
-
-
-class StoreTlsConfig(Section):
-    """TLS to Redis, for ``rediss://`` and ``rediss+sentinel://`` URLs."""
-
-    ca: str | None = None
-    """PEM file: authority that signed the server's certificate; null uses the system's authorities."""
-    certificate: str | None = None
-    """PEM file: certificate of this client, for servers that require one."""
-    key: str | None = None
-    """PEM file: private key of the certificate."""
-    check_hostname: bool = True
-    """Whether the server's certificate must contain the host name of the URL; disable it only with a private ``ca``."""
-
-    @property
-    def configured(self) -> bool:
-        """True when any field differs from its default."""
-        return self != StoreTlsConfig()
-
-    @model_validator(mode="after")
-    def _certificate_and_key_belong_together(self) -> Self:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("store.tls.certificate and store.tls.key must be set together or not at all")
-        if not self.check_hostname and self.ca is None:
-            raise ValueError("store.tls.check_hostname=false requires store.tls.ca: otherwise any server is accepted")
         return self

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rollmesh.config.section import Section
 
 DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
+LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo")
 
 
 class AlgorithmConfig(Section):
@@ -17,8 +19,9 @@ class AlgorithmConfig(Section):
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Group-relative advantage."""
-    loss: Literal["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"] = "ppo_clip"
-    """Policy loss; decoupled_ppo and tis need old_logprobs other than sampler."""
+    loss: str = Field(default="ppo_clip", json_schema_extra={"examples": [*LOSS_NAMES, "module:function"]})
+    """Policy loss: ppo_clip, decoupled_ppo, tis, gspo, cispo, or ``module:function`` of your code with the defaults of
+    ppo_clip; decoupled_ppo and tis need old_logprobs other than sampler."""
     old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot"] = "sampler"
     """Source of the denominator of the ratio."""
     clip_low: float | None = Field(default=None, gt=0)
@@ -38,6 +41,13 @@ class AlgorithmConfig(Section):
     kl_reference_version: int = Field(default=0, ge=0)
     """Reference policy version of the KL, which is then kept: 0 in a new run, a published and kept version in a
     continued run. Steps that are trained again after a crash keep their reference version."""
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_is_known(cls, loss: str) -> str:
+        if loss not in LOSS_NAMES and re.fullmatch(r"[\w.]+:\w+", loss) is None:
+            raise ValueError(f"expected {', '.join(LOSS_NAMES)}, or module:function of your code")
+        return loss
 
 
 class TrainerConfig(Section):

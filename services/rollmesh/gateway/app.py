@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +9,69 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
-from rollmesh.gateway.backend_protocols import Actions, Reads
-from rollmesh.gateway.models import SnapshotEvent, TickEvent
-from rollmesh.gateway.rest_routes import PREFIX, action_router, read_router
+from rollmesh.checkpoints.api_token import api_token
+from rollmesh.config import RunConfig
+from rollmesh.gateway.action_routes import ActionRoutes
+from rollmesh.gateway.archive import Archive
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.mesh_poller import MeshPoller
+from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
+from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
+from rollmesh.gateway.viewer import Viewer, open_tokenizer
 from rollmesh.runtime.api_app import api_app
 from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.public_http import accepted_hosts
 from rollmesh.runtime.request_guard import RequestMetrics
-from rollmesh.runtime.token_check import Check
+from rollmesh.runtime.token_check import Check, no_check, token_check
+from rollmesh.store import TrajectoryStore
 
 PAGE = Path(__file__).parent / "page"
 
 
-def create_app(
-    reads: Reads,
-    actions: Actions,
-    *,
-    read_check: Check,
-    action_check: Check,
-    openai_url: Callable[[], str | None],
-    metrics: RequestMetrics,
-    hosts: Sequence[str] = (),
-    most_bytes: int = 8 << 20,
-    page: Path = PAGE,
+def build_app(
+    config: RunConfig,
+    store: TrajectoryStore,
+    poller: MeshPoller,
+    metrics: GatewayMetrics,
+    requests: RequestMetrics,
+    host: str,
 ) -> FastAPI:
-    """Build the application; ``openai_url`` returns the address of the OpenAI-compatible API if it is known."""
+    """Build the application of one run; the token guards actions, and reads if gateway.token_for_reads is set."""
+    check = token_check(api_token(config))
+    read_check = check if config.gateway.token_for_reads else no_check
+    viewer = Viewer(store, Archive(config), open_tokenizer(config))
     app = api_app(
         "gateway",
         "Live state of a run, and operator actions.",
         PREFIX,
-        [read_router(reads, read_check), action_router(actions, action_check), _openai_pointer(openai_url, read_check)],
-        metrics,
-        hosts=hosts,
-        most_bytes=most_bytes,
+        [
+            ReadRoutes(config, store, poller, viewer).router(read_check),
+            ActionRoutes(config, store, metrics).router(check),
+            _openai_pointer(config, read_check),
+        ],
+        requests,
+        hosts=accepted_hosts(config, host),
+        most_bytes=config.gateway.max_request_bytes,
         further_models=(SnapshotEvent, TickEvent),
     )
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         # Revalidate on every load: an old page may not match the API.
-        return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
+        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
 
-    app.mount("/page", _Static(directory=page), name="page")
+    app.mount("/page", _Static(directory=PAGE), name="page")
     return app
 
 
-def _openai_pointer(openai_url: Callable[[], str | None], check: Check) -> APIRouter:
+def _openai_pointer(config: RunConfig, check: Check) -> APIRouter:
     """Return a route that refuses every call of ``/v1`` and names the service that answers it."""
     api = APIRouter(prefix="/v1", dependencies=[Depends(check)], include_in_schema=False)
 
     @api.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     def moved(path: str) -> None:
-        url = openai_url()
+        url = next((each.url for each in read_endpoints(Path(config.folder), "agents")), None)
         hint = f"use {url}" if url else "call the agents service of the run; agents.enabled=true starts one"
         raise NotFound(f"/v1/{path}: the gateway does not serve the OpenAI-compatible API", hint=hint)
 

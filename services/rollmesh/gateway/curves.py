@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rollmesh.gateway.models import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
+from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.gateway.thinning import Curve
 from rollmesh.runtime.api_errors import BadRequest
 from rollmesh.step_metrics import curves, lookup, number

@@ -14,7 +14,7 @@ from functools import cached_property
 from pydantic import BaseModel
 
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.models import SnapshotEvent, TickEvent
+from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
 from rollmesh.runtime.api_errors import Busy
 
 _KEPT_TICKS = 16

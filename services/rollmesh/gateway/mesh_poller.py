@@ -16,7 +16,7 @@ from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, read_snapshot
-from rollmesh.gateway.models import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.runtime.api_errors import Busy
@@ -25,7 +25,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.json_lines import JsonLinesTail
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import TrajectoryMark
 
@@ -58,7 +58,7 @@ class MeshPoller:
         self._config = config
         self._metrics = metrics
         self._health = health
-        self._schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
+        self._schedule = Schedule.from_config(config)
         self._timeline = TimelineTracker(config.gateway.timeline_rollouts, WINDOW_SECONDS)
         self._cursors: dict[str, int] = {}
         self._rates = RateWindow()
@@ -103,7 +103,7 @@ class MeshPoller:
             async with asyncio.timeout(_POLL_SECONDS):
                 await self._read_folder()
                 await self._reports.read_queue()
-                snapshot = await read_snapshot(self._store, self._schedule)
+                snapshot = await read_snapshot(self._store)
                 await self._read_slow_facts()
                 delta = await self._follow(snapshot)
         except (StoreError, TimeoutError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.models import (
+from rollmesh.gateway.models.live import (
     DropView,
     EvaluationView,
     GeneratorView,
@@ -21,8 +21,7 @@ from rollmesh.gateway.models import (
     StalenessBin,
 )
 from rollmesh.mesh import Desired, MeshView
-from rollmesh.scheduling.decide import decide, needs_groups
-from rollmesh.scheduling.resolved_schedule import Schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRecord, StoreCounts
 from rollmesh.types import GeneratorRecord
@@ -49,12 +48,11 @@ class MeshSnapshot:
     """Worker name by session."""
 
 
-async def read_snapshot(store: TrajectoryStore, schedule: Schedule) -> MeshSnapshot:
+async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
     """Read all state except single trajectories."""
     rollback = await store.rollbacks.pending()
-    view = await store.mesh.view(groups=False)
     return MeshSnapshot(
-        view=await store.mesh.view() if needs_groups(schedule, view) else view,
+        view=await store.mesh.view(groups=False),
         counts=await store.mesh.counts(),
         desired=await store.leadership.desired(),
         generators=await store.generators.live(),
@@ -115,6 +113,8 @@ def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> 
             waiting=r.waiting_count,
             slots=r.slot_count,
             kv_token_capacity=r.kv_token_capacity,
+            kv_tokens_used=r.kv_tokens_used,
+            preemptions=r.preemption_total,
         )
         for r in ordered
     ]
@@ -195,17 +195,19 @@ def run_state(snapshot: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str
         return "failed", snapshot.failure
     if view.is_complete and view.policy_train_step >= schedule.train_steps:
         return "complete", ""
-    waiting_for = decide(schedule, view).waiting_for
     if view.recovering:
-        return "recovering", waiting_for
+        return "recovering", view.rests_until
     if view.policy_version < 0:
         return "starting", "the trainer to publish the initial policy"
-    if (switched := view.user_paused or view.launcher_paused) or snapshot.desired.paused:
+    desired = snapshot.desired
+    if view.rests_until or desired.paused:
         # The leader writes its reason with a delay; a pause by the operator or the launcher takes effect immediately.
-        return "paused", waiting_for if switched else snapshot.desired.reason or waiting_for
+        return "paused", view.rests_until or desired.reason or desired.waiting_for
     if not any(generator.serving for generator in snapshot.generators):
         return "running", "a generator that serves"
-    return "running", waiting_for
+    if not desired.pool_size:
+        return "running", "a rollout worker that leads the mesh"
+    return "running", desired.waiting_for
 
 
 def _paused_by(view: MeshView, state: RunState) -> tuple[PausedBy, ...]:

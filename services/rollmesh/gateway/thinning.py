@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 MOST_POINTS = 4096
 
@@ -77,11 +78,4 @@ class Curve:
 
 def _merged(points: Sequence[Point], size: int) -> list[Point]:
     """Merge every ``size`` neighbors into one point."""
-    return [_as_one(points[at : at + size]) for at in range(0, len(points), size)]
-
-
-def _as_one(points: Iterable[Point]) -> Point:
-    first, *others = points
-    for other in others:
-        first = first.merged(other)
-    return first
+    return [reduce(Point.merged, points[at : at + size]) for at in range(0, len(points), size)]

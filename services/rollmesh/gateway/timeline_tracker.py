@@ -4,73 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from rollmesh.gateway.models import RolloutSpan, Timeline, TimelineDelta, VersionInterval
+from rollmesh.gateway.models.live import RolloutSpan, Timeline, TimelineDelta, VersionInterval
 from rollmesh.store.inspection import TrajectoryMark
 from rollmesh.types import TrajectoryState
 
 GONE = "gone"
 """State of a rollout whose group has left the queue."""
-
-
-@dataclass(slots=True)
-class _Interval:
-    policy_version: int
-    start: float
-    end: float
-    tokens: int
-
-
-@dataclass(slots=True)
-class _Rollout:
-    trajectory_id: str
-    start: float
-    worker: str
-    birth_version: int
-    tokens: int
-    generator: str = ""
-    state: str = TrajectoryState.LEASED.value
-    end: float | None = None
-    intervals: list[_Interval] = field(default_factory=list)
-
-    def grow(self, mark: TrajectoryMark, now: float) -> bool:
-        """Apply the mark of one poll; return True if it changed the rollout."""
-        changed = (mark.token_count, mark.state, mark.generator) != (self.tokens, self.state, self.generator)
-        new = mark.token_count - self.tokens
-        if new < 0:  # its environment was lost and the rollout restarted
-            self.intervals, new = [], mark.token_count
-        if new and mark.newest_version is not None:
-            self._add(mark.newest_version, new, now)
-        self.tokens, self.state, self.generator = mark.token_count, mark.state, mark.generator
-        return changed
-
-    def _add(self, version: int, tokens: int, now: float) -> None:
-        last = self.intervals[-1] if self.intervals else None
-        if last is not None and last.policy_version == version:
-            last.end = now
-            last.tokens += tokens
-        else:
-            start = last.end if last is not None else self.start
-            self.intervals.append(_Interval(policy_version=version, start=start, end=now, tokens=tokens))
-
-    def span(self) -> RolloutSpan:
-        """Return the rollout as the API shows it."""
-        intervals = [
-            VersionInterval(policy_version=i.policy_version, start=i.start, end=i.end, tokens=i.tokens)
-            for i in self.intervals
-        ]
-        return RolloutSpan(
-            id=self.trajectory_id,
-            start=self.start,
-            end=self.end,
-            state=self.state,
-            worker=self.worker,
-            generator=self.generator or None,
-            birth_version=self.birth_version,
-            tokens=self.tokens,
-            intervals=intervals,
-        )
 
 
 class TimelineTracker:
@@ -79,8 +19,8 @@ class TimelineTracker:
     def __init__(self, most: int, window_seconds: float) -> None:
         self._most = most
         self._window_seconds = window_seconds
-        self._live: OrderedDict[str, _Rollout] = OrderedDict()
-        self._ended: OrderedDict[str, _Rollout] = OrderedDict()
+        self._live: OrderedDict[str, RolloutSpan] = OrderedDict()
+        self._ended: OrderedDict[str, RolloutSpan] = OrderedDict()
         self._time = 0.0
         self._in_flight = 0
 
@@ -114,21 +54,18 @@ class TimelineTracker:
             time=now,
             in_flight=in_flight,
             left_out=self._left_out(),
-            changed=[rollout.span() for rollout in taken if rollout is not None and rollout.trajectory_id not in gone],
+            changed=[span for span in taken if span is not None and span.id not in gone],
             removed=removed,
         )
 
     def timeline(self) -> Timeline:
         """Return all known rollouts."""
-        rollouts = sorted(
-            (*self._live.values(), *self._ended.values()), key=lambda rollout: (rollout.start, rollout.trajectory_id)
-        )
         return Timeline(
             time=self._time,
             window_seconds=self._window_seconds,
             in_flight=self._in_flight,
             left_out=self._left_out(),
-            rollouts=[rollout.span() for rollout in rollouts],
+            rollouts=sorted((*self._live.values(), *self._ended.values()), key=lambda span: (span.start, span.id)),
         )
 
     def _left_out(self) -> int:
@@ -136,53 +73,76 @@ class TimelineTracker:
 
     def _update_one(
         self, trajectory_id: str, mark: TrajectoryMark | None, workers: Mapping[str, str], now: float
-    ) -> _Rollout | None:
+    ) -> RolloutSpan | None:
         """Return the rollout if the poll has changed it."""
-        rollout = self._live.get(trajectory_id)
+        known = self._live.get(trajectory_id)
         leased = mark is not None and mark.state == TrajectoryState.LEASED
-        if rollout is None:
+        if known is None:
             return self._begin(mark, workers, now) if mark is not None and leased else None
-        changed = rollout.grow(mark, now) if mark is not None else True
-        if leased and mark is not None:
-            worker = workers.get(mark.session, rollout.worker)
-            changed, rollout.worker = changed or worker != rollout.worker, worker
-            return rollout if changed else None
-        rollout.end = now
-        rollout.state = GONE if mark is None else mark.state
-        self._ended[trajectory_id] = self._live.pop(trajectory_id)
-        return rollout
+        span = known if mark is None else _grown(known, mark, now)
+        if mark is not None and leased:
+            self._live[trajectory_id] = span = span.model_copy(
+                update={"worker": workers.get(mark.session, known.worker)}
+            )
+            return span if span != known else None
+        del self._live[trajectory_id]
+        self._ended[trajectory_id] = span = span.model_copy(
+            update={"end": now, "state": GONE if mark is None else mark.state}
+        )
+        return span
 
-    def _begin(self, mark: TrajectoryMark, workers: Mapping[str, str], now: float) -> _Rollout | None:
+    def _begin(self, mark: TrajectoryMark, workers: Mapping[str, str], now: float) -> RolloutSpan | None:
         if self.room <= 0:
             return None
         before = self._ended.pop(mark.trajectory_id, None)
         if before is not None:  # leased again after a pause
-            before.end = None
-            before.worker = workers.get(mark.session, before.worker)
-            before.grow(mark, now)
-            rollout = before
+            span = before.model_copy(update={"end": None, "worker": workers.get(mark.session, before.worker)})
         else:
-            rollout = _Rollout(
-                trajectory_id=mark.trajectory_id,
+            span = RolloutSpan(
+                id=mark.trajectory_id,
                 start=now if mark.lease_time is None else min(now, mark.lease_time),
+                end=None,
+                state=mark.state,
                 worker=workers.get(mark.session, ""),
+                generator=None,
                 birth_version=mark.birth_version or 0,
                 tokens=0,
+                intervals=[],
             )
-            rollout.grow(mark, now)
-        self._live[mark.trajectory_id] = rollout
-        return rollout
+        self._live[mark.trajectory_id] = span = _grown(span, mark, now)
+        return span
 
     def _remove_old(self, now: float) -> list[str]:
         removed = []
         while self._ended:
-            trajectory_id, rollout = next(iter(self._ended.items()))
-            old = rollout.end is not None and now - rollout.end > self._window_seconds
+            trajectory_id, span = next(iter(self._ended.items()))
+            old = span.end is not None and now - span.end > self._window_seconds
             if not old and len(self._live) + len(self._ended) <= self._most:
                 break
             del self._ended[trajectory_id]
             removed.append(trajectory_id)
         return removed
+
+
+def _grown(span: RolloutSpan, mark: TrajectoryMark, now: float) -> RolloutSpan:
+    """Return the rollout with the mark of one poll."""
+    new, intervals = mark.token_count - span.tokens, span.intervals
+    if new < 0:  # its environment was lost and the rollout restarted
+        new, intervals = mark.token_count, []
+    if new and mark.newest_version is not None:
+        intervals = _extended(intervals, span.start, mark.newest_version, new, now)
+    changes = {"tokens": mark.token_count, "state": mark.state, "generator": mark.generator or None}
+    return span.model_copy(update={**changes, "intervals": intervals})
+
+
+def _extended(
+    intervals: Sequence[VersionInterval], start: float, version: int, tokens: int, now: float
+) -> list[VersionInterval]:
+    """Return the intervals with the new tokens of a version."""
+    *earlier, last = intervals or [VersionInterval(policy_version=version, start=start, end=start, tokens=0)]
+    if last.policy_version == version:
+        return [*earlier, last.model_copy(update={"end": now, "tokens": last.tokens + tokens})]
+    return [*intervals, VersionInterval(policy_version=version, start=last.end, end=now, tokens=tokens)]
 
 
 def new_ids(found: Sequence[str], rollouts: TimelineTracker) -> list[str]:

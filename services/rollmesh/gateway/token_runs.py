@@ -3,139 +3,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rollmesh.gateway.models import TokenRun
-from rollmesh.types import Float32Array, Int32Array, Segment, SegmentSource, Trajectory
+from rollmesh.gateway.models.items import TokenRun
+from rollmesh.segments import join_segments, slice_segment
+from rollmesh.types import Int32Array, Segment, SegmentSource, Trajectory
 
 Pieces = Callable[[npt.ArrayLike], list[str]]
 """Text that each token adds (``Tokenizer.pieces``)."""
+Source = Literal["prompt", "policy", "environment"]
 
 _LEAD = 8
 """Tokens before a page that are decoded with it: a character may begin there."""
 _DIGITS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    source: Literal["prompt", "policy", "environment"]
-    first: int
-    """Position from the start of the prompt."""
-    token_ids: Int32Array
-    logprobs: Float32Array | None
-    policy_version: int | None
-    kv_min_version: int | None
-    temperature: float | None
-
-    def follows(self, other: _Span) -> bool:
-        """Tell whether both belong to one run."""
-        key = (self.source, self.policy_version, self.kv_min_version, self.temperature)
-        return key == (other.source, other.policy_version, other.kv_min_version, other.temperature)
-
-
 def token_runs(
     trajectory: Trajectory, first_token: int, token_limit: int, pieces: Pieces | None
 ) -> tuple[list[TokenRun], int | None]:
     """Return runs of up to ``token_limit`` tokens from a position on, and the position of the next page."""
-    spans = _merged(_spans(trajectory))
-    token_ids = np.concatenate([span.token_ids for span in spans]) if spans else np.empty(0, np.int32)
+    prompt_ids = trajectory.prompt.token_ids
+    token_ids = np.concatenate([prompt_ids, trajectory.response_ids])
     last = min(len(token_ids), first_token + token_limit)
-    texts = _texts(token_ids, first_token, last, pieces)
-    prompt_tokens = len(trajectory.prompt.token_ids)
-    runs = [
-        run
-        for span in spans
-        if (run := _run(span, first_token, last, texts, prompt_tokens)) is not None
-    ]  # fmt: skip
+    lead = max(0, first_token - _LEAD)
+    texts = None if pieces is None else pieces(token_ids[lead:last])
+    runs: list[TokenRun] = []
+    start = 0
+    for source, segment in _parts(trajectory):
+        begin, end = max(first_token, start), min(last, start + len(segment))
+        if begin < end:
+            part = slice_segment(segment, begin - start, end - start)
+            shown = None if texts is None else texts[begin - lead : end - lead]
+            runs.append(_run(source, part, begin - len(prompt_ids), shown))
+        start += len(segment)
     return runs, last if last < len(token_ids) else None
 
 
-def _spans(trajectory: Trajectory) -> list[_Span]:
-    prompt = trajectory.prompt.token_ids
-    spans = [
-        _Span(
-            source="prompt",
-            first=0,
-            token_ids=prompt,
-            logprobs=None,
-            policy_version=None,
-            kv_min_version=None,
-            temperature=None,
-        )
-    ]
-    at = len(prompt)
-    for segment in trajectory.segments:
-        spans.append(_segment_span(segment, at))
-        at += len(segment)
-    return [span for span in spans if len(span.token_ids)]
+def _parts(trajectory: Trajectory) -> Iterator[tuple[Source, Segment]]:
+    """Yield the prompt and the response, with equal neighbors joined: a rollout is saved in many small segments."""
+    yield "prompt", _environment(trajectory.prompt.token_ids)
+    whole = (
+        segment if segment.source is SegmentSource.POLICY else _environment(segment.token_ids)
+        for segment in trajectory.segments
+        if len(segment)
+    )
+    for segment in join_segments(whole):
+        yield "policy" if segment.source is SegmentSource.POLICY else "environment", segment
 
 
-def _segment_span(segment: Segment, first: int) -> _Span:
-    is_policy = segment.source is SegmentSource.POLICY
-    return _Span(
-        source="policy" if is_policy else "environment",
-        first=first,
-        token_ids=segment.token_ids,
-        logprobs=segment.behavior_logprobs if is_policy else None,
+def _environment(token_ids: Int32Array) -> Segment:
+    """Make a segment of tokens whose version and temperature are not shown."""
+    source = SegmentSource.ENVIRONMENT
+    return Segment(token_ids=token_ids, behavior_logprobs=None, policy_version=0, kv_min_version=0, source=source)
+
+
+def _run(source: Source, segment: Segment, position: int, texts: list[str] | None) -> TokenRun:
+    is_policy, logprobs = source == "policy", segment.behavior_logprobs
+    return TokenRun(
+        source=source,
         policy_version=segment.policy_version if is_policy else None,
         kv_min_version=segment.kv_min_version if is_policy else None,
+        position=position,
+        token_ids=segment.token_ids.tolist(),
+        texts=texts,
+        logprobs=None if logprobs is None else [_rounded(value) for value in logprobs.tolist()],
         temperature=segment.temperature if is_policy else None,
-    )
-
-
-def _merged(spans: Sequence[_Span]) -> list[_Span]:
-    """Merge equal neighbors: a rollout is saved in many small segments."""
-    groups: list[list[_Span]] = []
-    for span in spans:
-        if groups and span.follows(groups[-1][0]):
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return [group[0] if len(group) == 1 else _merge(group) for group in groups]
-
-
-def _merge(group: Sequence[_Span]) -> _Span:
-    head = group[0]
-    logprobs = [span.logprobs for span in group if span.logprobs is not None]
-    return _Span(
-        source=head.source,
-        first=head.first,
-        token_ids=np.concatenate([span.token_ids for span in group]),
-        logprobs=np.concatenate(logprobs) if logprobs else None,
-        policy_version=head.policy_version,
-        kv_min_version=head.kv_min_version,
-        temperature=head.temperature,
-    )
-
-
-def _texts(token_ids: Int32Array, first: int, last: int, pieces: Pieces | None) -> dict[int, str] | None:
-    """Return text by position, for the positions of one page."""
-    if pieces is None:
-        return None
-    begin = max(0, first - _LEAD)
-    found = pieces(token_ids[begin:last])
-    return {begin + at: text for at, text in enumerate(found)}
-
-
-def _run(span: _Span, first: int, last: int, texts: dict[int, str] | None, prompt_tokens: int) -> TokenRun | None:
-    begin, end = max(first, span.first), min(last, span.first + len(span.token_ids))
-    if begin >= end:
-        return None
-    inside = slice(begin - span.first, end - span.first)
-    return TokenRun(
-        source=span.source,
-        policy_version=span.policy_version,
-        kv_min_version=span.kv_min_version,
-        position=begin - prompt_tokens,
-        token_ids=span.token_ids[inside].tolist(),
-        texts=None if texts is None else [texts[at] for at in range(begin, end)],
-        logprobs=None if span.logprobs is None else [_rounded(value) for value in span.logprobs[inside].tolist()],
-        temperature=span.temperature,
     )
 
 

@@ -8,14 +8,14 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, Conflict, DataError
 from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.models import Outcome, TrajectoryDetail, TrajectoryPage, TrajectorySummary
+from rollmesh.gateway.models.items import Outcome, TrajectoryDetail, TrajectoryPage, TrajectorySummary
 from rollmesh.gateway.token_runs import Pieces, token_runs
 from rollmesh.runtime.api_errors import NotFound
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import InspectedTrajectory, TrajectoryMark
 from rollmesh.text import Tokenizer
-from rollmesh.types import GroupState, RewardOutcome, Trajectory, TrajectoryState
+from rollmesh.types import RewardOutcome, Trajectory, TrajectoryState
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -34,6 +34,11 @@ class Viewer:
         self._store = store
         self._archive = archive
         self._pieces: Pieces | None = None if tokenizer is None else tokenizer.pieces
+
+    @property
+    def has_text(self) -> bool:
+        """True if token ids come with their text."""
+        return self._pieces is not None
 
     async def page(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
         """Return one page of the queue."""
@@ -92,7 +97,7 @@ class Viewer:
         return detail.model_copy(
             update={
                 "members": [each.trajectory_id for each in members],
-                "state": (GroupState.CONSUMED if consumed else GroupState.CUT).value,
+                "state": "consumed" if consumed else "cut",
                 "found_in": "batch",
                 "train_step": found.train_step,
             }

@@ -16,19 +16,19 @@ _FAILED = frozenset({"failed", "invalid"})
 class CallTrace:
     """Span of one call. Its events are ``prefilled`` at the first token and ``segment`` at each change of version."""
 
-    def __init__(self, traceparent: str, trajectory_id: str, context_tokens: int) -> None:
+    def __init__(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Open the span of a call that has just arrived, in the trace of its caller."""
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         self._span = tracer().span(
-            "generate", traceparent, kind="server", trajectory=trajectory_id, context_tokens=context_tokens
+            "generate",
+            str(metadata.get("traceparent", "")),
+            kind="server",
+            trajectory=request.trajectory_id,
+            context_tokens=len(request.context_ids.data) // 4,
         )
         self._tokens = 0
-        self._versions: list[int] = []
-        self._kv_min_version: int | None = None
-
-    @classmethod
-    def of(cls, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> CallTrace:
-        """Open the span of a call that has just arrived, in the trace of its caller."""
-        traceparent = _metadata(context.invocation_metadata() or (), "traceparent")
-        return cls(traceparent, request.trajectory_id, len(request.context_ids.data) // 4)
+        self._policy_versions: list[int] = []
+        self._segment: dict[str, int] = {}
 
     def chunk(self, chunk: Chunk) -> None:
         """Record the tokens of a chunk."""
@@ -36,25 +36,17 @@ class CallTrace:
             return
         if not self._tokens:
             self._span.event("prefilled", cached_tokens=chunk.cached_token_count)
-        if self._versions[-1:] != [chunk.policy_version] or self._kv_min_version != chunk.kv_min_version:
-            self._span.event(
-                "segment",
-                policy_version=chunk.policy_version,
-                kv_min_version=chunk.kv_min_version,
-                first_token=self._tokens,
-            )
-            if self._versions[-1:] != [chunk.policy_version]:
-                self._versions.append(chunk.policy_version)
-            self._kv_min_version = chunk.kv_min_version
+        versions = {"policy_version": chunk.policy_version, "kv_min_version": chunk.kv_min_version}
+        if versions != self._segment:
+            self._span.event("segment", **versions, first_token=self._tokens)
+            if self._policy_versions[-1:] != [chunk.policy_version]:
+                self._policy_versions.append(chunk.policy_version)
+            self._segment = versions
         self._tokens += len(chunk.token_ids)
 
     def end(self, ended: str) -> None:
         """End the span; ``ended`` is the end reason as in ``generator_metrics.CALL_ENDS``."""
-        self._span.set(tokens=self._tokens, policy_versions=self._versions, ended=ended)
+        self._span.set(tokens=self._tokens, policy_versions=self._policy_versions, ended=ended)
         if ended in _FAILED:
             self._span.fail(ended)
         self._span.end()
-
-
-def _metadata(pairs: Any, key: str) -> str:
-    return next((str(value) for name, value in pairs if name == key), "")

@@ -29,11 +29,8 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prefill_tokens", "Context tokens computed.", "prefill_token_total"),
     ("reprefill_tokens", "Context tokens computed again after a generator sampled them.", "reprefill_token_total"),
     ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
-    (
-        "decode_steps",
-        "Decode steps; absent with engine=sglang, whose server does not report them.",
-        "decode_step_total",
-    ),
+    ("preemptions", "Calls that lost their cache because it was full.", "preemption_total"),
+    ("decode_steps", "Decode steps; absent for an engine that does not count them.", "decode_step_total"),
     (
         "calls_held_back",
         "Times a call was held because its caller was late to save the tokens.",
@@ -62,26 +59,31 @@ class GeneratorMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._ended = metrics.counter(
-            "rollmesh_generator_calls_ended_total", "Generation calls ended, by reason.", ("reason",)
+            "rollmesh_generator_calls_ended_total", "Generation calls ended, by reason.", {"reason": CALL_ENDS}
         )
-        for reason in CALL_ENDS:
-            self._ended.labels(reason=reason)
         self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
         self._last_call = metrics.gauge(
             "rollmesh_generator_last_call_timestamp_seconds", "Time at which a generation call last ended."
         )
         self.reloads = metrics.counter("rollmesh_generator_reloads_total", "Attempts to load a policy version.")
         self._failures = metrics.counter(
-            "rollmesh_generator_reload_failures_total", "Loads that failed; the old policy stays.", ("reason",)
+            "rollmesh_generator_reload_failures_total",
+            "Loads that failed; the old policy stays.",
+            {"reason": RELOAD_FAILURES},
         )
-        for reason in RELOAD_FAILURES:
-            self._failures.labels(reason=reason)
         self.reload_bytes = metrics.counter("rollmesh_generator_reload_bytes_total", "Bytes of policies loaded.")
         self.reload_seconds = metrics.histogram(
             "rollmesh_generator_reload_seconds", "Time to load and serve a new version, verification included."
         )
         self.pause_seconds = metrics.histogram(
             "rollmesh_generator_reload_pause_seconds", "Time during which a reload held decoding, canary included."
+        )
+        self.reload_wait_seconds = metrics.histogram(
+            "rollmesh_generator_reload_wait_seconds",
+            "Time for which a new version waited for its turn; only with generator.reload_at_once.",
+        )
+        self.reload_waiting = metrics.gauge(
+            "rollmesh_generator_reload_waiting", "1 while a new version waits because other generators load."
         )
         self.last_reload = metrics.gauge(
             "rollmesh_generator_last_reload_timestamp_seconds", "Time at which the policy in the engine was loaded."
@@ -114,34 +116,26 @@ class EngineCollector(Collector):
     def __init__(self, status: Callable[[], EngineStatus], serving_state: ServingState) -> None:
         self._status = status
         self._serving_state = serving_state
-        self._counted: EngineStatus | None = None
+        self._counted = EngineStatus()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of one scrape."""
         try:
-            status: EngineStatus | None = self._status()
-            self._counted = status
+            status = self._counted = self._status()
         except EngineError:
-            status = None
+            status = EngineStatus(policy_version=0)
         counted = self._counted
         for name, text, field in _COUNTERS:
-            value = getattr(counted, field) if counted is not None else 0
+            value = getattr(counted, field)
             if value is not None:
                 yield CounterMetricFamily(f"rollmesh_generator_{name}", text, value=value)
         for name, text, field in _GAUGES:
-            value = float(getattr(status, field)) if status is not None else 0.0
-            yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=value)
+            yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=float(getattr(status, field)))
+        context_tokens = counted.cached_token_total + counted.prefill_token_total
         yield GaugeMetricFamily(
             "rollmesh_generator_cached_token_ratio",
             "Share of context tokens copied from a prefix cache, since the engine started.",
-            value=_cached_ratio(counted),
+            value=counted.cached_token_total / max(1, context_tokens),
         )
         serving = 0.0 if self._serving_state.reason else 1.0
         yield GaugeMetricFamily("rollmesh_generator_serving", "1 while the generator accepts calls.", value=serving)
-
-
-def _cached_ratio(status: EngineStatus | None) -> float:
-    """Return the share of cached context tokens; 0 before the first one."""
-    if status is None or not status.cached_token_total:
-        return 0.0
-    return status.cached_token_total / (status.cached_token_total + status.prefill_token_total)

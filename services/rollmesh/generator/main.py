@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
-from rollmesh.generator.engines.engine_factory import build_engine
 from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
+from rollmesh.generator.engines.engine_registry import build_engine
 from rollmesh.generator.generation_service import GenerationService
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
-from rollmesh.generator.interrupt_all import interrupt_all
 from rollmesh.generator.policy_watcher import PolicyWatcher
 from rollmesh.generator.registration import Registration
+from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
-from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.grpc import HealthReporter, create_server
-from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
+from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -40,54 +35,48 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for options that cannot work on this machine, StoreUnavailable if Redis is unreachable at
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
-    host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health = Metrics("generator"), Health()
-    async with AsyncExitStack() as stack:
-        engine = build_engine(config, index)
-        stack.push_async_callback(engine.aclose)
-        admin_port = await stack.enter_async_context(
-            admin_server(metrics, health, host, config.network.admin_port, security)
-        )
-        observer = StoreCallMetrics(metrics)
-        store = await stack.enter_async_context(
+    engine = build_engine(config, index)
+    async with service_host(config, "generator", index) as host:
+        host.stack.push_async_callback(engine.aclose)
+        observer = StoreCallMetrics(host.metrics)
+        store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
         # Not earlier: a port that listens without an answer lets callers wait that a closed port would send elsewhere.
-        server = create_server(security)
-        grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
+        server = create_server(host.security)
+        grpc_port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
         serving_state = ServingState(address=advertised(config, grpc_port))
-        metrics.registry.register(EngineCollector(engine.status, serving_state))
-        service_metrics = GeneratorMetrics(metrics)
+        host.metrics.registry.register(EngineCollector(engine.status, serving_state))
+        service_metrics = GeneratorMetrics(host.metrics)
+        rules = ReloadRules.from_config(config)
         watcher = PolicyWatcher(
             engine,
             store.policies,
             open_checkpoints(config),
             serving_state,
             service_metrics,
-            health,
+            host.health,
             mode=OnNewVersion(config.generator.on_new_version),
             canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
+            rules=rules,
+            turns=ReloadTurns(
+                store.reloads,
+                serving_state.instance_id,
+                service_metrics,
+                at_once=rules.at_once,
+                ttl=config.store.session_ttl_seconds,
+            ),
         )
         service = GenerationService(engine, serving_state, service_metrics, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
         await server.start()
         # Handlers still in progress at shutdown must close their streams: the run file limits the time for that.
-        stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        admin = advertised(config, admin_port)
-        stack.enter_context(
-            published_endpoint(
-                Path(config.folder),
-                service="generator",
-                index=index,
-                grpc=serving_state.address,
-                admin=admin,
-                run=config.name,
-            )
-        )
+        host.stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
+        host.publish(grpc=serving_state.address)
         registration = Registration(
-            store.generators, engine, serving_state, service_metrics, health, reporter, config.store
+            store.generators, engine, serving_state, service_metrics, host.health, reporter, config.store
         )
         await _run(shutdown, engine, serving_state, watcher, registration)
 
@@ -112,6 +101,6 @@ async def _run(
         serving_state.drain()
         ended = await cancel_and_wait(waiting, drained, *loops)
         await registration.leave()
-        interrupted = await interrupt_all(engine, serving_state) if serving_state.started else 0
+        interrupted = await serving_state.interrupt_all(engine) if serving_state.started else 0
         log.info("left_the_mesh", interrupted_calls=interrupted)
     raise_first_error(ended)

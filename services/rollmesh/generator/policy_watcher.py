@@ -2,8 +2,8 @@
 
     consumes     announced policies (store), policy folders (checkpoint store)
     produces     the policy in the engine; the generator's serving state
-    waits for    a version above the newest seen, or a pin
-    unblocked by the trainer's announcement
+    waits for    a version that the rules want (scheduling/next_policy.py), or its turn to load it
+    unblocked by the trainer's announcement, a pin, the leader's version floor, the end of another generator's load
 
 If a policy cannot be served, the old weights keep serving and the reason is logged and counted. If the old weights are
 lost too, the generator ends its calls and stays paused and out of rotation until a version passes.
@@ -25,13 +25,14 @@ from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavai
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.interrupt_all import interrupt_all
+from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger, note_policy_version
 from rollmesh.runtime.retry import Backoff
 from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.runtime.tracing import tracer
+from rollmesh.scheduling.next_policy import ReloadRules, next_policy
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import PolicyRecord
 
@@ -60,6 +61,8 @@ class PolicyWatcher:
         mode: OnNewVersion,
         canary: Canary,
         max_context_tokens: int,
+        rules: ReloadRules,
+        turns: ReloadTurns,
     ) -> None:
         self._engine = engine
         self._registry = registry
@@ -70,7 +73,11 @@ class PolicyWatcher:
         self._mode = mode
         self._canary = canary
         self._max_context_tokens = max_context_tokens
+        self._rules = rules
+        self._turns = turns
         self._serving: VerifiedPolicy | None = None
+        self._served: PolicyRecord | None = None
+        """Announcement of ``_serving``."""
         self._unchecked = False
         """True while the engine holds weights that passed no canary: it stays paused and out of rotation."""
         self._settled: PolicyRecord | None = None
@@ -117,45 +124,56 @@ class PolicyWatcher:
 
     def _ended(self, record: PolicyRecord, load: asyncio.Task[None]) -> None:
         if not load.cancelled() and isinstance(error := load.exception(), Exception):
-            self._refused(record, error.reason if isinstance(error, CheckpointError) else "engine", error)
+            self._refused(record, error)
 
     async def _load_if_changed(self) -> bool:
-        """Load the effective policy if it has changed; return False if the load must be retried soon."""
-        record = await self._registry.effective(self._serving_state.instance_id)
-        if record is None or record == self._settled or await self._store_lost_policies(record):
-            newest = await self._registry.wait(self._newest_seen, _PIN_POLL_SECONDS)
-            self._newest_seen = max(self._newest_seen, newest.policy_version if newest else -1)
-            return True
+        """Load the policy that the rules want; return False if the load must be retried soon."""
+        outlook = await self._registry.outlook(self._serving_state.instance_id)
+        choice = next_policy(
+            self._served,
+            outlook.newest,
+            outlook.pinned,
+            self._rules,
+            required_version=outlook.required_version,
+            in_rotation=not (self._unchecked or self._serving_state.out_of_rotation),
+        )
+        if choice is None or choice.record == self._settled:
+            self._turns.clear()
+            return await self._wait()
+        async with self._turns.turn(choice.record.policy_version, urgent=choice.urgent) as granted:
+            return await self._load_or_refuse(choice.record) if granted else await self._wait()
+
+    async def _wait(self) -> bool:
+        """Wait until a version is announced or it is time to look for a pin; returns True: nothing failed."""
+        newest = await self._registry.wait(self._newest_seen, _PIN_POLL_SECONDS)
+        self._newest_seen = max(self._newest_seen, newest.policy_version if newest else -1)
+        return True
+
+    async def _load_or_refuse(self, record: PolicyRecord) -> bool:
+        """Load a policy; returns False if the load must be retried soon."""
         try:
             await self._load(record)
         except CheckpointError as error:
-            reason = Reason(error.reason)
-            self._refused(record, reason.value, error)
-            if reason in _RETRIED_REASONS:
+            self._refused(record, error)
+            if error.reason in _RETRIED_REASONS:
                 return False
-        except CanaryFailed as error:
-            self._refused(record, "canary", error)
         except EngineLost as error:
             # The engine cannot recover: the process exits and its supervisor starts a new one.
             self._serving_state.take_out_of_service(str(error))
-            self._refused(record, "engine", error)
+            self._refused(record, error)
             raise
         except EngineError as error:
-            self._refused(record, "engine", error)
+            self._refused(record, error)
             if not self._serving_state.started:
                 # The first load: no older policy serves, so the process exits. A final error also ends the run.
                 raise
         self._settled = record
         return True
 
-    async def _store_lost_policies(self, record: PolicyRecord) -> bool:
-        """Tell whether Redis has lost recent policies: versions only increase, unless an older one is pinned."""
-        serving = self._serving
-        if serving is None or record.policy_version >= serving.manifest.policy_version:
-            return False
-        return await self._registry.pinned(self._serving_state.instance_id) is None
-
-    def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
+    def _refused(self, record: PolicyRecord, error: Exception) -> None:
+        reason = "canary" if isinstance(error, CanaryFailed) else "engine"
+        if isinstance(error, CheckpointError):
+            reason = error.reason
         self._metrics.reload_failed(reason)
         if reason not in TRANSIENT:
             self._serving_state.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _RETRIED_REASONS)
@@ -195,7 +213,7 @@ class PolicyWatcher:
         else:
             await self._start(policy)
             pause_seconds = 0.0
-        self._serving = policy
+        self._serving, self._served = policy, record
         seconds = time.monotonic() - started
         self._metrics.reload_seconds.observe(seconds)
         self._metrics.pause_seconds.observe(pause_seconds)
@@ -280,22 +298,20 @@ class PolicyWatcher:
             self._log.error("old_policy_not_loaded", policy_version=version, message=str(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_INTERRUPT_SECONDS):
-                    await interrupt_all(self._engine, self._serving_state)
+                    await self._serving_state.interrupt_all(self._engine)
             return False
         return True
 
     async def _check_canary(self, policy: VerifiedPolicy) -> None:
-        scores = await self._canary_scores(policy.manifest)
-        self._metrics.canary_gap.set(scores.gap)
-        self._canary.check(scores)
-
-    async def _canary_scores(self, manifest: Manifest) -> CanaryScores:
+        manifest = policy.manifest
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
         engine = await self._engine.score(sequences)
-        trainer = [np.array(c.logprobs[: len(scores)]) for scores, c in zip(engine, manifest.canary, strict=True)]
-        return CanaryScores(
+        trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
+        scores = CanaryScores(
             policy_version=manifest.policy_version,
             engine_logprobs=np.concatenate(engine).astype(np.float64),
             trainer_logprobs=np.concatenate(trainer).astype(np.float64),
             weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
         )
+        self._metrics.canary_gap.set(scores.gap)
+        self._canary.check(scores)

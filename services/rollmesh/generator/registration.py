@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import StoreUnavailable
-from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.generator.engines.engine_protocol import Engine, EngineStatus
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.grpc import HealthReporter
@@ -50,24 +50,24 @@ class Registration:
     def record(self) -> GeneratorRecord:
         """Build the current entry; EngineError if the engine has failed."""
         serving_state = self._serving_state
-        status = self._engine.status() if serving_state.started else None
+        status = self._engine.status() if serving_state.started else EngineStatus()
         return GeneratorRecord(
             instance_id=serving_state.instance_id,
             address=serving_state.address,
-            policy_version=-1 if status is None else status.policy_version,
-            running_count=0 if status is None else status.running_count,
-            waiting_count=0 if status is None else status.waiting_count,
-            slot_count=0 if status is None else status.slot_count,
-            kv_token_capacity=0 if status is None else status.kv_token_capacity,
+            policy_version=status.policy_version,
+            running_count=status.running_count,
+            waiting_count=status.waiting_count,
+            slot_count=status.slot_count,
+            kv_tokens_used=status.kv_tokens_used,
+            kv_token_capacity=status.kv_token_capacity,
+            preemption_total=status.preemption_total,
             serving=not serving_state.reason,
             reason=serving_state.reason,
             loading_version=serving_state.loading_version,
             refused_version=serving_state.refused_version,
             refused_count=serving_state.refused_count,
             refused_reason=serving_state.refused_reason,
-            work=GeneratorWork(generated_tokens=0)
-            if status is None
-            else GeneratorWork(
+            work=GeneratorWork(
                 prefill_tokens=status.prefill_token_total,
                 reprefill_tokens=status.reprefill_token_total,
                 running_slot_seconds=round(status.running_slot_seconds_total, 3),

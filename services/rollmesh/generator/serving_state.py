@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from rollmesh.errors import GenerationRefused
+from rollmesh.errors import GenerationRefused, RollmeshError
+from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.runtime.logging import get_logger
+
+_STRAGGLER_SECONDS = 0.2
+"""Time between two interruptions, for admitted calls that have not reached the engine yet."""
 
 
 @dataclass(slots=True)
@@ -78,16 +83,25 @@ class ServingState:
             self.loading_version = None
             self.changed.set()
 
-    @property
-    def call_count(self) -> int:
-        """Admitted calls that have not ended."""
-        return self._call_count
-
     async def until_idle(self) -> None:
         """Wait until every admitted call has ended."""
         while self._call_count:
             self._idle.clear()
             await self._idle.wait()
+
+    async def interrupt_all(self, engine: Engine) -> int:
+        """End every admitted call as interrupted; returns the number of calls ended. Admission must be closed."""
+        count = 0
+        while self._call_count:
+            try:
+                count += await engine.interrupt()
+            except RollmeshError as error:  # a failed engine has already sent the error to its callers
+                get_logger("generator").warning("interrupt_failed", message=str(error))
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STRAGGLER_SECONDS):
+                    await self.until_idle()
+        return count
 
     def drain(self) -> None:
         """Reject all further calls; the process then shuts down."""

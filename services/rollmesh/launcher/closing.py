@@ -10,14 +10,13 @@ from rich.console import Console
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
-from rollmesh.config.data import PythonSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.source_factory import build_prompt_source
+from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 
 
@@ -83,7 +82,7 @@ def _committed_on_disk(config: RunConfig) -> int:
 
 def _epoch_size(config: RunConfig) -> int | None:
     """Return the number of prompts per epoch; None for prompts from user code or prompts that cannot be opened here."""
-    if isinstance(config.data.source, PythonSource):
+    if config.data.source.runs_user_code:
         return None
     try:
         tokenizer = Tokenizer(resolve_model(config.model.path))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from rollmesh.config import RunConfig
-from rollmesh.scheduling import expected_staleness, resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
 
 _ADMISSION_SHARE = 0.8
@@ -31,6 +31,8 @@ class Estimate:
     """Memory limit of the embedded server; None for an external server."""
     slot_count: int
     """Calls that all generators together decode at once."""
+    surplus_share: float
+    """Share of the launched trajectories that are cut off as spare members."""
 
     def table(self) -> Table:
         """Return the estimate as a table for the console."""
@@ -40,6 +42,8 @@ class Estimate:
         table.add_row("max_staleness", f"{self.max_staleness}", "train steps, enforced")
         table.add_row("expected staleness", f"{self.expected_staleness:.2f}", "train steps, about pool_size / (B n)")
         table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
+        if self.surplus_share:
+            table.add_row("surplus", f"{self.surplus_share:.0%}", "of the launched trajectories, cut off unfinished")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
         table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_meaning())
         return table
@@ -55,19 +59,17 @@ class Estimate:
 
 def estimate(config: RunConfig) -> Estimate:
     """Compute the estimate of ``config``. Raises ConfigError for an impossible schedule."""
-    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
-    group_size = config.schedule.group_size
-    batch = config.schedule.groups_per_batch * group_size
-    capacity = (schedule.max_staleness + 1) * config.schedule.groups_per_batch
-    longest = trajectory_bytes(config.rollout.max_new_tokens, config.rollout.partial_save_tokens)
-    per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + group_size * round(longest)
+    schedule = Schedule.from_config(config)
+    longest = trajectory_bytes(schedule.longest_trajectory_tokens, schedule.partial_save_tokens)
+    per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + schedule.launched_members * round(longest)
     return Estimate(
         pool_size=schedule.pool_size,
         max_staleness=schedule.max_staleness,
-        trajectories_per_batch=batch,
-        expected_staleness=expected_staleness(schedule),
-        capacity_groups=capacity,
-        queue_bytes=capacity * per_group,
+        trajectories_per_batch=schedule.groups_per_batch * schedule.group_size,
+        expected_staleness=schedule.expected_staleness,
+        capacity_groups=schedule.window_groups,
+        queue_bytes=schedule.window_groups * per_group,
         queue_limit_bytes=config.store.maxmemory_bytes if config.store.url is None else None,
         slot_count=config.generator.replicas * config.generator.slots,
+        surplus_share=schedule.spare_members / schedule.launched_members,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,9 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Return the JSON line, with the details next to the other fields."""
-        record = {
-            "policy_version": self.policy_version,
-            "n": self.n,
-            "mean": self.mean,
-            "standard_error": self.standard_error,
-            "discarded": self.discarded,
-            "when": self.when,
-            "seconds": self.seconds,
-            **self.details,
-        }
-        return json.dumps(record)
+        record = asdict(self)
+        details = record.pop("details")
+        return json.dumps(record | details)
 
     @property
     def description(self) -> str:

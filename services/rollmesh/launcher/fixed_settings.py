@@ -7,9 +7,11 @@ comparable. A section name includes all of its fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rollmesh.config import RunConfig
+from rollmesh.scheduling import Schedule
 
 _NOT_COMPARABLE = "rewards and evaluations of one run are compared with each other"
 
@@ -34,7 +36,9 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     "the queue applies it to every group and batch of the run": (
         *("schedule.preset", "schedule.groups_per_batch", "schedule.group_size", "schedule.max_staleness"),
+        *("schedule.window_groups", "schedule.wave_batches", "schedule.spare_groups", "schedule.spare_members"),
         *("schedule.on_stale", "schedule.filter_zero_variance", "rollout.max_attempts", "store.session_ttl_seconds"),
+        *("schedule.start_order", "schedule.resume_order"),
     ),
     "it defines a train step, and steps replayed after a crash must be identical": (
         *("trainer.lr_schedule", "trainer.warmup_steps", "trainer.weight_decay", "trainer.betas"),
@@ -47,6 +51,16 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 }
 """Fixed fields and sections by reason."""
 
+_RESOLVED = (
+    "max_staleness",
+    "window_groups",
+    "wave_batches",
+    "spare_groups",
+    "spare_members",
+    "on_stale",
+    "start_order",
+)
+"""Fields of the schedule section of which null is the value of the preset."""
 _REASONS = {name: reason for reason, names in FIXED.items() for name in names}
 
 
@@ -59,12 +73,18 @@ def reason_to_keep(field: str) -> str | None:
 
 def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
     """Return the changed fixed settings with their reasons; empty when the run may be continued."""
-    # The key is not compared: no file contains it, and the check of the manifests rejects a wrong one.
-    old, new = (run.model_dump(mode="json", exclude={"checkpoints": {"secret"}}) for run in (before, now))
+    old, new = (_with_resolved_schedule(run) for run in (before, now))
     found = {name: reason_to_keep(name) for name in sorted(_differences(old, new))}
     if now.trainer.train_steps < before.trainer.train_steps:
         found["trainer.train_steps"] = f"it may only grow, and was {before.trainer.train_steps}"
     return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _with_resolved_schedule(run: RunConfig) -> dict[str, Any]:
+    """Return the fields of a run file with the numbers of its preset: to write one of them out is no change."""
+    values, schedule = run.model_dump(mode="json"), asdict(Schedule.from_config(run))
+    values["schedule"] |= {name: schedule[name] for name in values["schedule"] if name in _RESOLVED}
+    return values
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluation_journal import EvaluationJournal
+from rollmesh.launcher.inline_services import InlineServices, Serve
 from rollmesh.launcher.mesh_token import with_mesh_token
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
@@ -20,13 +21,13 @@ from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_polls import AddressNotes, ServiceTime
 from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs
-from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
+from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.scheduling import resolve_schedule, run_limits
+from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class LocalMesh:
         progress: RunProgress,
         timeline: TimelineRecorder,
         client: AdminClient,
+        inline: InlineServices | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -59,9 +61,11 @@ class LocalMesh:
         self._redis_url = running.url
         self.progress = progress
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
-        self.supervisor = Supervisor(config.launcher.restart_limit, progress.note)
+        start: StartService = start_process if inline is None else inline.start
+        self.supervisor = Supervisor(config.launcher.restart_limit, progress.note, start=start)
         self._service_time = ServiceTime(folder.path, client, self.supervisor)
-        self._scaler = ReplicaScaler(config, folder, running.store.scaling, self.supervisor, progress.note)
+        scaling = running.store.scaling if inline is None else None
+        self._scaler = ReplicaScaler(config, folder, scaling, self.supervisor, progress.note)
         self._addresses = AddressNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
@@ -236,16 +240,24 @@ class LocalMesh:
 
 @contextlib.asynccontextmanager
 async def local_mesh(
-    config: RunConfig, folder: RunFolder, shutdown: asyncio.Event, console: Console
+    config: RunConfig,
+    folder: RunFolder,
+    shutdown: asyncio.Event,
+    console: Console,
+    serve: Mapping[str, Serve] | None = None,
 ) -> AsyncIterator[LocalMesh]:
-    """Open the mesh of a run folder whose lock the caller holds; services are not started yet."""
-    steps = config.trainer.train_steps
+    """Open the mesh of a run folder whose lock the caller holds; services are not started yet.
+
+    With ``serve`` the services are these functions, run in this process.
+    """
+    schedule = Schedule.from_config(config)
     progress = RunProgress(
         console,
-        train_steps=steps,
-        pool_size=resolve_schedule(config.schedule, steps).pool_size,
+        train_steps=schedule.train_steps,
+        pool_size=schedule.pool_size,
         metrics=folder.metrics,
         samples=folder.samples,
+        live=serve is None,
     )
     config = with_mesh_token(config, folder)
     security = PortSecurity.from_config(config.security)
@@ -255,5 +267,6 @@ async def local_mesh(
     ):
         timeline = TimelineRecorder(running.store, folder, client)
         await running.store.limits.init_run(run_limits(config))
+        inline = None if serve is None else InlineServices(folder.config_file, serve)
         with progress:
-            yield LocalMesh(config, folder, running, shutdown, progress, timeline, client)
+            yield LocalMesh(config, folder, running, shutdown, progress, timeline, client, inline)

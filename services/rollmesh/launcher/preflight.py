@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 from pathlib import Path
 
 from rollmesh.checkpoints.describe import read_json
 from rollmesh.config import RunConfig
-from rollmesh.config.data import CountdownSource, JsonlSource, ReasoningGymSource, RewardConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.services import SglangConfig
+from rollmesh.config.reward import RewardConfig
 from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.launcher.estimate import Estimate, estimate
 from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
-
-_PROBE_SECONDS = 60.0
 
 
 def check_run(config: RunConfig) -> Estimate:
@@ -31,16 +26,15 @@ def check_run(config: RunConfig) -> Estimate:
     _check_model(config)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
-    # Without a shared folder this machine may run any service, and only generator machines have SGLang.
-    if config.generator.engine == "sglang" and config.generator.sglang.url is None and config.network.shared_folder:
-        check_sglang(config.generator.sglang)
+    # Without a shared folder this machine may run any service, and only generator machines have the engine.
+    if config.network.shared_folder:
+        ENGINES[config.generator.engine].check_machine(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
-    for field in ("source", "evaluation_source"):
-        source = getattr(config.data, field)
-        if isinstance(source, JsonlSource) and not Path(source.path).is_file():
+    for field, source in config.data.sources.items():
+        if source.table_path is not None and not Path(source.table_path).is_file():
             raise ConfigError(
-                f"data.{field}.path={source.path}: no such file (paths are relative to {Path.cwd()}, where the "
+                f"data.{field}.path={source.table_path}: no such file (paths are relative to {Path.cwd()}, where the "
                 "command was started)"
             )
     return needs
@@ -60,40 +54,16 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
-def check_sglang(server: SglangConfig) -> None:
-    """Check that the configured Python, by default this one, can start SGLang; raises ConfigError otherwise."""
-    python = server.python
-    field = f"generator.sglang.python={python or 'this Python'}"
-    fix = "install the extra rollmesh[sglang] there, or name an interpreter that has it"
-    if python is None:
-        if importlib.util.find_spec("sglang") is None:
-            raise ConfigError(f"{field}: has no SGLang; {fix}")
-        return
-    probe = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('sglang') else 7)"
-    try:
-        result = subprocess.run(
-            [python, "-c", probe],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-            env={**os.environ, **server.environment},
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{field}: cannot be run: {error}") from error
-    if result.returncode:
-        raise ConfigError(f"{field}: has no SGLang; {fix}{result.stderr.strip() and ': ' + result.stderr.strip()}")
-
-
 def _check_verifier_is_used(config: RunConfig) -> None:
     """Reject a configured verifier that would never be called: prompts of generated tasks name their own verifier."""
-    sources = [s for s in (config.data.source, config.data.evaluation_source) if s is not None]
-    generated = {s.type for s in sources if isinstance(s, CountdownSource | ReasoningGymSource)}
+    sources = config.data.sources.values()
+    own = {source.task_verifier for source in sources}
+    types = " and ".join(sorted({source.type for source in sources}))
     default = RewardConfig.model_fields["verifier"].default
-    if len(generated) == len({s.type for s in sources}) and config.reward.verifier not in generated | {default}:
+    if all(own) and config.reward.verifier not in own | {default}:
         raise ConfigError(
             f"reward.verifier={config.reward.verifier}: would never be used, because every prompt of the "
-            f"{' and '.join(sorted(generated))} source is scored by that task's own verifier; remove reward.verifier, "
+            f"{types} source is scored by that task's own verifier; remove reward.verifier, "
             "or provide the prompts as a jsonl, parquet or python source"
         )
 

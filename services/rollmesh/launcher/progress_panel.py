@@ -1,4 +1,4 @@
-"""Console progress of a run: a live panel on a terminal, one line every few seconds elsewhere."""
+"""Console progress of a run: a live panel on a terminal, one line every few seconds or per train step elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class _Rates:
 class RunProgress:
     """Console progress of one run, used as a context manager."""
 
-    def __init__(self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path) -> None:
+    def __init__(
+        self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path, live: bool = True
+    ) -> None:
+        """Without ``live`` each train step is one line, so that a debugger can use the terminal."""
         self._console = console
         self._steps = train_steps
         self._pool_size = pool_size
@@ -56,7 +59,9 @@ class RunProgress:
         self._report: Mapping[str, Any] = {}
         self._sample: Mapping[str, Any] = {}
         self._last_line = 0.0
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._per_step = not live
+        panel = live and console.is_terminal
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if panel else None
 
     def __enter__(self) -> RunProgress:
         if self._live is not None:
@@ -77,17 +82,21 @@ class RunProgress:
 
     def update(self, sample: MeshSample, waiting_for: str = "") -> None:
         """Show the newest sample of the mesh and the newest step report."""
-        for report in self._metrics.read():
+        reports = self._metrics.read()
+        for report in reports:
             self._report = report
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
         facts = _facts(sample, self._report, rate, self._steps, self._pool_size)
+        serving = any(g.serving for g in sample.generators)
+        waited = time.monotonic() - self._last_line >= _LINE_SECONDS
+        due = bool(reports) if self._per_step and serving else waited
         if self._live is not None:
             self._live.update(self._panel(sample, facts, waiting_for))
-        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+        elif due:
             self._last_line = time.monotonic()
-            if any(g.serving for g in sample.generators):
+            if serving:
                 self.note(" | ".join(f"{name} {value}" for name, value in facts.items() if value != _NOTHING))
             else:
                 self.note(f"waiting for {waiting_for}")

@@ -38,7 +38,7 @@ async def running_store(
     ``note`` receives a description of the data lost in a repair of the server's files.
     """
     if config.store.url is not None:
-        async with connected_store(config, config.store.url) as store:
+        async with await TrajectoryStore.connect(config.store, config.name) as store:
             yield RunningStore(store=store, url=config.store.url)
         return
     server = embedded_server(config, folder, note)
@@ -46,7 +46,7 @@ async def running_store(
     stopping = asyncio.Event()
     watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if started or owner else None
     try:
-        async with connected_store(config, server.url) as store:
+        async with await TrajectoryStore.connect(config.store, config.name, server.url) as store:
             try:
                 yield RunningStore(store=store, url=server.url)
             finally:
@@ -60,16 +60,6 @@ async def running_store(
                 await watch
             finally:
                 await asyncio.to_thread(server.stop)
-
-
-@contextlib.asynccontextmanager
-async def connected_store(config: RunConfig, url: str) -> AsyncIterator[TrajectoryStore]:
-    """Connect a store client to the run of ``config``."""
-    store = await TrajectoryStore.connect(config.store, run=config.name, url=url)
-    try:
-        yield store
-    finally:
-        await store.aclose()
 
 
 def embedded_server(

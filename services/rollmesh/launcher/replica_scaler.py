@@ -55,10 +55,11 @@ class ReplicaScaler:
         self,
         config: RunConfig,
         folder: RunFolder,
-        scaling: Scaling,
+        scaling: Scaling | None,
         supervisor: Supervisor,
         note: Callable[[str], None],
     ) -> None:
+        """Without ``scaling`` the replicas of the run file are fixed."""
         self._config = config
         self._folder = folder
         self._scaling = scaling
@@ -93,13 +94,16 @@ class ReplicaScaler:
     async def end(self) -> None:
         """Stop scaling, and record in the store that no launcher applies requests any more."""
         self._services = ()
+        if self._scaling is None:
+            return
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
                 await self._scaling.leave()
 
     async def _requests(self) -> dict[str, int]:
         """Read the wanted replicas by local service; note each impossible request once and ignore it."""
-        requests = await self._scaling.take(f"{os.uname().nodename}:{os.getpid()}")
+        launcher = f"{os.uname().nodename}:{os.getpid()}"
+        requests = {} if self._scaling is None else await self._scaling.take(launcher)
         wanted = {service: self._configured[service] for service in self._services}
         for service in self._services:
             if service not in requests:

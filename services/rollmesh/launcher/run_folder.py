@@ -23,7 +23,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,43 +34,36 @@ from rollmesh.report.recorded_run import FAILURE_FILE
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside a run folder."""
+    """Paths inside a run folder, as listed above."""
 
     path: Path
 
     @property
     def config_file(self) -> Path:
-        """The resolved run file."""
         return self.path / "config.yaml"
 
     @property
     def logs(self) -> Path:
-        """One log file per service process."""
         return self.path / "logs"
 
     @property
     def redis(self) -> Path:
-        """Data of the embedded server."""
         return self.path / "redis"
 
     @property
     def timeline(self) -> Path:
-        """Samples of the mesh, JSON lines."""
         return self.path / "timeline.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """Step reports, JSON lines."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
-        """Sample completions, JSON lines."""
         return self.path / "samples.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """Evaluations, JSON lines."""
         return self.path / "evaluations.jsonl"
 
     def note_failure(self, message: str) -> None:
@@ -99,7 +91,7 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
 

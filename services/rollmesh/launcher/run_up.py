@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import PoliciesRefused, StoreUnavailable
 from rollmesh.launcher.closing import missing_at_the_end, queue_account
 from rollmesh.launcher.evaluations import evaluate_version, finish_evaluations
+from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
@@ -30,15 +31,19 @@ class RunResult:
     """Final counts of the queue, for the audit; None when the user stopped the run."""
 
 
-async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -> RunResult:
+async def run_up(
+    config: RunConfig, shutdown: asyncio.Event, console: Console, serve: Mapping[str, Serve] | None = None
+) -> RunResult:
     """Start or continue the run of ``config``; return when training is complete or ``shutdown`` is set.
+
+    With ``serve`` the services are these functions, run in this process.
 
     Raises ServiceFailed when a service exceeds the restart limit, PoliciesRefused when every generator refuses the
     newest policy, ConfigError when another launcher holds the folder.
     """
     with locked_run_folder(config) as folder:
         folder.forget_failure()
-        async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console) as mesh:
+        async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console, serve) as mesh:
             try:
                 await _train(mesh)
                 account = await mesh.answer(lambda: queue_account(mesh.store, config), "the final counts of the queue")

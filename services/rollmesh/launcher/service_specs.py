@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import configured_replicas
+from rollmesh.config.secrets import secret_environment
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 
@@ -31,16 +32,8 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         # All processes share one run file here, so each one binds a free port.
         "ROLLMESH_NETWORK__GRPC_PORT": "0",
         "ROLLMESH_NETWORK__ADMIN_PORT": "0",
+        **secret_environment(config),
     }
-    secrets = {
-        "ROLLMESH_STORE__PASSWORD": config.store.password,
-        "ROLLMESH_STORE__SENTINEL_PASSWORD": config.store.sentinel_password,
-        "ROLLMESH_CHECKPOINTS__SECRET": config.checkpoints.secret,
-        "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY": config.generator.sglang.admin_key,
-        "ROLLMESH_SECURITY__TOKEN": config.security.token,
-        "ROLLMESH_GATEWAY__TOKEN": config.gateway.token,
-    }
-    environment |= {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}
     if config.security.token_file is not None:
         environment["ROLLMESH_SECURITY__TOKEN_FILE"] = json.dumps(config.security.token_file)
         environment["ROLLMESH_SECURITY__OPEN_METRICS"] = json.dumps(config.security.open_metrics)

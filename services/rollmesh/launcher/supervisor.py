@@ -1,4 +1,4 @@
-"""Supervision of child processes: restart with back-off, one log file per child, orderly shutdown.
+"""Supervision of services: restart with back-off, one log file per child, orderly shutdown.
 
 A child fails the run when it exits more often than the restart limit within ten minutes of ready time. Startup and the
 delay before a restart do not count: on a slow machine a start takes minutes, and a child that fails at every startup
@@ -12,9 +12,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
@@ -57,10 +58,67 @@ class ServiceSpec:
         return f"{self.service}-{self.index}"
 
 
+class ServiceProcess(Protocol):
+    """A started service."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status; None while the service runs."""
+
+    async def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send SIGTERM or SIGKILL."""
+
+
+class _ProcessGroup:
+    """A service in a process group of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+StartService = Callable[[ServiceSpec], Awaitable[ServiceProcess]]
+
+
+async def start_process(spec: ServiceSpec) -> ServiceProcess:
+    """Start a service as a process that appends its output to its log."""
+    with spec.log_file.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,
+        )
+    return _ProcessGroup(process)
+
+
 @dataclass(slots=True)
 class _Child:
     spec: ServiceSpec
-    process: asyncio.subprocess.Process | None = None
+    process: ServiceProcess | None = None
     task: asyncio.Task[None] | None = None
     stopping: bool = False
     retirement: asyncio.Task[None] | None = None
@@ -83,7 +141,9 @@ class Supervisor:
         restart_limit: int,
         note: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        start: StartService = start_process,
     ) -> None:
+        self._start = start
         self._limit = restart_limit
         self._note = note
         self._clock = clock
@@ -151,7 +211,7 @@ class Supervisor:
             if child.task is not None:
                 child.task.cancel()
             if child.process is not None and child.process.returncode is None:
-                _signal_group(child.process.pid, signal.SIGKILL)
+                child.process.send_signal(signal.SIGKILL)
                 await child.process.wait()
             if child.retirement is not None:
                 await child.retirement
@@ -206,16 +266,8 @@ class Supervisor:
     async def _run_once(self, child: _Child) -> int:
         spec = child.spec
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_file.open("ab") as log:
-            child.log_start = log.tell()
-            child.process = await asyncio.create_subprocess_exec(
-                *spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **spec.environment},
-                start_new_session=True,
-            )
+        child.log_start = spec.log_file.stat().st_size if spec.log_file.exists() else 0
+        child.process = await self._start(spec)
         return await child.process.wait()
 
     async def _retire(self, child: _Child) -> None:
@@ -232,14 +284,14 @@ class Supervisor:
             if child.task is not None:
                 child.task.cancel()
             return
-        _signal_group(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         try:
             # Not wait_for: on Python 3.11 it may swallow the cancellation by a second Ctrl-C.
             async with asyncio.timeout(child.spec.grace_seconds):
                 await process.wait()
         except TimeoutError:
             self._log.warning("service_killed_after_grace", name=child.spec.name, grace=child.spec.grace_seconds)
-            _signal_group(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             await process.wait()
 
     def _fail(self, spec: ServiceSpec, reason: str) -> None:
@@ -249,8 +301,3 @@ class Supervisor:
             return
         if not self.failed.done():
             self.failed.set_result(reason)
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)

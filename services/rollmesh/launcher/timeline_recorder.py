@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,19 +59,10 @@ class MeshSample:
 
     def to_json(self) -> str:
         """Return the sample as one line of ``timeline.jsonl``."""
-        view = asdict(self.view)
+        record = asdict(self)
         for omitted in ("listed", "ready", "stalest_open", "desired", "failure"):
-            view.pop(omitted)
-        generators = [asdict(load) for load in self.loads]
-        record: dict[str, Any] = {
-            "t": self.t,
-            "view": view,
-            "generators": generators,
-            "generated_token_total": self.generated_token_total,
-            "generated_tokens": dict(self.generated_tokens),
-            "saved_token_total": self.saved_token_total,
-            "dropped": dict(self.dropped),
-        }
+            record["view"].pop(omitted)
+        record["generators"] = record.pop("loads")
         return json.dumps(record, separators=(",", ":"))
 
 

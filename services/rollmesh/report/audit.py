@@ -9,31 +9,32 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.copy_check import MOST_BYTES, CopyCheck
 from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
-from rollmesh.config.services import CheckpointConfig
+from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
-from rollmesh.mesh import Cursor
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult, AuditVerdict
-from rollmesh.report.findings import CommittedSteps, Findings, problems, unchecked
+from rollmesh.report.findings import problems, unchecked
 from rollmesh.report.ledger_counts import (
     QueueAccount,
     StalenessRule,
+    Trained,
     lost_groups,
     read_batches,
     train_steps_of_versions,
 )
 from rollmesh.report.published import PublishedPolicies
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.rescore import ExactScorer, SegmentScorer, rescore
+from rollmesh.report.rescore import rescore
 from rollmesh.report.series import train_series
-from rollmesh.runtime.imports import many_imports
 from rollmesh.types import PolicyRecord
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
     """
     folder = RecordedRun(run_folder)
     result = _audit(folder, open_checkpoints(folder), account, progress)
-    temporary = folder.path / f".{AUDIT_FILE}.{os.getpid()}.tmp"
-    temporary.write_text(result.to_json(), encoding="utf-8")
-    os.replace(temporary, folder.path / AUDIT_FILE)
+    folder.replace_file(AUDIT_FILE, result.to_json())
     return result
 
 
@@ -98,7 +97,8 @@ def print_audit(result: AuditResult, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollmesh.report.sentences import audit_claims, gap, verdict_line
+    from rollmesh.report.formats import gap
+    from rollmesh.report.sentences import audit_claims, verdict_line
 
     if result.rescoring is not None and result.rescoring.versions:
         table = Table(box=None, title="re-scored by policy version", title_justify="left")
@@ -122,39 +122,49 @@ def print_audit(result: AuditResult, console: Console) -> None:
 def _audit(
     folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
 ) -> AuditResult:
+    from rich.progress import Progress
+
     registry = None if account is None else account.policies
-    steps = _committed_steps(folder, store, registry or ())
+    committed, announced, unsound = _newest_steps(store, registry or ())
     train_steps = known_train_steps(folder, store, account)
-    rule = _staleness_rule(folder)
-    keep_last = None if folder.config is None else folder.config.checkpoints.keep_last
-    with _progress(progress) as stage:
-        read = stage("reading batch files", max(steps.committed, 0))
-        trained, damaged = read_batches(store, steps.committed, rule, train_steps, read)
+    config = folder.config
+    dtype = "float32" if config is None else config.model.dtype
+    rule = StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=folder.mask_old_segments)
+    with Progress(console=progress, transient=True, disable=progress is None or not progress.is_terminal) as bars:
+        reading = bars.add_task("reading batch files", total=max(committed, 0))
+        trained, damaged = read_batches(store, committed, rule, train_steps, partial(bars.advance, reading))
+        scoring = bars.add_task("re-scoring policy versions", total=len(trained.pure_segments))
+        keep_last = None if config is None else config.checkpoints.keep_last
         rescoring = rescore(
             store,
             trained,
             PublishedPolicies(store, registry, train_steps, keep_last),
-            dtype=_dtype(folder),
+            dtype=dtype,
             train_steps=train_steps,
-            load=_load_scorer,
-            load_exact=_load_exact_scorer if _dtype(folder) == "float32" else None,
-            advance=stage("re-scoring policy versions", len(trained.pure_segments)),
+            advance=partial(bars.advance, scoring),
         )
-    findings = Findings(
-        steps=steps,
-        trained=trained,
+        if config is not None and config.checkpoints.remote:
+            bars.add_task("comparing the copies in the bucket", total=None)
+        copies = store.check_copies()
+    result = AuditResult(
+        run=folder.path.resolve().name if config is None else config.name,
+        committed_step=committed,
+        announced_step=announced,
+        unsound_states=unsound,
+        batch_files=max(committed, 0) - sum(step <= committed for step in damaged),
         damaged=damaged,
-        rule=rule,
-        lost=None if account is None else lost_groups(account, trained.steps_of_group),
+        max_staleness=folder.max_staleness,
+        copies_note="" if copies is None else _copies_note(copies),
         rescoring=rescoring,
-        config_problem=folder.config_problem,
-        on_new_version=None if folder.config is None else folder.config.generator.on_new_version,
-        failure=folder.failure,
     )
-    return _result(folder, findings, account)
+    result = _with_queue(_with_counts(result, trained), account, trained)
+    failed = tuple(problems(result, folder, {} if copies is None else copies.damaged))
+    incomplete = tuple(unchecked(rescoring, None if config is None else config.generator.on_new_version))
+    return replace(result, problems=failed, unchecked=incomplete, green=not (failed or incomplete))
 
 
-def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequence[PolicyRecord]) -> CommittedSteps:
+def _newest_steps(store: CheckpointStore, registry: Sequence[PolicyRecord]) -> tuple[int, int, dict[str, str]]:
+    """Return the newest committed and the newest announced train step (-1 without one), and the damaged states."""
     # Read before the states: during a run, a later read could find a policy newer than the states already read.
     announced = [record.train_step for record in (*registry, *store.complete_policies(announced_only=True))]
     announced += [policy.train_step for policy in store.unsound_policies() if policy.announced]
@@ -168,29 +178,15 @@ def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequ
             # A run in progress may have pruned it meanwhile.
             if any(state.folder == newest.folder for state in store.committed_states()):
                 unsound[newest.folder.name] = str(error)
-    config = folder.config
-    return CommittedSteps(
-        committed=judged.sound[0].train_step if judged.sound else -1,
-        announced=max(announced, default=-1),
-        state_every_steps=1 if config is None else config.checkpoints.state_every_steps,
-        train_steps=None if config is None else config.trainer.train_steps,
-        unsound=unsound,
-    )
+    committed = judged.sound[0].train_step if judged.sound else -1
+    return committed, max(announced, default=-1), unsound
 
 
-def _result(folder: RecordedRun, findings: Findings, account: QueueAccount | None) -> AuditResult:
-    trained = findings.trained
-    failed, incomplete = tuple(problems(findings)), tuple(unchecked(findings))
-    committed = findings.steps.committed
+def _with_counts(result: AuditResult, trained: Trained) -> AuditResult:
+    """Add the counts over the batch files."""
     counted = trained.staleness.total()
-    dropped = {} if account is None else account.dropped
-    return AuditResult(
-        run=folder.config.name if folder.config is not None else folder.path.resolve().name,
-        committed_step=committed,
-        announced_step=findings.steps.announced,
-        unsound_states=dict(findings.steps.unsound),
-        batch_files=max(committed, 0) - sum(step <= committed for step in findings.damaged),
-        damaged=dict(findings.damaged),
+    return replace(
+        result,
         groups=trained.groups,
         trajectories=trained.trajectories,
         trained_tokens=trained.loss_tokens,
@@ -198,80 +194,41 @@ def _result(folder: RecordedRun, findings: Findings, account: QueueAccount | Non
         trained_twice=trained.trained_twice(),
         trajectories_twice={t: tuple(groups) for t, groups in trained.trajectories_twice.items()},
         off_policy_token_share=trained.off_policy_tokens / trained.loss_tokens if trained.loss_tokens else None,
-        max_staleness=findings.rule.max_staleness,
         largest_staleness=max(trained.staleness, default=None),
         mean_staleness=sum(s * n for s, n in trained.staleness.items()) / counted if counted else None,
         staleness_counts=dict(sorted(trained.staleness.items())),
         staleness_violations=tuple(trained.violations),
         staleness_unknown=trained.unknown,
-        lost=findings.lost,
-        lost_note=_lost_note(account, trained.cursor),
-        forgotten=_forgotten(account, trained.cursor),
-        dropped=dict(sorted(Counter(why for g, why in dropped.items() if g not in trained.steps_of_group).items())),
-        dropped_and_trained=tuple(sorted(dropped.keys() & trained.steps_of_group.keys())),
-        rescoring=findings.rescoring,
-        problems=failed,
-        unchecked=incomplete,
-        green=not (failed or incomplete),
     )
 
 
-def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
+def _with_queue(result: AuditResult, account: QueueAccount | None, trained: Trained) -> AuditResult:
+    """Add the comparison with the queue."""
     if account is None:
-        return "queue unreachable"
-    cursor = account.cursor
+        return replace(result, lost_note="queue unreachable")
+    cursor, seen, steps = account.cursor, trained.cursor, trained.steps_of_group
+    forgotten = (cursor.epoch, cursor.index) < (seen.epoch, seen.index)
     note = f"prompt cursor at epoch {cursor.epoch}, index {cursor.index}; {len(account.live)} groups live"
     if account.forgotten_drops:
         note += f"; the ledger no longer lists {account.forgotten_drops} groups that were dropped long ago"
-    if _forgotten(account, seen):
+    if forgotten:
         note += (
             f"; a batch file records epoch {seen.epoch}, index {seen.index}: Redis was restored to an earlier state, "
             "and the prompts in between had not been admitted again"
         )
+    dropped = Counter(reason for group_id, reason in account.dropped.items() if group_id not in steps)
+    return replace(
+        result,
+        lost=lost_groups(account, steps),
+        lost_note=note,
+        forgotten=forgotten,
+        dropped=dict(sorted(dropped.items())),
+        dropped_and_trained=tuple(sorted(account.dropped.keys() & steps.keys())),
+    )
+
+
+def _copies_note(copies: CopyCheck) -> str:
+    note = f"{copies.compared} of its copies ({copies.compared_bytes:,} bytes) compared with their digests"
+    if copies.skipped:
+        note += f", {len(copies.skipped)} not read, because one audit reads at most {MOST_BYTES:,} bytes of a bucket"
     return note
-
-
-def _forgotten(account: QueueAccount | None, seen: Cursor) -> bool:
-    cursor = None if account is None else account.cursor
-    return cursor is not None and (cursor.epoch, cursor.index) < (seen.epoch, seen.index)
-
-
-def _staleness_rule(folder: RecordedRun) -> StalenessRule:
-    masked = folder.config is not None and folder.config.schedule.on_stale == "mask_old_segments"
-    return StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=masked)
-
-
-def _dtype(folder: RecordedRun) -> str:
-    return folder.config.model.dtype if folder.config is not None else "float32"
-
-
-def _load_scorer(policy: Path) -> SegmentScorer:
-    with many_imports():
-        from rollmesh.trainer.learner.policy_scorer import PolicyScorer
-
-    return PolicyScorer.from_folder(policy)
-
-
-def _load_exact_scorer(policy: Path) -> ExactScorer:
-    import torch
-
-    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
-
-    return PolicyScorer.from_folder(policy, dtype=torch.float64)
-
-
-@contextmanager
-def _progress(console: Console | None) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yield ``stage(name, total) -> advance``; draw bars on a terminal."""
-    if console is None or not console.is_terminal:
-        yield lambda name, total: lambda: None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as bars:
-
-        def stage(name: str, total: int) -> Callable[[], None]:
-            task = bars.add_task(name, total=total)
-            return lambda: bars.advance(task)
-
-        yield stage

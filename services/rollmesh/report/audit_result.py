@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollmesh.errors import DataError
 
 AUDIT_FILE = "audit.json"
-_TUPLES = ("policy_versions", "staleness_violations", "problems", "unchecked", "lost", "dropped_and_trained")
 
 LEAST_SCORED_SHARE = 0.5
 """Share of the policy's tokens that must be scored again for a green verdict; below it the audit is incomplete.
@@ -175,6 +176,8 @@ class AuditResult:
     """Reason why ``lost`` was not checked, or the state of the queue that it was checked against."""
     forgotten: bool = False
     """True if a batch file records later prompts than the queue's cursor: Redis was restored to an earlier state."""
+    copies_note: str = ""
+    """Copies in the bucket that were compared with their digests; empty for a folder."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Number of untrained groups by the reason of their removal, from the ledger of the queue."""
     dropped_and_trained: tuple[str, ...] = ()
@@ -202,18 +205,8 @@ class AuditResult:
     def from_json(cls, text: str) -> Self:
         """Parse the output of ``to_json``. Raises DataError for any other text."""
         try:
-            data = json.loads(text)
-            data.pop("verdict", None)
-            data["damaged"] = {int(k): v for k, v in data.get("damaged", {}).items()}
-            data["staleness_counts"] = {int(k): v for k, v in data.get("staleness_counts", {}).items()}
-            data["trained_twice"] = {k: tuple(v) for k, v in data.get("trained_twice", {}).items()}
-            data["trajectories_twice"] = {k: tuple(v) for k, v in data.get("trajectories_twice", {}).items()}
-            for name in _TUPLES:
-                if data.get(name) is not None:
-                    data[name] = tuple(data[name])
-            data["rescoring"] = _rescoring(data.get("rescoring"))
-            return cls(**data)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
             raise DataError(f"{AUDIT_FILE}: not an audit result: {error}") from error
 
 
@@ -224,10 +217,3 @@ def read_audit(run_folder: Path) -> AuditResult | None:
     except FileNotFoundError:
         return None
     return AuditResult.from_json(text)
-
-
-def _rescoring(data: Any) -> Rescoring | None:
-    if data is None:
-        return None
-    versions = tuple(VersionGap(**version) for version in data.pop("versions"))
-    return Rescoring(**data, versions=versions)

@@ -21,6 +21,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
+from rollmesh.report.formats import listed
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Batch, PolicyRecord, RewardOutcome, Trajectory
 
@@ -235,11 +236,8 @@ def _chosen(batch: Batch, trajectory_id: str | None, limit: int) -> list[Traject
         return everything[:limit]
     chosen = [t for t in everything if t.trajectory_id == trajectory_id]
     if not chosen:
-        known = ", ".join(t.trajectory_id for t in everything[:5])
-        raise DataError(
-            f"trajectory {trajectory_id!r} is not in batch {batch.train_step}; it contains {known}"
-            + (f" and {len(everything) - 5} more" if len(everything) > 5 else "")
-        )
+        known = listed([t.trajectory_id for t in everything])
+        raise DataError(f"trajectory {trajectory_id!r} is not in batch {batch.train_step}; it contains {known}")
     return chosen
 
 
@@ -271,12 +269,11 @@ def _explain(
         except CheckpointError:
             return None  # the old-logprob source then falls back to the sampler, as in training
 
-    masked = config.schedule.on_stale == "mask_old_segments"
     trainer = PolicyTrainer.from_folder(
         policy,
         config.trainer,
         device="cpu",
-        max_token_staleness=folder.max_staleness if masked else None,
+        max_token_staleness=folder.max_staleness if folder.mask_old_segments else None,
         policy_folder=folder_of,
     )
     return trainer.explain(batch, train_steps, store.batch_footer(batch.train_step).settings)

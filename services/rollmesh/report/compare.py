@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rollmesh.report.audit_result import AuditVerdict
+from rollmesh.report.formats import count, duration, percent
 from rollmesh.report.plots import style
 from rollmesh.report.plots.comparison import comparison_plot
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.sentences import NOISE_STANDARD_ERRORS, count, duration, percent
+from rollmesh.report.sentences import NOISE_STANDARD_ERRORS
 from rollmesh.report.series import evaluation_points, train_series
 from rollmesh.report.summary import RunSummary, summarise
 
@@ -44,16 +46,11 @@ class RunArm:
 
     label: str
     runs: tuple[RunSummary, ...]
-    before: Spread | None
-    after: Spread | None
-    train_steps: Spread | None
-    training_seconds: Spread | None
-    trained_tokens: Spread | None
-    generated_tokens: Spread | None
-    off_policy_share: Spread | None
-    mean_staleness: Spread | None
-    green: int
-    """Number of runs with a green audit."""
+
+    @property
+    def after(self) -> Spread | None:
+        """Scores after training."""
+        return spread_of([_score(run) for run in self.runs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +85,7 @@ class EqualityVerdict:
 
 def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
     """Summarise the run folders of each label and compare the first label with each other label."""
-    arms = tuple(_arm(label, tuple(summarise(f) for f in paths)) for label, paths in folders.items())
+    arms = tuple(RunArm(label=label, runs=tuple(map(summarise, paths))) for label, paths in folders.items())
     runs = [run for arm in arms for run in arm.runs]
     names = {run.score_name for run in runs}
     return Comparison(
@@ -107,13 +104,18 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     name = comparison.score_name
     table = Table(title="runs compared (± 1 standard error)", title_justify="left", box=None, padding=(0, 2))
     table.add_column("schedule")
-    for column in ("seed", f"{name} before", f"{name} after", "steps", "training", "tokens", "off-policy", "staleness"):
-        table.add_column(column, justify="right")
+    for heading in ("seed", *(column.heading.format(name) for column in _COLUMNS)):
+        table.add_column(heading, justify="right")
     table.add_column("audit")
     for arm in comparison.arms:
         for run in arm.runs:
-            table.add_row(arm.label, *_run_cells(run), style="dim")
-        table.add_row(arm.label, *_arm_cells(arm), style="bold", end_section=True)
+            seed, audit = "" if run.seed is None else str(run.seed), run.audit
+            cells = [column.of_run(run) for column in _COLUMNS]
+            table.add_row(arm.label, seed, *cells, "none" if audit is None else audit.verdict.value, style="dim")
+        cells = [column.of_arm(arm) for column in _COLUMNS]
+        green = sum(run.audit is not None and run.audit.green for run in arm.runs)
+        runs = len(arm.runs)
+        table.add_row(arm.label, f"{runs} runs", *cells, f"{green} of {runs} green", style="bold", end_section=True)
     console.print(table)
     for difference in comparison.differences:
         console.print(Text(f"- {describe_difference(difference, name)}"), soft_wrap=not console.is_terminal)
@@ -133,8 +135,8 @@ def describe_difference(difference: Difference, score_name: str) -> str:
     return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
 
 
-def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> EqualityVerdict:
-    """Tell whether every difference, paired by seed, is at most ``points`` of 100, in either direction.
+def equality_verdict(comparison: Comparison) -> EqualityVerdict:
+    """Tell whether every difference, paired by seed, is at most ``EQUAL_POINTS``, in either direction.
 
     A much higher score is not equal either: it shows that the arms did different work. For the same reason, runs that
     are not finished, not evaluated, of unequal updates or without a green audit are not equal.
@@ -143,24 +145,23 @@ def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> Eq
         return EqualityVerdict(equal=False, text=f"equal updates cannot be compared: {'; '.join(comparison.notes)}")
     if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
         return EqualityVerdict(equal=False, text="equal updates cannot be compared: the arms have no seed in common")
-    equal = all(abs(difference.spread.mean) <= points / 100 for difference in comparison.differences)
-    shown = [_in_points(difference, points) for difference in comparison.differences]
-    return EqualityVerdict(equal=equal, text="; ".join(shown))
+    equal = all(abs(difference.spread.mean) <= EQUAL_POINTS / 100 for difference in comparison.differences)
+    return EqualityVerdict(equal=equal, text="; ".join(map(_in_points, comparison.differences)))
 
 
-def _in_points(difference: Difference, points: float) -> str:
+def _in_points(difference: Difference) -> str:
     mean, error = difference.spread.mean, difference.spread.standard_error
-    relation = "within" if abs(mean) <= points / 100 else "NOT within"
+    relation = "within" if abs(mean) <= EQUAL_POINTS / 100 else "NOT within"
     spread = "" if error is None else f" ± {100 * error:.1f}"
     seeds = "seed" if difference.pairs == 1 else "seeds"
     return (
-        f"{difference.label} is {relation} {points:g} points of {difference.baseline} at equal updates: "
+        f"{difference.label} is {relation} {EQUAL_POINTS:g} points of {difference.baseline} at equal updates: "
         f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
         + (", without a standard error" if error is None else "")
     )
 
 
-def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, name: str = "comparison") -> Path:
+def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path) -> Path:
     """Plot the reward of every run by updates, by trained tokens and by seconds; return the SVG file.
 
     A PNG with the same name is written next to it. Raises ConfigError when matplotlib is not installed.
@@ -174,7 +175,7 @@ def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, n
     }
     target.mkdir(parents=True, exist_ok=True)
     with style.style():
-        return style.save(comparison_plot(arms), target, name)[0]
+        return style.save(comparison_plot(arms), target, "comparison")[0]
 
 
 def spread_of(values: Sequence[float | None]) -> Spread | None:
@@ -182,27 +183,8 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
     known = [float(value) for value in values if value is not None and not math.isnan(value)]
     if not known:
         return None
-    mean = sum(known) / len(known)
-    if len(known) == 1:
-        return Spread(n=1, mean=mean, standard_error=None)
-    variance = sum((value - mean) ** 2 for value in known) / (len(known) - 1)
-    return Spread(n=len(known), mean=mean, standard_error=math.sqrt(variance / len(known)))
-
-
-def _arm(label: str, runs: tuple[RunSummary, ...]) -> RunArm:
-    return RunArm(
-        label=label,
-        runs=runs,
-        before=spread_of([r.before.mean if r.before is not None else None for r in runs]),
-        after=spread_of([_score(r) for r in runs]),
-        train_steps=spread_of([r.train_steps for r in runs]),
-        training_seconds=spread_of([r.training_seconds for r in runs]),
-        trained_tokens=spread_of([r.trained_tokens for r in runs]),
-        generated_tokens=spread_of([r.generated_tokens for r in runs]),
-        off_policy_share=spread_of([r.off_policy_share for r in runs]),
-        mean_staleness=spread_of([r.mean_staleness for r in runs]),
-        green=sum(r.audit is not None and r.audit.green for r in runs),
-    )
+    error = None if len(known) == 1 else stdev(known) / math.sqrt(len(known))
+    return Spread(n=len(known), mean=fmean(known), standard_error=error)
 
 
 def _score(run: RunSummary) -> float | None:
@@ -249,32 +231,34 @@ def _notes(arms: Sequence[RunArm]) -> list[str]:
     return notes
 
 
-def _run_cells(run: RunSummary) -> list[str]:
-    return [
-        "" if run.seed is None else str(run.seed),
-        "" if run.before is None else f"{run.before.mean:.3f}",
-        "" if (score := _score(run)) is None else f"{score:.3f}",
-        str(run.train_steps),
-        duration(run.training_seconds) or "",
-        count(run.trained_tokens) or "",
-        percent(run.off_policy_share) or "",
-        "" if run.mean_staleness is None else f"{run.mean_staleness:.2f}",
-        "none" if run.audit is None else run.audit.verdict.value,
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """One number of the table, for a run and for the mean over the runs of an arm."""
+
+    heading: str
+    value: Callable[[RunSummary], float | None]
+    show: Callable[[float], str | None]
+    with_error: bool = True
+
+    def of_run(self, run: RunSummary) -> str:
+        value = self.value(run)
+        return "" if value is None else self.show(value) or ""
+
+    def of_arm(self, arm: RunArm) -> str:
+        spread = spread_of([self.value(run) for run in arm.runs])
+        if spread is None:
+            return ""
+        return spread.text(self.show) if self.with_error else self.show(spread.mean) or ""
 
 
-def _arm_cells(arm: RunArm) -> list[str]:
-    def cell(spread: Spread | None, show: Callable[[float], str | None]) -> str:
-        return "" if spread is None else spread.text(show)
-
-    return [
-        f"{len(arm.runs)} runs",
-        cell(arm.before, lambda v: f"{v:.3f}"),
-        cell(arm.after, lambda v: f"{v:.3f}"),
-        cell(arm.train_steps, lambda v: f"{v:.0f}"),
-        "" if arm.training_seconds is None else duration(arm.training_seconds.mean) or "",
-        "" if arm.trained_tokens is None else count(arm.trained_tokens.mean) or "",
-        cell(arm.off_policy_share, percent),
-        cell(arm.mean_staleness, lambda v: f"{v:.2f}"),
-        f"{arm.green} of {len(arm.runs)} green",
-    ]
+_COLUMNS = (
+    _Column(
+        heading="{} before", value=lambda run: None if run.before is None else run.before.mean, show="{:.3f}".format
+    ),
+    _Column(heading="{} after", value=_score, show="{:.3f}".format),
+    _Column(heading="steps", value=lambda run: run.train_steps, show="{:.0f}".format),
+    _Column(heading="training", value=lambda run: run.training_seconds, show=duration, with_error=False),
+    _Column(heading="tokens", value=lambda run: run.trained_tokens, show=count, with_error=False),
+    _Column(heading="off-policy", value=lambda run: run.off_policy_share, show=percent),
+    _Column(heading="staleness", value=lambda run: run.mean_staleness, show="{:.2f}".format),
+)

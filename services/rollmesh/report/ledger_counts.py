@@ -121,7 +121,7 @@ def read_batches(
     for step in (*range(1, committed + 1), *later):
         try:
             batch = store.read_batch(step)
-            _note_cursor(trained, store.batch_footer(step).cursor)
+            trained.cursor = max(trained.cursor, store.batch_footer(step).cursor, key=lambda c: (c.epoch, c.index))
         except CheckpointError as error:
             damaged[step] = str(error)
         else:
@@ -142,10 +142,6 @@ def count_batch(trained: Trained, batch: Batch, rule: StalenessRule, train_steps
             _count_segments(trained, trajectory, batch.train_step)
             if trajectory.outcome is not None:
                 _count_loss(trained, trajectory, batch.train_step - 1, rule, train_steps)
-
-
-def _note_cursor(trained: Trained, cursor: Cursor) -> None:
-    trained.cursor = max(trained.cursor, cursor, key=lambda c: (c.epoch, c.index))
 
 
 def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -> None:

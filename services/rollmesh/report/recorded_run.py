@@ -13,6 +13,7 @@ logs/  plots/  checkpoints/
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,7 @@ from typing import Any
 from rollmesh.config.load import load_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.scheduling.presets import resolve_schedule
-from rollmesh.scheduling.resolved_schedule import Schedule
+from rollmesh.scheduling import OnStale, Schedule
 
 Record = Mapping[str, Any]
 FAILURE_FILE = "failure.json"
@@ -94,12 +94,17 @@ class RecordedRun:
         """Schedule of the run, resolved from preset and overrides; None without a config."""
         if self.config is None:
             return None
-        return resolve_schedule(self.config.schedule, self.config.trainer.train_steps)
+        return Schedule.from_config(self.config)
 
     @property
     def max_staleness(self) -> int | None:
         """Staleness bound of the run, in train steps; None without a config."""
         return None if self.schedule is None else self.schedule.max_staleness
+
+    @property
+    def mask_old_segments(self) -> bool:
+        """True if tokens over the bound leave the loss; False without a config."""
+        return self.schedule is not None and self.schedule.on_stale is OnStale.MASK_OLD_SEGMENTS
 
     @cached_property
     def _config(self) -> tuple[RunConfig | None, str | None]:
@@ -139,6 +144,13 @@ class RecordedRun:
         """Root folder of the checkpoint store."""
         folder = self.config.checkpoints.folder if self.config is not None else None
         return Path(folder) if folder is not None else self.path / "checkpoints"
+
+    def replace_file(self, name: str, text: str) -> Path:
+        """Write a file of the folder atomically; return its path."""
+        file = self.path / name
+        temporary = self.path / f".{name}.{os.getpid()}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        return temporary.replace(file)
 
     def logs(self) -> tuple[Path, ...]:
         """List the log files, sorted by name."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -22,7 +21,11 @@ from rollmesh.report.audit_result import (
 )
 from rollmesh.report.ledger_counts import Trained
 from rollmesh.report.published import PublishedPolicies
-from rollmesh.types import Batch, Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
+from rollmesh.runtime.imports import many_imports
+from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
+
+if TYPE_CHECKING:
+    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
 PRUNED = "checkpoint pruned"
 MISSING = "checkpoint missing although checkpoints.keep_last retains it"
@@ -34,22 +37,6 @@ LARGE_GAP = 1e-5
 Two float32 programs differ by the rounding of both; against float64, only the rounding of the engine remains.
 """
 _CACHED_BATCHES = 8
-
-
-class SegmentScorer(Protocol):
-    """Interface of a policy that scores sequences, such as ``trainer.learner.policy_scorer.PolicyScorer``."""
-
-    def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[FloatArray]:
-        """Return the log-probability of each token given its predecessors, [tokens - 1] per sequence."""
-        ...
-
-
-class ExactScorer(SegmentScorer, Protocol):
-    """Interface of a scorer in float64, which also computes the resolution of float32."""
-
-    def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
-        """Return the effect of the last float32 bit of weights and positions on each logprob; shape as ``logprobs``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +85,15 @@ def rescore(
     *,
     dtype: str,
     train_steps: Mapping[int, int],
-    load: Callable[[Path], SegmentScorer],
-    load_exact: Callable[[Path], ExactScorer] | None,
     advance: Callable[[], None],
 ) -> Rescoring:
     """Score every pure segment counted in ``trained``, with one load per version, in ascending order.
 
-    ``load`` creates a scorer from a verified policy folder, ``load_exact`` one that computes in float64 (None: large
-    gaps are not scored again); ``advance`` is called after each version.
+    ``dtype`` is that of the engine: gaps of a float32 engine that are large are computed again in float64. ``advance``
+    is called after each version.
     """
-    batches = _BatchCache(store)
+    # Consecutive versions occur in the same batches.
+    read_batch = lru_cache(maxsize=_CACHED_BATCHES)(store.read_batch)
     bound = GAP_BOUNDS[dtype].token
     gaps: list[VersionGap] = []
     for version in sorted(trained.pure_segments):
@@ -117,10 +103,10 @@ def rescore(
             if folder is None:
                 skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
-                exact = None if load_exact is None else partial(load_exact, folder)
-                steps = sorted(trained.pure_segments[version])
-                trajectories = (t for step in steps for t in batches.trajectories(step))
-                measured = gaps_of_version(load(folder), version, trajectories, exact)
+                exact = partial(_load_exact, folder) if dtype == "float32" else None
+                batches = (read_batch(step) for step in sorted(trained.pure_segments[version]))
+                trajectories = (t for batch in batches for group in batch.groups for t in group.trajectories)
+                measured = gaps_of_version(_load(folder), version, trajectories, exact)
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
@@ -172,10 +158,10 @@ def _mean_without(values: Float64Array, excused: Float64Array) -> float | None:
 
 
 def gaps_of_version(
-    scorer: SegmentScorer,
+    scorer: PolicyScorer,
     version: int,
     trajectories: Iterable[Trajectory],
-    exact: Callable[[], ExactScorer] | None = None,
+    exact: Callable[[], PolicyScorer] | None = None,
 ) -> Gaps:
     """Compute the gap of every token in a pure segment of ``version``.
 
@@ -209,7 +195,7 @@ def gaps_of_version(
     return Gaps(values=_joined(values), resolution=_joined(resolution))
 
 
-def _gaps(scorer: SegmentScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
+def _gaps(scorer: PolicyScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
     """Compute the gaps of the segments of each trajectory, one array per trajectory."""
     gaps: list[Float64Array] = []
     for values, (_, segments) in zip(scorer.logprobs([ids for ids, _ in work], temperature), work, strict=True):
@@ -242,18 +228,16 @@ def pure_segments(trajectory: Trajectory, version: int) -> list[PureSegment]:
     return segments
 
 
-class _BatchCache:
-    """Cache of recently read batches: consecutive versions occur in the same batches."""
+def _load(policy: Path) -> PolicyScorer:
+    with many_imports():
+        from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
-    def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
-        self._batches: OrderedDict[int, Batch] = OrderedDict()
+    return PolicyScorer.from_folder(policy)
 
-    def trajectories(self, train_step: int) -> Iterator[Trajectory]:
-        """Iterate over the trajectories of one batch file."""
-        if train_step not in self._batches:
-            self._batches[train_step] = self._store.read_batch(train_step)
-            while len(self._batches) > _CACHED_BATCHES:
-                self._batches.popitem(last=False)
-        for group in self._batches[train_step].groups:
-            yield from group.trajectories
+
+def _load_exact(policy: Path) -> PolicyScorer:
+    import torch
+
+    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+
+    return PolicyScorer.from_folder(policy, dtype=torch.float64)

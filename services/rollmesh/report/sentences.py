@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
+from rollmesh.report.formats import count, duration, gap, listed, percent
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
 
 NOISE_STANDARD_ERRORS = 2.0
 """Number of standard errors below which a difference counts as noise."""
-_LISTED = 5
-"""Number of groups listed in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,33 +54,6 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("audit", None if summary.audit is None else summary.audit.verdict.value),
     ]
     return [(name, value) for name, value in rows if value]
-
-
-def percent(share: float | None) -> str | None:
-    """Format a share as ``12.3%``."""
-    return None if share is None or math.isnan(share) else f"{100 * share:.1f}%"
-
-
-def count(value: float | None) -> str | None:
-    """Format a number as ``12,345``."""
-    return None if value is None or math.isnan(value) else f"{value:,.0f}"
-
-
-def duration(seconds: float | None) -> str | None:
-    """Format seconds as ``45 s``, ``3 min 20 s`` or ``2 h 05 min``."""
-    if seconds is None or math.isnan(seconds):
-        return None
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def gap(value: float | None) -> str:
-    """Format a difference of log-probabilities."""
-    return "-" if value is None else f"{value:.2g}"
 
 
 def moment(point: EvaluationPoint, summary: RunSummary) -> str:
@@ -160,8 +132,8 @@ def _off_policy(summary: RunSummary) -> Iterator[Sentence]:
 def _drops(summary: RunSummary) -> Iterator[Sentence]:
     dropped = {reason: number for reason, number in summary.dropped.items() if number}
     if dropped:
-        listed = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
-        yield Sentence(text=f"Groups dropped without being trained, by reason: {listed}.")
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+        yield Sentence(text=f"Groups dropped without being trained, by reason: {reasons}.")
 
 
 def _audit(summary: RunSummary) -> Iterator[Sentence]:
@@ -211,8 +183,9 @@ def audit_claims(audit: AuditResult) -> list[str]:
     else:
         claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
     if both := audit.dropped_and_trained:
-        listed = ", ".join(both[:_LISTED]) + (f" and {len(both) - _LISTED} more" if len(both) > _LISTED else "")
-        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({listed})")
+        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({listed(both)})")
+    if audit.copies_note:
+        claims.append(f"bucket: {audit.copies_note}")
     if audit.rescoring is not None:
         claims.append(rescoring_claim(audit.rescoring))
     return claims

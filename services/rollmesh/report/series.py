@@ -50,15 +50,6 @@ class TrainSeries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorSeries:
-    """Running calls of the mesh by policy version, at the times of the timeline."""
-
-    versions: tuple[int, ...]  # ascending
-    running: FloatArray  # [versions, moments]
-    slots: FloatArray  # [moments], slots of serving generators
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSeries:
     """Columns with one entry per sample of the launcher, ascending in time."""
 
@@ -66,7 +57,9 @@ class TimelineSeries:
     queue: Mapping[str, FloatArray]  # by trajectory state
     groups: Mapping[str, FloatArray]  # open_groups, ready_groups
     generated_tokens: FloatArray  # since the start of the run, non-decreasing
-    in_flight: GeneratorSeries
+    versions: tuple[int, ...]  # policy versions with running calls, ascending
+    running: FloatArray  # [versions, moments], running calls
+    slots: FloatArray  # [moments], slots of serving generators
     dropped: Mapping[str, int]  # groups by reason, newest sample
 
     def __len__(self) -> int:
@@ -115,12 +108,15 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
     """Read the columns of timeline.jsonl."""
     rows = sorted((r for r in records if not math.isnan(number(r, "t"))), key=lambda r: number(r, "t"))
     dropped = rows[-1].get("dropped") if rows else None
+    versions, running, slots = _in_flight(rows)
     return TimelineSeries(
         time=column(rows, "t"),
         queue={state: column(rows, f"view.{state}") for state in QUEUE_STATES},
         groups={state: column(rows, f"view.{state}") for state in GROUP_STATES},
         generated_tokens=_without_resets(column(rows, "generated_token_total")),
-        in_flight=_in_flight(rows),
+        versions=versions,
+        running=running,
+        slots=slots,
         dropped={str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {},
     )
 
@@ -228,7 +224,8 @@ def _summed_counts(rows: Iterable[Record], path: str) -> dict[int, float]:
     return dict(sorted(total.items()))
 
 
-def _in_flight(rows: Sequence[Record]) -> GeneratorSeries:
+def _in_flight(rows: Sequence[Record]) -> tuple[tuple[int, ...], FloatArray, FloatArray]:
+    """Return (versions, running calls [versions, moments], slots [moments])."""
     running: list[dict[int, float]] = []
     slots = np.zeros(len(rows))
     for moment, row in enumerate(rows):
@@ -242,4 +239,4 @@ def _in_flight(rows: Sequence[Record]) -> GeneratorSeries:
         running.append(by_version)
     versions = tuple(sorted({v for moment in running for v, count in moment.items() if count > 0}))
     table = np.array([[moment.get(v, 0.0) for moment in running] for v in versions], np.float64)
-    return GeneratorSeries(versions=versions, running=table.reshape(len(versions), len(rows)), slots=slots)
+    return versions, table.reshape(len(versions), len(rows)), slots

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,10 +24,10 @@ from rollmesh.report.series import (
     train_series,
 )
 
+Number = TypeVar("Number", int, float)
+
 ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown"})
 """Verifiers that return 1 for a correct response and 0 otherwise; their mean is an accuracy."""
-
-LAST_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +55,6 @@ class RunSummary:
     after: EvaluationPoint | None
     """Evaluation of the newest evaluated version."""
     evaluations: tuple[EvaluationPoint, ...]
-    first_reward: float | None
-    """Mean training reward over the first steps."""
-    last_reward: float | None
-    """Mean training reward over the last steps."""
     trained_tokens: int | None
     generated_tokens: int | None
     generated_per_second: float | None
@@ -116,17 +113,15 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         before=before,
         after=after,
         evaluations=evaluations,
-        first_reward=_mean(train["batch.outcome_mean"][:LAST_STEPS]),
-        last_reward=_mean(train["batch.outcome_mean"][-LAST_STEPS:]),
-        trained_tokens=_total(train["batch.trained_tokens"]),
+        trained_tokens=_of_known(train["batch.trained_tokens"], lambda tokens: int(tokens.sum())),
         generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
         generated_per_second=_generated_per_second(timeline),
         goodput=_known(train["mesh.goodput"][-1]) if len(train) else None,
         reprefill_share=_share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"]),
         bubble_ratio=_bubble_ratio(train),
         off_policy_share=_off_policy_share(train, audit),
-        mean_staleness=_mean(train["staleness_mean"]),
-        largest_staleness=_largest(train["batch.trajectory_staleness.max"]),
+        mean_staleness=_of_known(train["staleness_mean"], lambda values: float(values.mean())),
+        largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
         max_staleness=folder.max_staleness,
         dropped=_dropped(audit, timeline, folder),
         audit=audit,
@@ -163,8 +158,7 @@ def _score_name(folder: RecordedRun) -> str:
 
 
 def _version_count(train: TrainSeries) -> int | None:
-    known = train["policy_version"][~np.isnan(train["policy_version"])]
-    return len({0, *known.astype(int).tolist()}) if len(known) else None
+    return _of_known(train["policy_version"], lambda versions: len({0, *versions.astype(int).tolist()}))
 
 
 def _first_step_time(train: TrainSeries) -> float | None:
@@ -194,9 +188,8 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
     """Return the share from the audit of the batch files, else from the step reports, weighted by tokens."""
     if audit is not None and audit.off_policy_token_share is not None:
         return audit.off_policy_token_share
-    known = ~np.isnan(train["off_policy_token_share"] + train["batch.trained_tokens"])
-    tokens = train["batch.trained_tokens"][known]
-    return float((train["off_policy_token_share"][known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
+    tokens = train["batch.trained_tokens"]
+    return _share(train["off_policy_token_share"] * tokens, tokens)
 
 
 def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:
@@ -217,19 +210,10 @@ def _share(part: FloatArray, whole: FloatArray) -> float | None:
     return float(part[known].sum() / total) if total > 0 else None
 
 
-def _mean(values: FloatArray) -> float | None:
+def _of_known(values: FloatArray, compute: Callable[[FloatArray], Number]) -> Number | None:
+    """Apply ``compute`` to the known values; None without any."""
     known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
-
-
-def _total(values: FloatArray) -> int | None:
-    known = values[~np.isnan(values)]
-    return int(known.sum()) if len(known) else None
-
-
-def _largest(values: FloatArray) -> int | None:
-    known = values[~np.isnan(values)]
-    return int(known.max()) if len(known) else None
+    return compute(known) if len(known) else None
 
 
 def _known(value: float) -> float | None:

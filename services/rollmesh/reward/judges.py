@@ -6,7 +6,7 @@ import asyncio
 
 from rollmesh.errors import DataError, VerifierError
 from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.reward.pool.handler import prompt_metadata
+from rollmesh.reward.pool.worker_process import prompt_metadata
 from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_reward
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier, built_in_class
 from rollmesh.text import Tokenizer

@@ -5,53 +5,52 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import replace
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError
+from rollmesh.reward.inline_verifier import InlineVerifier
 from rollmesh.reward.judges import Judge, build_judge
 from rollmesh.reward.pool.isolation import IsolationLevel
 from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
 from rollmesh.reward.pool.worker_pool import WorkerPool
+from rollmesh.reward.pool.worker_process import RewardHandler
 from rollmesh.reward.pool.worker_spec import worker_spec
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.reward_service import SERVICE_NAME, RewardService
 from rollmesh.reward.scoring import Scoring
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
-from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.service_host import service_host
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
 from rollmesh.text import Tokenizer
 
 _BEAT_SECONDS = 2.0
 _DEADLINE_SECONDS = 30.0
 
 
-async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, inline: bool = False) -> None:
     """Score answers until ``shutdown``, then finish the answers in progress.
 
+    With ``inline`` a verifier of the user's code runs in this process, for a debugger.
     Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError if workers cannot
     be started any more.
     """
-    host, security = bind_host(config), PortSecurity.from_config(config.security)
-    registry, health = Metrics("reward"), Health()
-    metrics = RewardMetrics(registry)
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(
-            admin_server(registry, health, host, config.network.admin_port, security)
-        )
+    async with service_host(config, "reward", index) as host:
+        metrics = RewardMetrics(host.metrics)
+        inline = inline and config.reward.verifier not in BUILT_IN
         spec = worker_spec(config)
-        pool = await stack.enter_async_context(
+        if inline:  # the pool needs no second copy of the user's module
+            spec = replace(spec, default_verifier="exact", default_options={})
+        pool = await host.stack.enter_async_context(
             WorkerPool(spec, config.reward.workers, metrics, lambda error: _fail(failure, error))
         )
-        judges = await _open_judges(config, stack)
+        judges = await _open_judges(config, host.stack, inline=inline)
         metrics.workers.set(config.reward.workers)
         metrics.expect([*pool.timeout_means_wrong, *judges, "unknown"])
         await _measure_isolation(pool, metrics)
@@ -64,31 +63,33 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             # With reward.on_error=fixed every failure has a value, so a verifier that always fails is accepted too.
             on_unusable_verifier=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
         )
-        server = create_server(security)
+        server = create_server(host.security)
         RewardService(scoring).add_to(server)
         reporter = HealthReporter(server, SERVICE_NAME)
-        address = advertised(config, security.bind(server, host_port(host, config.network.grpc_port)))
+        port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
         await server.start()
-        stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        admin = advertised(config, admin_port)
-        with published_endpoint(
-            Path(config.folder), service="reward", index=index, grpc=address, admin=admin, run=config.name
-        ):
-            await reporter.set_serving(True)
-            health.set_ready(True)
-            await _until_shutdown(shutdown, failure, health)
-        health.set_ready(False, "shutting down")
-        await reporter.set_serving(False)
+        host.stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
+        # Clients must not find the service any more when it refuses answers: the endpoint is removed first.
+        host.stack.push_async_callback(reporter.set_serving, False)
+        host.publish(grpc=advertised(config, port))
+        await reporter.set_serving(True)
+        host.health.set_ready(True)
+        await _until_shutdown(shutdown, failure, host.health)
 
 
-async def _open_judges(config: RunConfig, stack: AsyncExitStack) -> dict[str, Judge]:
-    """Build the run's verifier if it is asynchronous."""
-    tokenizer = Tokenizer(resolve_model(config.model.path))
-    judge = build_judge(config.reward.verifier, config.reward.options, tokenizer, config.reward.timeout_seconds)
+async def _open_judges(config: RunConfig, stack: AsyncExitStack, *, inline: bool) -> dict[str, Judge | InlineVerifier]:
+    """Build the run's verifier if it is asynchronous or runs in this process."""
+    reward, tokenizer = config.reward, Tokenizer(resolve_model(config.model.path))
+    judge: Judge | InlineVerifier | None
+    if inline:
+        verifiers = {reward.verifier: build_verifier(reward.verifier, reward.options)}
+        judge = InlineVerifier(RewardHandler(tokenizer, verifiers, reward.verifier))
+    else:
+        judge = build_judge(reward.verifier, reward.options, tokenizer, reward.timeout_seconds)
     if judge is None:
         return {}
     stack.push_async_callback(judge.aclose)
-    return {config.reward.verifier: judge}
+    return {reward.verifier: judge}
 
 
 async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
@@ -96,7 +97,7 @@ async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
         level = IsolationLevel.from_report(json.loads(await pool.probe()))
     except (WorkerDied, WorkerTimedOut) as error:
         raise RollmeshError(f"reward: a worker process failed at startup: {error}") from error
-    metrics.isolated(level)
+    metrics.isolated(level.properties())
     get_logger("reward").info("isolation_measured", isolation=str(level), note="no security boundary")
     if "python_code" not in pool.timeout_means_wrong:
         return

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from rollmesh.reward.pool.isolation import IsolationLevel
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 from rollmesh.types import OutcomeKind, RewardOutcome
 
@@ -14,7 +13,7 @@ _FINE_BUCKETS = (0.0001, 0.00025, 0.0005, *LATENCY_BUCKETS)
 
 
 class RewardMetrics:
-    """Counters of one reward service; implements the pool's observer."""
+    """Counters of one reward service; the pool updates a part of them."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._items = metrics.gauge("rollmesh_reward_items", "Answers in the service, by state.", ("state",))
@@ -36,7 +35,7 @@ class RewardMetrics:
             "rollmesh_reward_timeouts_scored_wrong_total", "Time-outs scored as a wrong answer by their verifier."
         )
         self._replaced = metrics.counter(
-            "rollmesh_reward_workers_replaced_total", "Worker processes replaced, by reason.", ("reason",)
+            "rollmesh_reward_workers_replaced_total", "Worker processes replaced, by reason.", {"reason": _REPLACED}
         )
         self._isolation = metrics.gauge(
             "rollmesh_reward_isolation_enforced", "1 if the property held when measured at startup.", ("property",)
@@ -44,8 +43,6 @@ class RewardMetrics:
         self._last = metrics.gauge(
             "rollmesh_reward_last_outcome_timestamp_seconds", "Unix time of the newest outcome; 0 before the first."
         )
-        for reason in _REPLACED:
-            self._replaced.labels(reason=reason)
 
     def expect(self, verifiers: Iterable[str]) -> None:
         """Create the series of these verifiers at 0."""
@@ -63,7 +60,7 @@ class RewardMetrics:
         self._queue_seconds.observe(queue_seconds)
 
     def replaced(self, reason: str) -> None:
-        """Count a worker that must be replaced."""
+        """Count a worker that must be replaced: ``timed_out``, ``died`` or ``retired``."""
         self._replaced.labels(reason=reason).inc()
 
     def scored(self, verifier: str, outcome: RewardOutcome, seconds: float) -> None:
@@ -74,7 +71,7 @@ class RewardMetrics:
             self._wrong_by_timeout.inc()
         self._last.set(time.time())
 
-    def isolated(self, level: IsolationLevel) -> None:
-        """Record the measured level of isolation."""
-        for name, value in level.properties().items():
+    def isolated(self, properties: Mapping[str, bool]) -> None:
+        """Record the measured properties of the isolation."""
+        for name, value in properties.items():
             self._isolation.labels(property=name).set(int(value))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from rollmesh.errors import ConfigError, DataError
+from rollmesh.reward.inline_verifier import InlineVerifier
 from rollmesh.reward.judges import Judge
 from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
@@ -32,7 +33,7 @@ class Scoring:
     def __init__(
         self,
         pool: WorkerPool,
-        judges: Mapping[str, Judge],
+        judges: Mapping[str, Judge | InlineVerifier],
         metrics: RewardMetrics,
         *,
         default_verifier: str,

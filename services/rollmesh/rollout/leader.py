@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
 
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
@@ -16,11 +15,12 @@ from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.rollout.start_ranking import StartRanking
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
-from rollmesh.scheduling import Schedule, decide, needs_groups
+from rollmesh.scheduling import CutOrder, Schedule, decide, needs_groups
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import NewGroup
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -37,15 +37,6 @@ _GROUPS_PER_ADMISSION = 64
 _EXPLAIN_SECONDS = 30.0
 """Interval of the log lines about a cut that waits for the same reason."""
 _LOOP_DEADLINE_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    """Reason that the next cut waits, its start and its last log line; times are monotonic seconds."""
-
-    waiting_for: str = ""
-    since: float = 0.0
-    logged_at: float = 0.0
 
 
 class MeshLeader:
@@ -73,6 +64,7 @@ class MeshLeader:
         self._metrics = metrics
         self._health = health
         metrics.mesh.limits(schedule)
+        self._ranking = StartRanking(store, schedule, metrics.mesh)
         self._prompts: PromptSource | None = None
         self._token: str | None = None
         self._renew_due = 0.0
@@ -81,7 +73,8 @@ class MeshLeader:
         self._failed = ""
         self._refusals = refusals
         self._refused = ""
-        self._waiting = _Waiting()
+        self._waiting_for = ""
+        self._waits_since = self._wait_logged_at = 0.0
         self._log = get_logger("leader")
 
     async def run(self, shutdown: Shutdown) -> None:
@@ -99,10 +92,10 @@ class MeshLeader:
             self._health.beat("leader")
             began, wait = time.monotonic(), _STANDBY_SECONDS
             try:
-                if await self._leads():
+                if (token := await self._lead()) is not None:
                     view = await self._read_view()
-                    wait = _BUSY_SECONDS if await self._act(view) or _changed(before, view) else _IDLE_SECONDS
-                    before = view
+                    changed = await self._act(token, view) or before is None or _counts(before) != _counts(view)
+                    wait, before = _BUSY_SECONDS if changed else _IDLE_SECONDS, view
             except SessionLost as error:
                 self._log.warning("lead_lost", message=str(error))
                 self._token = None
@@ -116,7 +109,8 @@ class MeshLeader:
         if self._token is not None:
             await self._store.leadership.resign(self._token)
 
-    async def _leads(self) -> bool:
+    async def _lead(self) -> str | None:
+        """Acquire or renew the leadership; returns the token, or None while another replica leads."""
         now = time.monotonic()
         if self._token is None:
             self._token = await self._store.leadership.acquire(self._candidate)
@@ -128,20 +122,22 @@ class MeshLeader:
             self._renew_due = now + self._renew_seconds
             if not await self._store.leadership.renew(self._token):
                 raise SessionLost("another replica leads now")
-        return self._token is not None
+        return self._token
 
     async def _read_view(self) -> MeshView:
         """Read the mesh, with single groups only if the decision depends on them."""
         view = await self._store.mesh.view(groups=False)
-        return await self._store.mesh.view() if needs_groups(self._schedule, view) else view
+        if not needs_groups(self._schedule, view):
+            return view
+        return await self._store.mesh.view(shortest=self._schedule.cut_order is CutOrder.SHORTEST)
 
-    async def _act(self, view: MeshView) -> bool:
+    async def _act(self, token: str, view: MeshView) -> bool:
         """Apply the decisions on one view; returns True if more than the desired state has changed."""
-        assert self._token is not None
         self._metrics.mesh.update(view)
         if time.monotonic() >= self._count_due:
             self._count_due = time.monotonic() + _COUNT_SECONDS
             self._metrics.mesh.counted(await self._store.mesh.counts())
+            await self._ranking.measure()
             self._refused = await self._judge_refusals(view)
         if view.recovering:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
@@ -149,27 +145,33 @@ class MeshLeader:
         decisions = decide(self._schedule, view)
         failure = decisions.fail or self._failed or self._refused
         if failure != view.failure:
-            await self._report(failure)
+            await self._report(token, failure)
         desired = bool(failure) or decisions.desired.paused
         self._metrics.mesh.paused(view, desired=desired, failed=bool(failure))
         if failure:
             stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
-            await self._write(view, stop)
+            await self._write(token, view, stop)
             return False
         # Write the desired state first: groups must never be leased under a version floor older than their admission.
-        await self._write(view, decisions.desired, decisions.blocked_by)
-        self._explain(decisions.waiting_for)
-        await self._evict(decisions)
-        await self._cut(view, decisions)
+        await self._write(token, view, decisions.desired, decisions.blocked_by)
+        self._explain(decisions.desired.waiting_for)
+        await self._evict(token, decisions)
+        await self._begin_again(token, decisions)
+        await self._cut(token, view, decisions)
+        if decisions.recall:
+            recalled = await self._store.restarted.recall(token, view.cut_step + 1, decisions.recall)
+            self._metrics.mesh.begun_again.labels(kind="recalled").inc(recalled)
+            self._log.info("groups_recalled", train_step=view.cut_step + 1, count=recalled)
         if decisions.admit_groups:
-            await self._admit(decisions.admit_groups)
+            await self._admit(token, decisions.admit_groups)
         await self._evaluations.request_due(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
-            reaped = await self._store.leadership.reap(self._token)
+            reaped = await self._store.leadership.reap(token)
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
-        return bool(decisions.evict or decisions.cut or decisions.admit_groups)
+        begins = decisions.restart or decisions.set_aside or decisions.recall
+        return bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
 
     async def _judge_refusals(self, view: MeshView) -> str:
         """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""
@@ -179,51 +181,58 @@ class MeshLeader:
         error = self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
         return "" if error is None else f"{type(error).__name__}: {error}"
 
-    async def _write(self, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
+    async def _write(self, token: str, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state if the store holds another one."""
-        assert self._token is not None
-        if (view.desired, view.blocked_by) != (desired, blocked_by):
-            await self._store.leadership.set_desired(self._token, desired, blocked_by)
+        if (view.desired, view.desired.waiting_for, view.blocked_by) != (desired, desired.waiting_for, blocked_by):
+            await self._store.leadership.set_desired(token, desired, blocked_by)
 
-    async def _report(self, failure: str) -> None:
+    async def _report(self, token: str, failure: str) -> None:
         """Report a failure to the supervisor of the run; an empty one withdraws an earlier report."""
-        assert self._token is not None
         if failure:
             self._log.error("run_failed", message=failure)
-        await self._store.leadership.report_failure(self._token, failure)
+        await self._store.leadership.report_failure(token, failure)
 
     def _explain(self, waiting_for: str) -> None:
-        now, waiting = time.monotonic(), self._waiting
-        if waiting_for != waiting.waiting_for:
-            self._waiting = _Waiting(waiting_for=waiting_for, since=now, logged_at=now)
-        elif waiting_for and now - waiting.logged_at >= _EXPLAIN_SECONDS:
-            self._waiting = replace(waiting, logged_at=now)
-            self._log.info("cut_waits", waiting_for=waiting_for, seconds=round(now - waiting.since))
+        now = time.monotonic()
+        if waiting_for != self._waiting_for:
+            self._waiting_for, self._waits_since, self._wait_logged_at = waiting_for, now, now
+        elif waiting_for and now - self._wait_logged_at >= _EXPLAIN_SECONDS:
+            self._wait_logged_at = now
+            self._log.info("cut_waits", waiting_for=waiting_for, seconds=round(now - self._waits_since))
 
-    async def _evict(self, decisions: Decisions) -> None:
-        assert self._token is not None
+    async def _evict(self, token: str, decisions: Decisions) -> None:
         for reason in {eviction.reason for eviction in decisions.evict}:
             ids = [eviction.group_id for eviction in decisions.evict if eviction.reason == reason]
-            dropped = await self._store.leadership.evict(self._token, ids, reason)
+            dropped = await self._store.leadership.evict(token, ids, reason)
             self._metrics.mesh.evicted.labels(reason=reason).inc(dropped)
             self._log.info("groups_evicted", reason=reason, count=dropped)
 
-    async def _cut(self, view: MeshView, decisions: Decisions) -> None:
-        assert self._token is not None
+    async def _begin_again(self, token: str, decisions: Decisions) -> None:
+        restarted = self._store.restarted
+        for kind, ids, apply in (
+            ("restarted", decisions.restart, restarted.restart),
+            ("set_aside", decisions.set_aside, restarted.set_aside),
+        ):
+            if ids:
+                count = await apply(token, ids)
+                self._metrics.mesh.begun_again.labels(kind=kind).inc(count)
+                self._log.info(f"groups_{kind}", count=count)
+
+    async def _cut(self, token: str, view: MeshView, decisions: Decisions) -> None:
         if decisions.cut is None:
             return
         step = view.cut_step + 1
         with tracer().span("cut", tracer().train_step(step), train_step=step, groups=len(decisions.cut)):
-            await self._store.leadership.cut(self._token, step, decisions.cut)
+            await self._store.leadership.cut(token, step, decisions.cut)
         steps = {group.group_id: group.min_train_step for group in view.ready}
         staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
         self._metrics.mesh.cut(staleness)
         self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
 
-    async def _admit(self, count: int) -> None:
+    async def _admit(self, token: str, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""
-        assert self._token is not None and self._prompts is not None
-        replayed = await self._store.leadership.admit_replays(self._token, count)
+        assert self._prompts is not None
+        replayed = await self._store.leadership.admit_replays(token, count)
         self._metrics.mesh.admitted.inc(replayed)
         count -= replayed
         cursor = await self._store.leadership.cursor()
@@ -237,7 +246,12 @@ class MeshLeader:
             except DataError as error:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
-            opened = await self._store.leadership.admit(self._token, groups, before, cursor)
+            try:
+                ranked = await self._ranking.ranked(groups)
+                opened = await self._store.leadership.admit(token, ranked, before, cursor)
+            except DataError as error:  # a prompt that cannot be encoded; the error names it
+                self._failed = str(error)
+                return
             self._metrics.mesh.admitted.inc(opened)
             count -= len(groups)
             await asyncio.sleep(0)
@@ -252,6 +266,7 @@ class MeshLeader:
             group_id=f"e{cursor.epoch}-{cursor.index}",
             prompt=prompts.prompt(cursor.epoch, cursor.index),
             needed=self._schedule.group_size,
+            spare_members=self._schedule.spare_members,
             epoch=cursor.epoch,
             index=cursor.index,
         )
@@ -263,18 +278,8 @@ def _next(cursor: Cursor, epoch_size: int) -> Cursor:
     return Cursor(epoch=cursor.epoch + 1, index=0)
 
 
-def _changed(before: MeshView | None, view: MeshView) -> bool:
-    """Tell whether the mesh has changed since the last view."""
-    if before is None:
-        return True
-    watched = (
-        "trained_step",
-        "cut_step",
-        "policy_version",
-        "ready_groups",
-        "open_groups",
-        "finished",
-        "leased",
-        "partial",
-    )
-    return any(getattr(before, name) != getattr(view, name) for name in watched)
+def _counts(view: MeshView) -> tuple[int, ...]:
+    """Return the numbers whose change makes the next decision due early."""
+    steps = (view.trained_step, view.cut_step, view.policy_version)
+    groups = (view.ready_groups, view.open_groups, view.aside_groups)
+    return (*steps, *groups, view.finished, view.leased, view.partial)

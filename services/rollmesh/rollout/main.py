@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
@@ -12,29 +12,68 @@ from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.refused_policies import RefusedPolicies
-from rollmesh.rollout.replica import Replica
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.runtime.addresses import advertised, bind_host, instance_name
-from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
-from rollmesh.scheduling import resolve_schedule, run_limits
+from rollmesh.runtime.service_host import service_host
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
+from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
-from rollmesh.tasks.sources.source_factory import build_prompt_source
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
+from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
+from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.programs import Program, SingleTurnProgram
 from rollmesh.worker.programs.environment import EnvironmentProgram
 from rollmesh.worker.programs.outside import OutsideProgram
+from rollmesh.worker.worker import Worker
+from rollmesh.worker.worker_session import WorkerSession
+
+_HEARTBEAT_DEADLINE_SECONDS = 120.0
+
+
+@dataclass(eq=False)
+class Replica:
+    """Session, worker, leader and evaluator of one process."""
+
+    _session: WorkerSession
+    _worker: Worker
+    _leader: MeshLeader
+    _evaluator: Evaluator
+    _health: Health
+
+    async def run(self, shutdown: Shutdown) -> None:
+        """Run all loops until shutdown; the failure of one ends the replica after a drain."""
+        await self._session.open()
+        self._health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
+        heartbeat = asyncio.create_task(
+            self._session.keep_alive(lambda: self._health.beat("heartbeat")), name="heartbeat"
+        )
+        evaluating = asyncio.create_task(self._evaluator.run(), name="evaluator")
+        loops = [
+            asyncio.create_task(self._worker.run(shutdown), name="worker"),
+            asyncio.create_task(self._leader.run(shutdown), name="leader"),
+        ]
+        try:
+            await asyncio.wait([heartbeat, evaluating, *loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            shutdown.set()
+            evaluating.cancel()
+            ended = await asyncio.gather(*loops, evaluating, return_exceptions=True)
+            ended += await cancel_and_wait(heartbeat)
+            self._health.unwatch("heartbeat")
+            await self._session.close()
+        raise_first_error(ended)
+        get_logger("rollout").info("stopped")
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
@@ -43,29 +82,15 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for an invalid run, StoreUnavailable if Redis does not answer at startup, DataError for prompts
     that cannot be opened.
     """
-    metrics, health, security = Metrics("rollout"), Health(), PortSecurity.from_config(config.security)
-    async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(
-            admin_server(metrics, health, bind_host(config), config.network.admin_port, security)
-        )
-        stack.enter_context(
-            published_endpoint(
-                Path(config.folder),
-                service="rollout",
-                index=index,
-                grpc="",
-                admin=advertised(config, admin_port),
-                run=config.name,
-            )
-        )
-        observer = StoreCallMetrics(metrics)
-        store = await stack.enter_async_context(
+    async with service_host(config, "rollout", index) as host:
+        host.publish()
+        observer = StoreCallMetrics(host.metrics)
+        store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
-        replica = await open_replica(config, index, store, stack, metrics, health, security)
-        health.set_ready(True)
+        replica = await open_replica(config, index, store, host.stack, host.metrics, host.health, host.security)
+        host.health.set_ready(True)
         await replica.run(shutdown)
-        health.set_ready(False, "shutting down")
 
 
 async def open_replica(
@@ -78,11 +103,7 @@ async def open_replica(
     security: PortSecurity,
 ) -> Replica:
     """Build a replica with all its dependencies; ``stack`` closes the clients."""
-    schedule = replace(
-        resolve_schedule(config.schedule, config.trainer.train_steps),
-        longest_trajectory_tokens=config.rollout.max_new_tokens,
-        partial_save_tokens=config.rollout.partial_save_tokens,
-    )
+    schedule = Schedule.from_config(config)
     tokenizer = Tokenizer(resolve_model(config.model.path))
     await store.limits.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
@@ -93,7 +114,7 @@ async def open_replica(
         settings = replace(settings, concurrency=0)
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
     deps = worker_deps(settings, name, store, client, reward, program, metrics, health)
-    worker = build_worker(settings, deps)
+    worker = Worker(settings, deps)
     leader = MeshLeader(
         store,
         schedule,

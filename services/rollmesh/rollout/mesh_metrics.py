@@ -5,18 +5,21 @@ In PromQL, read them where ``rollmesh_rollout_leader`` is 1, as the recording ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rollmesh.mesh import MeshView
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.length_prediction import LengthEvidence
 from rollmesh.store.queue_types import StoreCounts
 
 _TRAJECTORY_STATES = ("pending", "partial", "leased", "finished")
-_GROUP_STATES = ("open", "ready", "cut")
+_GROUP_STATES = ("open", "ready", "cut", "aside")
 _STEP_KINDS = ("trained", "cut", "last")
 _PAUSES = ("person", "launcher", "failure", "recovery", "barrier")
 EVICTION_REASONS = ("stale", "straggler_timeout", "run_complete")
+_BEGUN_AGAIN = ("restarted", "set_aside", "recalled")
 
 
 class MeshMetrics:
@@ -27,21 +30,24 @@ class MeshMetrics:
         self._show_limits(metrics)
         self._show_store(metrics)
         self._count_decisions(metrics)
+        self._show_predictions(metrics)
 
     def _show_queue(self, metrics: Metrics) -> None:
         self._trajectories = metrics.gauge(
-            "rollmesh_rollout_queue_trajectories", "Trajectories of open groups, by state.", ("state",)
+            "rollmesh_rollout_queue_trajectories",
+            "Trajectories of open groups, by state.",
+            {"state": _TRAJECTORY_STATES},
         )
         self._groups = metrics.gauge(
-            "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", ("state",)
+            "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", {"state": _GROUP_STATES}
         )
         self._steps = metrics.gauge(
             "rollmesh_rollout_train_step",
             "Newest train step that was trained or cut, and the last one of the run, by kind.",
-            ("kind",),
+            {"kind": _STEP_KINDS},
         )
         self._policy = metrics.gauge("rollmesh_rollout_policy_version", "Newest announced policy version.")
-        self._paused = metrics.gauge("rollmesh_rollout_paused", "1 while no rollouts start, by cause.", ("by",))
+        self._paused = metrics.gauge("rollmesh_rollout_paused", "1 while no rollouts start, by cause.", {"by": _PAUSES})
         self._complete = metrics.gauge("rollmesh_rollout_run_complete", "1 once the run's last step has been trained.")
         self._filtered = metrics.gauge("rollmesh_rollout_filtered_in_a_row_groups", "Zero-variance groups in a row.")
         self._unclaimed_staleness = metrics.gauge(
@@ -52,14 +58,6 @@ class MeshMetrics:
             "rollmesh_rollout_cut_blocked_since_timestamp_seconds",
             "Time since which stragglers block the cut; 0 if none do.",
         )
-        for state in _TRAJECTORY_STATES:
-            self._trajectories.labels(state=state)
-        for state in _GROUP_STATES:
-            self._groups.labels(state=state)
-        for kind in _STEP_KINDS:
-            self._steps.labels(kind=kind)
-        for by in _PAUSES:
-            self._paused.labels(by=by)
 
     def _show_limits(self, metrics: Metrics) -> None:
         self._max_staleness = metrics.gauge(
@@ -96,10 +94,36 @@ class MeshMetrics:
         self._cut_batches = metrics.counter("rollmesh_rollout_batches_cut_total", "Batches cut by this leader.")
         self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
         self.evicted = metrics.counter(
-            "rollmesh_rollout_groups_evicted_total", "Groups dropped by this leader, by reason.", ("reason",)
+            "rollmesh_rollout_groups_evicted_total",
+            "Groups dropped by this leader, by reason.",
+            {"reason": EVICTION_REASONS},
         )
-        for reason in EVICTION_REASONS:
-            self.evicted.labels(reason=reason)
+        self.begun_again = metrics.counter(
+            "rollmesh_rollout_groups_begun_again_total",
+            "Groups that this leader restarted, set aside, or recalled after that, by kind.",
+            {"kind": _BEGUN_AGAIN},
+        )
+
+    def _show_predictions(self, metrics: Metrics) -> None:
+        self._correlation = metrics.gauge(
+            "rollmesh_rollout_length_rank_correlation",
+            "Spearman correlation of the length of a group with the mean length of its prompt's earlier trajectories "
+            "(history), and of its first member with the others (siblings); NaN before 32 groups.",
+            ("source",),
+        )
+        self._longest_first = metrics.gauge(
+            "rollmesh_rollout_longest_first", "1 while groups start longest expected first, 0 in admission order."
+        )
+        self._history = metrics.gauge("rollmesh_rollout_history_prompts", "Prompts with a record of their groups.")
+        for source in ("history", "siblings"):
+            self._correlation.labels(source=source).set(math.nan)
+
+    def predicted(self, evidence: LengthEvidence, prompts: int) -> None:
+        """Set the gauges of the prompt history; ``prompts`` have a record."""
+        for source, value in (("history", evidence.history), ("siblings", evidence.siblings)):
+            self._correlation.labels(source=source).set(math.nan if value is None else value)
+        self._longest_first.set(int(evidence.history_predicts))
+        self._history.set(prompts)
 
     def limits(self, schedule: Schedule) -> None:
         """Set the gauges of the run's limits."""
@@ -113,7 +137,8 @@ class MeshMetrics:
         for state in _TRAJECTORY_STATES:
             self._trajectories.labels(state=state).set(getattr(view, state))
         cut = view.admitted_unconsumed - view.open_groups - view.ready_groups
-        for state, groups in zip(_GROUP_STATES, (view.open_groups, view.ready_groups, cut), strict=True):
+        sizes = (view.open_groups, view.ready_groups, cut, view.aside_groups)
+        for state, groups in zip(_GROUP_STATES, sizes, strict=True):
             self._groups.labels(state=state).set(groups)
         self._steps.labels(kind="trained").set(view.trained_step)
         self._steps.labels(kind="cut").set(view.cut_step)

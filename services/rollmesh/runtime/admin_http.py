@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http_protocol import HEAD_SECONDS, HttpProtocol
-from rollmesh.runtime.https import VERIFIED, use_tls
+from rollmesh.runtime.http_protocol import HEAD_SECONDS, VERIFIED, HttpProtocol, use_tls
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.runtime.tls import TlsFiles
 
 PROBES = frozenset({"/healthz", "/readyz"})
 _IDLE_CONNECTION_SECONDS = 75
@@ -127,3 +128,24 @@ async def admin_server(
     app = admin_app(metrics, health, security)
     async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
         yield bound
+
+
+class CertificateCollector(Collector):
+    """Validity of the certificate in use, read at every scrape.
+
+    A rotation is therefore visible without an update, and invalid files leave the old times. Without TLS the metrics
+    have no series, because 0 would mean an expired certificate.
+    """
+
+    def __init__(self, component: str, tls: TlsFiles | None) -> None:
+        self._prefix = f"rollmesh_{component}_certificate"
+        self._tls = tls
+
+    def collect(self) -> Iterator[Metric]:
+        material = None if self._tls is None else self._tls.material
+        for name, end, value in (
+            ("start", "Start", None if material is None else material.valid_from),
+            ("expiry", "End", None if material is None else material.valid_until),
+        ):
+            text = f"{end} of the validity of the certificate in use; no series without TLS."
+            yield GaugeMetricFamily(f"{self._prefix}_{name}_timestamp_seconds", text, value=value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -124,11 +124,13 @@ def _describe(app: FastAPI, error_schema: str, further_models: Sequence[type[Bas
         if app.openapi_schema is not None:
             return app.openapi_schema
         document = made()
-        for operation in _operations(document):
+        invalid = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
+        for operation in (operation for path in document["paths"].values() for operation in path.values()):
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422", "")):
                 del responses["422"]
-                responses.setdefault("400", _error_response(error_schema, "A parameter or the body is invalid."))
+                response = {"description": "A parameter or the body is invalid.", "content": invalid}
+                responses.setdefault("400", response)
             if "requestBody" in operation:
                 content = responses["400"]["content"]
                 responses["408"] = {"description": "The body did not arrive in time.", "content": content}
@@ -143,13 +145,3 @@ def _describe(app: FastAPI, error_schema: str, further_models: Sequence[type[Bas
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _error_response(error_schema: str, description: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{error_schema}"}
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _operations(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in document["paths"].values():
-        yield from path.values()

@@ -7,8 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import psutil
 
@@ -33,15 +32,11 @@ def run_service(main: Callable[[Shutdown], Awaitable[None]], *, grace_seconds: f
     signal cancels it immediately. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` if it is
     final. Any other error propagates with its traceback.
     """
-    return _runner(_supervised(main, grace_seconds))
-
-
-def _runner(coroutine: Coroutine[Any, Any, int]) -> int:
     if sys.platform == "win32":
-        return asyncio.run(coroutine)
+        return asyncio.run(_supervised(main, grace_seconds))
     import uvloop
 
-    return uvloop.run(coroutine)
+    return uvloop.run(_supervised(main, grace_seconds))
 
 
 async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds: float) -> int:

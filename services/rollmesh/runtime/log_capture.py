@@ -20,7 +20,7 @@ def capture_foreign_logs() -> None:
     """Route library warnings and uncaught exceptions into the service log; call once, after ``configure_logging``."""
     logging.getLogger().addHandler(_LibraryLogHandler())
     logging.captureWarnings(True)
-    sys.excepthook = _crashed
+    sys.excepthook = log_crash
     threading.excepthook = _thread_crashed
 
 
@@ -44,7 +44,8 @@ class _LibraryLogHandler(logging.Handler):
             self.handleError(record)
 
 
-def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log an uncaught exception with its traceback; Ctrl-C prints its traceback only."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

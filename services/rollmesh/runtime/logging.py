@@ -8,6 +8,7 @@ about, else the version that the process serves, trains or has read last.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
@@ -16,7 +17,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step
 
 Logger = structlog.stdlib.BoundLogger
@@ -135,18 +136,19 @@ class _TraceIds:
 
 
 class LineLimit:
-    """Rate limit of one line per key and ``LINE_SECONDS``, with a count of the suppressed lines."""
+    """Rate limit of one line per key and ``seconds``, with a count of the suppressed lines."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = LINE_SECONDS) -> None:
         self._clock = clock
+        self._seconds = seconds
         self._lines: dict[Hashable, tuple[float, int]] = {}
         """Time of the newest line and number of suppressed lines since then, by key."""
 
     def suppressed(self, key: Hashable) -> int | None:
         """Return the number of lines with this key suppressed before this line; None to suppress this line too."""
         now = self._clock()
-        written, count = self._lines.get(key, (-LINE_SECONDS, 0))
-        if now - written < LINE_SECONDS:
+        written, count = self._lines.get(key, (-math.inf, 0))
+        if now - written < self._seconds:
             self._lines[key] = (written, count + 1)
             return None
         if len(self._lines) >= _MOST_KEYS:

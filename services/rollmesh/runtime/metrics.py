@@ -1,18 +1,26 @@
 """Prometheus metrics of one process, in a separate registry.
 
 Names are ``rollmesh_<component>_<thing>_<unit>``; counters end in ``_total``; a policy version is a value, never a
-label. Label sets are created at startup (``labels`` with values), so that a counter is 0 before its first event.
+label. Labels are given with their values where these are known: their series are created at startup, so that a counter
+is 0 before its first event.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
 import rollmesh
+
+Labels = Sequence[str] | Mapping[str, Iterable[str]]
+"""Label names, or the values of each label; with values, every combination becomes a series at once."""
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 _NAME = re.compile(r"^rollmesh_[a-z][a-z0-9]*(_[a-z0-9]+)+$")
 
@@ -36,21 +44,24 @@ class Metrics:
         build = self.gauge(f"rollmesh_{component}_build_info", "Version of rollmesh; always 1.", ("version",))
         build.labels(version=rollmesh.__version__).set(1)
 
-    def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+    def counter(self, name: str, documentation: str, labels: Labels = ()) -> Counter:
         """Create a counter; raises ValueError unless the name ends in ``_total``."""
         if not name.endswith("_total"):
             raise ValueError(f"counter {name}: the name must end in _total")
-        return Counter(self._checked(name), documentation, labels, registry=self.registry)
+        return _with_series(Counter(self._checked(name), documentation, tuple(labels), registry=self.registry), labels)
 
-    def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+    def gauge(self, name: str, documentation: str, labels: Labels = ()) -> Gauge:
         """Create a gauge."""
-        return Gauge(self._checked(name), documentation, labels, registry=self.registry)
+        return _with_series(Gauge(self._checked(name), documentation, tuple(labels), registry=self.registry), labels)
 
     def histogram(
-        self, name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS, labels: Sequence[str] = ()
+        self, name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS, labels: Labels = ()
     ) -> Histogram:
         """Create a histogram."""
-        return Histogram(self._checked(name), documentation, labels, registry=self.registry, buckets=buckets)
+        histogram = Histogram(
+            self._checked(name), documentation, tuple(labels), registry=self.registry, buckets=buckets
+        )
+        return _with_series(histogram, labels)
 
     def exposition(self) -> bytes:
         """Return the body of ``/metrics``."""
@@ -60,3 +71,10 @@ class Metrics:
         if not _NAME.match(name):
             raise ValueError(f"metric {name}: expected rollmesh_<component>_<thing>_<unit> in lower case")
         return name
+
+
+def _with_series(metric: M, labels: Labels) -> M:
+    if isinstance(labels, Mapping):
+        for values in product(*labels.values()):
+            metric.labels(*values)
+    return metric

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 import rollmesh
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import LineLimit, get_logger
 from rollmesh.runtime.spans import MOST_LINKS, Attribute, Kind, Span
 from rollmesh.runtime.tracecontext import TraceContext
 
@@ -52,24 +52,19 @@ class RecordedSpan(Span):
 
     @property
     def traceparent(self) -> str:
-        """Traceparent for the children of this span."""
         place = self._span.get_span_context()
         return str(TraceContext(trace_id=place.trace_id, span_id=place.span_id))
 
     def set(self, **attributes: Attribute) -> None:
-        """Add attributes."""
         self._span.set_attributes(_named(attributes))
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Add an event to the span."""
         self._span.add_event(name, _named(attributes))
 
     def fail(self, message: str) -> None:
-        """Mark the span as failed."""
         self._span.set_status(api.StatusCode.ERROR, message)
 
     def end(self) -> None:
-        """End the span unless it has ended."""
         if self._span.is_recording():
             self._span.end()
 
@@ -101,15 +96,11 @@ class _SdkLogHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._log = get_logger("tracing")
-        self._logged_at: dict[str, float] = {}
+        self._limit = LineLimit(seconds=_WARNING_INTERVAL_SECONDS)
 
     def emit(self, record: logging.LogRecord) -> None:
-        now = time.monotonic()
-        if now - self._logged_at.get(str(record.msg), -_WARNING_INTERVAL_SECONDS) < _WARNING_INTERVAL_SECONDS:
-            return
-        self._logged_at[str(record.msg)] = now
-        self._log.warning("traces_not_delivered", message=record.getMessage())
+        if self._limit.suppressed(str(record.msg)) is not None:
+            get_logger("tracing").warning("traces_not_delivered", message=record.getMessage())
 
 
 class OtelRecorder:

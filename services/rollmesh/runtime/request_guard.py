@@ -7,12 +7,11 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollmesh.runtime.api_errors import error_body
+from rollmesh.runtime.api_errors import ApiError, BadRequest, Busy, error_body
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
@@ -35,14 +34,12 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Rejection of a request before it reaches a route."""
+class _TooLarge(ApiError):
+    status = 413
 
-    status: int
-    error: str
-    field: str
-    hint: str
+
+class _TooSlow(ApiError):
+    status = 408
 
 
 class RequestMetrics:
@@ -52,7 +49,9 @@ class RequestMetrics:
         """Create the series of ``route`` with 0, so that a rate counts its first error."""
         component = metrics.component
         self.requests = metrics.counter(
-            f"rollmesh_{component}_requests_total", "Requests by route and status class.", ("route", "status")
+            f"rollmesh_{component}_requests_total",
+            "Requests by route and status class.",
+            {"route": (route,), "status": STATUS_CLASSES},
         )
         self.request_seconds = metrics.histogram(
             f"rollmesh_{component}_request_seconds",
@@ -62,8 +61,6 @@ class RequestMetrics:
         self.refused_tokens = metrics.counter(
             f"rollmesh_{component}_refused_tokens_total", "Requests with a missing or invalid token."
         )
-        for status in STATUS_CLASSES:
-            self.requests.labels(route=route, status=status)
 
 
 class RequestGuard:
@@ -98,45 +95,34 @@ class RequestGuard:
             await send(message)
 
         try:
-            refusal, body = await self._checked(Headers(scope=scope), receive)
-            if refusal is not None:
-                await _refuse(refusal, scope["path"], counted)
+            try:
+                body = await self._checked_body(Headers(scope=scope), receive)
+            except ApiError as error:
+                await _answer(error, scope["path"], counted)
             else:
                 await self._app(scope, _replay(body, receive), counted)
         finally:
             # Status 0: the client disconnected, or the application failed, before the response began.
             self._metrics.requests.labels(route=_route(scope), status=f"{(seen or 500) // 100}xx").inc()
 
-    async def _checked(self, headers: Headers, receive: Receive) -> tuple[Refusal | None, bytes]:
+    async def _checked_body(self, headers: Headers, receive: Receive) -> bytes:
+        """Return the whole body; raises ApiError for a request that must not reach a route."""
         host = headers.get("host", "").lower()
         if self._hosts and not any(_matches(host, allowed) for allowed in self._hosts):
             hint = "use a loopback address, or add the name to gateway.allowed_hosts"
-            return Refusal(status=400, error=f"unknown host name {host!r}", field="Host", hint=hint), b""
-        too_long = Refusal(
-            status=413,
-            error=f"the body exceeds {self._most_bytes} bytes",
-            field="body",
-            hint="send less, or raise gateway.max_request_bytes",
-        )
-        declared = headers.get("content-length", "0")
-        if declared == "0" and "transfer-encoding" not in headers:
-            return None, b""
+            raise BadRequest(f"unknown host name {host!r}", field="Host", hint=hint)
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+            return b""
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                body = await self._read_body(receive)
-                if body is None:
-                    await _let_finish(receive, self._most_bytes)
-        except _TooMuch:
+                return await self._read_body(receive)
+        except TimeoutError as error:
+            raise _TooSlow("the body did not arrive in time", field="body", hint="send the body faster") from error
+        except ApiError:
             await _let_finish(receive, self._most_bytes)
-            hint = "retry in a moment"
-            return Refusal(status=503, error="too many bodies are arriving at once", field="body", hint=hint), b""
-        except TimeoutError:
-            hint = "send the body faster"
-            return Refusal(status=408, error="the body did not arrive in time", field="body", hint=hint), b""
-        return (too_long, b"") if body is None else (None, body)
+            raise
 
-    async def _read_body(self, receive: Receive) -> bytes | None:
-        """Return the whole body, or None if it is too long; _TooMuch if the bodies of all clients are too long."""
+    async def _read_body(self, receive: Receive) -> bytes:
         body = bytearray()
         try:
             while True:
@@ -147,17 +133,14 @@ class RequestGuard:
                 body += part
                 self._arriving += len(part)
                 if len(body) > self._most_bytes:
-                    return None
+                    hint = "send less, or raise gateway.max_request_bytes"
+                    raise _TooLarge(f"the body exceeds {self._most_bytes} bytes", field="body", hint=hint)
                 if self._arriving > _MOST_ARRIVING * self._most_bytes:
-                    raise _TooMuch
+                    raise Busy("too many bodies are arriving at once", field="body", hint="retry in a moment")
                 if not message.get("more_body", False):
                     return bytes(body)
         finally:
             self._arriving -= len(body)
-
-
-class _TooMuch(Exception):
-    """The bodies of all clients together are too long."""
 
 
 async def _let_finish(receive: Receive, most_bytes: int) -> None:
@@ -186,14 +169,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(refusal: Refusal, path: str, send: Send) -> None:
-    body = json.dumps(error_body(path, refusal.status, refusal.error, refusal.field, refusal.hint)).encode()
+async def _answer(error: ApiError, path: str, send: Send) -> None:
+    body = json.dumps(error_body(path, error.status, str(error), error.field, error.hint)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -1,13 +1,11 @@
-"""Spans, recorded or not, and the interface of recorders."""
+"""Spans, recorded or not."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
-
-from rollmesh.runtime.tracecontext import TraceContext
+from typing import Literal, Self
 
 Kind = Literal["internal", "client", "server", "producer", "consumer"]
 Attribute = str | int | float | bool | Sequence[str] | Sequence[int]
@@ -54,23 +52,3 @@ class Span:
 
 
 NOTHING = Span()
-
-
-class Recorder(Protocol):
-    """Destination of recorded spans: OpenTelemetry (``otel.py``)."""
-
-    def start(
-        self,
-        name: str,
-        place: TraceContext,
-        *,
-        root: bool,
-        kind: Kind,
-        links: Sequence[TraceContext],
-        start_ns: int | None,
-        attributes: dict[str, Any],
-    ) -> Span:
-        """Start a child span of ``place``, or with ``root`` the span that ``place`` identifies."""
-
-    def shutdown(self) -> None:
-        """Export the remaining spans within a few seconds."""

@@ -10,11 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.spans import MOST_LINKS, NOTHING, Attribute, Kind, Recorder, Span
+from rollmesh.runtime.spans import MOST_LINKS, NOTHING, Attribute, Kind, Span
 from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of_step
+
+if TYPE_CHECKING:
+    from rollmesh.runtime.otel import OtelRecorder
 
 
 class Tracer:
@@ -22,7 +27,7 @@ class Tracer:
 
     __slots__ = ("_ratio", "_recorder", "_run")
 
-    def __init__(self, recorder: Recorder | None = None, *, run: str = "", ratio: float = 1.0) -> None:
+    def __init__(self, recorder: OtelRecorder | None = None, *, run: str = "", ratio: float = 1.0) -> None:
         self._recorder = recorder
         self._run = run
         self._ratio = ratio
@@ -53,12 +58,7 @@ class Tracer:
         place = self._sampled(traceparent)
         if place is None:
             return NOTHING
-        linked: list[TraceContext] = []
-        for link in links:
-            if len(linked) == MOST_LINKS:
-                break
-            if (target := self._sampled(link)) is not None:
-                linked.append(target)
+        linked = list(islice(filter(None, map(self._sampled, links)), MOST_LINKS))
         return self._recorder.start(
             name, place, root=root, kind=kind, links=linked, start_ns=start_ns, attributes=attributes
         )
@@ -85,7 +85,7 @@ def tracer() -> Tracer:
 
 @contextlib.asynccontextmanager
 async def recorded_traces(
-    config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: Recorder | None = None
+    config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: OtelRecorder | None = None
 ) -> AsyncIterator[Tracer]:
     """Record spans of this process inside the context, and export the last ones at its end.
 
@@ -105,7 +105,7 @@ async def recorded_traces(
         await asyncio.to_thread(recorder.shutdown)
 
 
-def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: str) -> Recorder | None:
+def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: str) -> OtelRecorder | None:
     endpoint = config.otlp_endpoint
     if endpoint is None:
         return None

@@ -1,21 +1,11 @@
 """Pure scheduling: the leader's decisions for one view of the mesh. No I/O, no clock, no asyncio.
 
-The leader calls ``decide`` with a view of the queue; the simulator of the tests calls the same function. It must not
-remember anything between two calls.
+The leader calls ``decide`` with a view of the queue; the property tests call it with views of ``queue_model``. It must
+not remember anything between two calls.
 """
 
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
 from rollmesh.scheduling.decide import decide, needs_groups
-from rollmesh.scheduling.presets import expected_staleness, resolve_schedule
-from rollmesh.scheduling.resolved_schedule import AdmissionRule, OnStale, Schedule
-from rollmesh.scheduling.run_limits import run_limits
+from rollmesh.scheduling.resolved_schedule import Schedule, run_limits
 
-__all__ = [
-    "AdmissionRule",
-    "OnStale",
-    "Schedule",
-    "decide",
-    "expected_staleness",
-    "needs_groups",
-    "resolve_schedule",
-    "run_limits",
-]
+__all__ = ["AdmissionRule", "CutOrder", "OnStale", "Schedule", "StartOrder", "decide", "needs_groups", "run_limits"]

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from rollmesh.mesh import MeshView
-from rollmesh.scheduling.memory import memory_room
-from rollmesh.scheduling.resolved_schedule import AdmissionRule, Schedule
+from rollmesh.scheduling.axes import AdmissionRule
+from rollmesh.scheduling.memory import LIMIT_RATIO, memory_room
+from rollmesh.scheduling.resolved_schedule import Schedule
 
 
 def capacity(schedule: Schedule, view: MeshView) -> int:
-    """Return the number of groups that the staleness bound still admits; negative above the bound.
+    """Return the number of groups that the window still admits; negative above it.
 
-    (max_staleness + 1) * B - admitted_unconsumed, minus one batch for every trained step whose policy is not announced
-    yet: groups admitted now would start on the older weights. With consumed = trained_step * B this is AReaL's
-    (eta + v + 1) * B - (accepted + running) at the announced version v.
+    window_groups - admitted_unconsumed, minus one batch for every trained step whose policy is not announced yet:
+    groups admitted now would start on the older weights. With consumed = trained_step * B this is
+    window_groups + v * B - (accepted + running) at the announced version v: AReaL's (eta + v + 1) * B - (accepted +
+    running) for the window (eta + 1) * B, and PipelineRL's max_lag for B + ceil(max_lag / n).
     """
     # docs/architecture.md: The staleness bound
     unannounced = max(0, view.trained_step - view.policy_train_step)
-    return schedule.capacity_groups - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
+    return schedule.window_groups - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
 
 
 def still_needed(schedule: Schedule, view: MeshView) -> int:
     """Return the number of groups that the remaining train steps can use.
 
-    The pool rule adds the groups that keep a pool larger than a batch full until the end.
+    The wave rule adds its spare groups, the pool rule the groups that keep a pool larger than a batch full until the
+    end.
     """
     remaining = (schedule.train_steps - view.trained_step) * schedule.groups_per_batch - view.admitted_unconsumed
     if schedule.admission is AdmissionRule.POOL:
-        remaining += max(0, schedule.pool_groups - schedule.groups_per_batch)
-    return remaining
+        return remaining + max(0, schedule.pool_groups - schedule.groups_per_batch)
+    return remaining + schedule.spare_groups
 
 
 def room(schedule: Schedule, view: MeshView) -> int:
     """Return the number of groups for which the admission rule of the schedule leaves room.
+
+    A wave is k = wave_batches batches: at cut step c the batches up to the next multiple of k are its rest, which for
+    k = 1 is always one batch. Spare groups stay open beyond them, except in a long round.
 
     The pool may have ceil(N'/n) + B groups of work ahead of the trainer. Ready groups and unfinished trajectories
     count, but not open groups: a group with only its last straggler left must not hide an empty pool. While fewer than
@@ -39,13 +45,16 @@ def room(schedule: Schedule, view: MeshView) -> int:
     ready groups only become stale.
     """
     match schedule.admission:
-        case AdmissionRule.BATCH:
-            return schedule.groups_per_batch - view.open_groups - view.ready_groups
+        case AdmissionRule.WAVE:
+            batches = schedule.wave_batches - view.cut_step % schedule.wave_batches
+            spare = 0 if view.recalled_groups else schedule.spare_groups
+            wanted = batches * schedule.groups_per_batch + spare
+            return wanted - view.open_groups - view.ready_groups
         case AdmissionRule.CONCURRENCY:
             return schedule.pool_groups - view.open_groups
         case AdmissionRule.POOL:
             unfinished = view.pending + view.partial + view.leased
-            ahead = view.ready_groups - (-unfinished // schedule.group_size)
+            ahead = view.ready_groups - (-unfinished // schedule.launched_members)
             return schedule.pool_groups + schedule.groups_per_batch - ahead
 
 
@@ -53,7 +62,7 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
     """Return the number of groups to open now, and the reason if it is 0."""
     if view.policy_version < 0:
         return 0, "the first policy"
-    if view.memory_ratio >= schedule.memory_limit_ratio:
+    if view.memory_ratio >= LIMIT_RATIO:
         return 0, f"memory of the store: {view.memory_ratio:.0%} of maxmemory is used"
     limits = (
         (capacity(schedule, view), "staleness capacity"),

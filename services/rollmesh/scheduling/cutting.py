@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollmesh.mesh import Eviction, GroupView, MeshView
-from rollmesh.scheduling.resolved_schedule import OnStale, Schedule
+from rollmesh.mesh import GroupView, MeshView
+from rollmesh.scheduling.axes import OnStale
+from rollmesh.scheduling.orders import cut_key
+from rollmesh.scheduling.resolved_schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,8 @@ class CutPlan:
     """Open groups that must be in the next batch and block its cut, although enough other groups are ready."""
 
 
-def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
-    """Return evictions of the open and ready groups that exceed the staleness bound at the next cut.
+def stale_groups(schedule: Schedule, view: MeshView) -> tuple[str, ...]:
+    """Return the open and ready groups that exceed the staleness bound at the next cut.
 
     Under ``pace`` there are none, unless an operator lowered the bound or rolled the trainer forward.
     """
@@ -35,7 +37,7 @@ def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
     if not any_stale(schedule, view):
         return ()
     known = {g.group_id: g for g in (*view.ready, *view.stalest_open)}
-    return tuple(Eviction(group_id=g.group_id, reason="stale") for g in known.values() if _over(schedule, view, g))
+    return tuple(g.group_id for g in known.values() if _over(schedule, view, g))
 
 
 def any_stale(schedule: Schedule, view: MeshView) -> bool:
@@ -47,7 +49,7 @@ def any_stale(schedule: Schedule, view: MeshView) -> bool:
 
 
 def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
-    """Plan batch cut_step + 1: groups with the earliest deadline first, then in admission order."""
+    """Plan batch cut_step + 1: the groups that are due, earliest deadline first, then the others in ``cut_order``."""
     # docs/architecture.md: The staleness bound
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
@@ -76,7 +78,7 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
                 "later steps could no longer train",
             )
     urgent = {g.group_id for g in chosen}
-    rest = [g for g in in_order if g.group_id not in urgent]
+    rest = sorted((g for g in in_order if g.group_id not in urgent), key=cut_key(schedule.cut_order))
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
-from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut, stale_groups
+from rollmesh.scheduling.axes import OnStale
+from rollmesh.scheduling.begin_again import groups_to_recall, may_begin_again, with_fates
+from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut
 from rollmesh.scheduling.resolved_schedule import Schedule
 from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out
 
@@ -21,9 +23,9 @@ def needs_groups(schedule: Schedule, view: MeshView) -> bool:
     if view.listed:
         return False
     if _is_winding_down(schedule, view):
-        return view.open_groups + view.ready_groups > 0
+        return view.open_groups + view.ready_groups + view.aside_groups > 0
     if _at_rest(schedule, view) is not None:
-        return False
+        return _waits_for_policy(schedule, view) and may_begin_again(schedule, view)
     cut_possible = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
     return cut_possible or any_stale(schedule, view) or timed_out(schedule, view, view.blocked_by)
 
@@ -39,20 +41,24 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     if _is_winding_down(schedule, view):
         return _wind_down(schedule, view)
     if (resting := _at_rest(schedule, view)) is not None:
-        return resting
+        return with_fates(schedule, view, resting) if _waits_for_policy(schedule, view) else resting
     plan = plan_cut(schedule, view)
     if schedule.barrier and plan.group_ids is not None:
-        return Decisions(desired=_desired(schedule, view, 0, _barrier(view.cut_step + 1)), cut=plan.group_ids)
-    admitted, not_admitted = groups_to_admit(schedule, view)
-    blocked_by = blocking_set(schedule, view, plan, admitted)
-    return Decisions(
-        desired=_desired(schedule, view, admitted),
+        return Decisions(desired=_desired(schedule, view, paused=_barrier(view.cut_step + 1)), cut=plan.group_ids)
+    recall = groups_to_recall(schedule, view)
+    # Groups that are set aside now may fill the long round: new groups would postpone it.
+    sets_aside = schedule.on_stale is OnStale.SET_ASIDE and any_stale(schedule, view)
+    admitted, not_admitted = (0, "a long round") if recall or sets_aside else groups_to_admit(schedule, view)
+    blocked_by = blocking_set(schedule, view, plan, admitted + recall)
+    decisions = Decisions(
+        desired=_desired(schedule, view, admitted + recall, waiting_for=_waiting(plan, view, not_admitted)),
         admit_groups=admitted,
+        recall=recall,
         cut=plan.group_ids,
-        evict=stale_groups(schedule, view) + stragglers(schedule, view, plan, blocked_by),
+        evict=stragglers(schedule, view, plan, blocked_by),
         blocked_by=blocked_by,
-        waiting_for=_waiting(plan, view, not_admitted),
     )
+    return with_fates(schedule, view, decisions)
 
 
 def _is_winding_down(schedule: Schedule, view: MeshView) -> bool:
@@ -63,20 +69,21 @@ def _is_winding_down(schedule: Schedule, view: MeshView) -> bool:
 def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
     """Return the decisions of a failed, recovering or paused mesh; None while the mesh works."""
     if fail := _hopeless(schedule, view):
-        return Decisions(desired=_desired(schedule, view, 0, "the run has failed"), fail=fail)
-    if view.recovering:
-        return Decisions(desired=_desired(schedule, view, 0), waiting_for="workers to register again with the store")
-    if view.user_paused:
-        return Decisions(
-            desired=_desired(schedule, view, 0, "paused by an operator"), waiting_for="an operator to resume"
-        )
-    if view.launcher_paused:
-        reason = "the launcher, which evaluates a policy version"
-        return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
-    if schedule.barrier and view.cut_step > view.policy_train_step >= 0:
+        return Decisions(desired=_desired(schedule, view, paused="the run has failed"), fail=fail)
+    if until := view.rests_until:
+        paused = "" if view.recovering else "paused by an operator" if view.user_paused else until
+        return Decisions(desired=_desired(schedule, view, paused=paused, waiting_for=until))
+    if _waits_for_policy(schedule, view):
         reason = _barrier(view.cut_step)
-        return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
+        return Decisions(desired=_desired(schedule, view, paused=reason, waiting_for=reason))
     return None
+
+
+def _waits_for_policy(schedule: Schedule, view: MeshView) -> bool:
+    """Tell whether the mesh rests at a barrier: nothing else stops it."""
+    if _hopeless(schedule, view) or view.rests_until:
+        return False
+    return schedule.barrier and view.cut_step > view.policy_train_step >= 0
 
 
 def _hopeless(schedule: Schedule, view: MeshView) -> str:
@@ -97,13 +104,16 @@ def _hopeless(schedule: Schedule, view: MeshView) -> str:
     return ""
 
 
-def _desired(schedule: Schedule, view: MeshView, admitted: int, paused: str = "") -> Desired:
+def _desired(
+    schedule: Schedule, view: MeshView, admitted: int = 0, *, paused: str = "", waiting_for: str = ""
+) -> Desired:
     return Desired(
         pool_size=schedule.pool_size,
         paused=bool(paused),
         reason=paused,
         interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
         start_at_version=start_at_version(schedule, view, admitted),
+        waiting_for=waiting_for,
     )
 
 
@@ -113,11 +123,15 @@ def _barrier(train_step: int) -> str:
 
 def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
     """Evict the groups that remain after the last batch of the run, so that every group is accounted for."""
-    leftover = {g.group_id for g in (*view.ready, *view.stalest_open)}
+    leftover = {*(g.group_id for g in (*view.ready, *view.stalest_open)), *view.aside}
     return Decisions(
-        desired=_desired(schedule, view, 0, f"the batch of train step {schedule.train_steps} was the last one"),
+        desired=_desired(
+            schedule,
+            view,
+            paused=f"the batch of train step {schedule.train_steps} was the last one",
+            waiting_for="" if view.is_complete else f"the trainer: step {view.cut_step} is cut and not trained yet",
+        ),
         evict=tuple(Eviction(group_id=group_id, reason="run_complete") for group_id in sorted(leftover)),
-        waiting_for="" if view.is_complete else f"the trainer: step {view.cut_step} is cut and not trained yet",
     )
 
 

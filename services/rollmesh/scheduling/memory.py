@@ -9,6 +9,8 @@ from rollmesh.scheduling.resolved_schedule import Schedule
 
 BYTES_PER_TOKEN = 8
 """Size of an int32 id and a float32 logprob."""
+LIMIT_RATIO = 0.8
+"""Share of Redis's maxmemory above which admission stops."""
 _BYTES_PER_SAVE = 90
 _BYTES_PER_TRAJECTORY = 1500
 """Keys, hashes and list overhead in Redis, measured."""
@@ -29,12 +31,12 @@ def memory_room(schedule: Schedule, view: MeshView) -> int:
     to finish are short. The groups that the next batch lacks are admitted in any case: without them no step is trained
     and no memory is freed.
     """
-    if not view.max_memory_bytes or not schedule.longest_trajectory_tokens:
-        return schedule.capacity_groups
-    doubted = schedule.groups_per_batch * schedule.group_size
+    if not view.max_memory_bytes:
+        return schedule.window_groups
+    doubted = schedule.groups_per_batch * schedule.launched_members
     saved_tokens = doubted * schedule.longest_trajectory_tokens + view.saved_bytes_total / BYTES_PER_TOKEN
     each = trajectory_bytes(saved_tokens / (doubted + view.finished_total), schedule.partial_save_tokens)
     unfinished = view.pending + view.partial + view.leased
-    free = schedule.memory_limit_ratio * view.max_memory_bytes - view.used_memory_bytes - unfinished * each
+    free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - unfinished * each
     lacking = schedule.groups_per_batch - view.open_groups - view.ready_groups
-    return max(lacking, math.floor(free / (schedule.group_size * each + view.mean_prompt_bytes)))
+    return max(lacking, math.floor(free / (schedule.launched_members * each + view.mean_prompt_bytes)))

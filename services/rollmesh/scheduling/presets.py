@@ -1,94 +1,177 @@
-"""Named schedules from the literature, resolved to numbers.
+"""Named schedules from the literature: one row of numbers and switches each.
 
-preset        max_staleness  pool_size          admission    barrier  source
-sync          0              B*n                batch        no       GRPO and PPO as usual: generate, wait, train
-one_step_off  1              B*n                batch        no       asynchronous RLHF (arXiv 2410.18252): batch s+1 is
-                                                                      generated while the trainer works on batch s
-copris        4              ceil(1.5*B)*n      pool         no       CoPRIS (arXiv 2511.05589) without its stages:
-                                                                      generation continues during the update
-copris_paper  8              2*B*n              pool         yes      CoPRIS as published: its script runs 1024 requests
-                                                                      for 64 * 8 samples a step; stages alternate
-areal         4              B*n                concurrency  no       AReaL (arXiv 2505.24298): eta = 4 for code, 8 for
-                                                                      maths; max_concurrent defaults to one batch
+preset        max_staleness  window  pool_size       admission    barrier  on_stale  other
+sync          0              B       B*n             wave         no       pace
+one_step_off  1              2*B     B*n             wave         no       pace
+copris        4              5*B     ceil(1.5*B)*n   pool         no       pace
+copris_paper  8              9*B     2*B*n           pool         yes      pace
+april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
+areal         4              5*B     B*n             concurrency  no       pace
+pipeline      1              2*B     the window      pool         no       pace
+roll          1              2*B     the window      pool         no       evict     cut_order oldest
+dart          2              2*B     ceil(1.5*B)*n   pool         no       pace
+rollpacker    0              1.25*B  1.25*B*1.25*n   wave         yes      set_aside spare_groups B/4, spare_members n/4
+streamrl      1              2*B     B*n             wave         no       pace      part_groups B/8, longest first
+flexmarl      0              B       B*n             wave         no       pace      part_groups B/4
 
-sync and one_step_off fix max_staleness: another value would be another schedule. CoPRIS itself bounds neither the
-stages of a trajectory nor its staleness; rollmesh always has a bound.
+B = groups_per_batch, n = group_size. The window is (max_staleness + 1) * B unless the run file sets window_groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.config.schedule import ScheduleConfig
-from rollmesh.errors import ConfigError
-from rollmesh.scheduling.resolved_schedule import AdmissionRule, OnStale, Schedule
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Preset:
+class Preset:
+    """One named schedule before the overrides of the run file."""
+
+    source: str
+    """Paper or code that defines the schedule."""
+    deviation: str = ""
+    """Difference between the schedule and its source."""
+    goes_with: str = ""
+    """Settings of other sections that the source uses with it."""
     admission: AdmissionRule
+    wave_batches: int = 1
+    spare_batches: float = 0.0
+    """Default spare_groups in batches, rounded up."""
+    spare_member_share: float = 0.0
+    """Default spare_members as a share of group_size, rounded up."""
+    window_batches: float | None = None
+    """Default window_groups in batches, rounded up; None for max_staleness + 1."""
+    parts: int = 0
+    """Default number of parts of a batch; with a batch that it does not divide, their greatest common divisor."""
     max_staleness: int
-    pool_batches: float
-    """Default pool_size in batches, rounded up to whole groups."""
-    barrier: bool = False
     fixed_staleness: bool = False
+    """True if another max_staleness would be another schedule."""
+    staleness_follows_window: bool = False
+    """True if the source sets the lag in groups: then max_staleness is ceil(window_groups / B) - 1 by default."""
+    pool_batches: float | None
+    """Default pool_size in batches, rounded up to whole groups; None for the whole window."""
+    barrier: bool = False
+    on_stale: OnStale = OnStale.PACE
+    start_order: StartOrder = StartOrder.ADMISSION
+    cut_order: CutOrder = CutOrder.ADMISSION
 
 
-_PRESETS = {
-    "sync": _Preset(admission=AdmissionRule.BATCH, max_staleness=0, pool_batches=1, fixed_staleness=True),
-    "one_step_off": _Preset(admission=AdmissionRule.BATCH, max_staleness=1, pool_batches=1, fixed_staleness=True),
-    "copris": _Preset(admission=AdmissionRule.POOL, max_staleness=4, pool_batches=1.5),
-    "copris_paper": _Preset(admission=AdmissionRule.POOL, max_staleness=8, pool_batches=2, barrier=True),
-    "areal": _Preset(admission=AdmissionRule.CONCURRENCY, max_staleness=4, pool_batches=1),
+PRESETS = {
+    "sync": Preset(
+        source="GRPO and PPO as usual: generate, wait, train",
+        admission=AdmissionRule.WAVE,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=1,
+    ),
+    "one_step_off": Preset(
+        source="asynchronous RLHF (arXiv 2410.18252): batch s+1 is generated while the trainer works on batch s",
+        admission=AdmissionRule.WAVE,
+        max_staleness=1,
+        fixed_staleness=True,
+        pool_batches=1,
+    ),
+    "copris": Preset(
+        source="CoPRIS (arXiv 2511.05589)",
+        deviation="no stages: generation continues during the update; the paper bounds no staleness",
+        admission=AdmissionRule.POOL,
+        max_staleness=4,
+        pool_batches=1.5,
+    ),
+    "copris_paper": Preset(
+        source="CoPRIS (arXiv 2511.05589): 1024 requests in flight for 64 * 8 samples a step; stages alternate",
+        deviation="the paper bounds neither the stages of a trajectory nor its staleness",
+        goes_with="trainer.algorithm.old_logprobs: stage_end",
+        admission=AdmissionRule.POOL,
+        max_staleness=8,
+        pool_batches=2,
+        barrier=True,
+    ),
+    "april": Preset(
+        source="APRIL (arXiv 2509.18521): 64 prompts in flight for batches of 32, at most 5 versions a trajectory",
+        deviation="a filtered group is replaced at once, in the source when fewer than B are in flight; a group that "
+        "would exceed 5 steps blocks the cut, in the source it may become older",
+        goes_with="trainer.algorithm.old_logprobs: current",
+        admission=AdmissionRule.WAVE,
+        spare_batches=1,
+        max_staleness=5,
+        pool_batches=2,
+        barrier=True,
+    ),
+    "areal": Preset(
+        source="AReaL (arXiv 2505.24298): eta = 4 for code, 8 for maths; max_concurrent is one batch by default",
+        goes_with="trainer.algorithm: {loss: decoupled_ppo, old_logprobs: recompute}",
+        admission=AdmissionRule.CONCURRENCY,
+        max_staleness=4,
+        pool_batches=1,
+    ),
+    "pipeline": Preset(
+        source="PipelineRL (arXiv 2509.19128): window_groups is groups_per_update + ceil(max_lag / attempts)",
+        deviation="the lag is always bounded, by default to one batch; in the source max_lag is null by default, and "
+        "the oldest samples leave a ring buffer",
+        goes_with="generator.on_new_version: keep_kv",
+        admission=AdmissionRule.POOL,
+        max_staleness=1,
+        staleness_follows_window=True,
+        pool_batches=None,
+    ),
+    "roll": Preset(
+        source="ROLL (arXiv 2512.22560): window_groups is B + ceil(B * alpha), max_staleness is ceil(alpha)",
+        deviation="a batch takes the ready groups; the source waits for unfinished prompts of the older step. Age "
+        "counts from the oldest token, in the source from the start of the prompt",
+        goes_with="trainer.algorithm.old_logprobs: recompute",
+        admission=AdmissionRule.POOL,
+        max_staleness=1,
+        staleness_follows_window=True,
+        pool_batches=None,
+        on_stale=OnStale.EVICT,
+        cut_order=CutOrder.OLDEST,
+    ),
+    "dart": Preset(
+        source="DART (arXiv 2509.23866): each trajectory is scheduled on its own, generators reload one at a time",
+        deviation="the dynamic number of rollouts of a task and the pool of stored successes are left out",
+        goes_with="generator.reload_at_once: 1, trainer.algorithm: {loss: tis, old_logprobs: recompute}",
+        admission=AdmissionRule.POOL,
+        # With the bound at the end of the window, a full window would make every generator load at once.
+        max_staleness=2,
+        window_batches=2,
+        pool_batches=1.5,
+    ),
+    "rollpacker": Preset(
+        source="RollPacker (arXiv 2509.21009): 1.25 times the prompts and the responses; late prompts wait for a long "
+        "round",
+        deviation="the planner of parallelism, the scheduler of rewards and training on idle rollout devices are left "
+        "out",
+        admission=AdmissionRule.WAVE,
+        spare_batches=0.25,
+        spare_member_share=0.25,
+        window_batches=1.25,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=1.25,
+        barrier=True,
+        on_stale=OnStale.SET_ASIDE,
+    ),
+    "streamrl": Preset(
+        source="StreamRL (arXiv 2504.15930): one step of overlap, the trainer streams, expected long answers start "
+        "first",
+        deviation="lengths are expected from the prompt history instead of a trained ranker; the enumeration of "
+        "instances is left out: longest first is within 4/3 of the best makespan",
+        admission=AdmissionRule.WAVE,
+        parts=8,
+        max_staleness=1,
+        fixed_staleness=True,
+        pool_batches=1,
+        start_order=StartOrder.LONGEST_EXPECTED,
+    ),
+    "flexmarl": Preset(
+        source="FlexMARL (arXiv 2602.09578): gradients of micro-batches of 16 of 64 samples, one optimizer step",
+        deviation="the movement of instances between agents is left out",
+        admission=AdmissionRule.WAVE,
+        parts=4,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=1,
+    ),
 }
-
-
-def resolve_schedule(config: ScheduleConfig, train_steps: int) -> Schedule:
-    """Apply the overrides of ``config`` to its preset.
-
-    Raises ConfigError if max_staleness contradicts the preset, or pool_size exceeds the most that the staleness bound
-    admits: (max_staleness + 1) * groups_per_batch * group_size.
-    """
-    # docs/architecture.md: The staleness bound
-    preset = _PRESETS[config.preset]
-    batch, size = config.groups_per_batch, config.group_size
-    staleness = preset.max_staleness if config.max_staleness is None else config.max_staleness
-    if preset.fixed_staleness and staleness != preset.max_staleness:
-        raise ConfigError(
-            f"schedule.max_staleness={staleness}: schedule.preset={config.preset} is max_staleness="
-            f"{preset.max_staleness} by definition; leave it null or take another preset (copris, areal)"
-        )
-    limit = (staleness + 1) * batch * size
-    pool = config.pool_size
-    if pool is None:
-        pool = min(limit, -int(-preset.pool_batches * batch // 1) * size)
-    if pool > limit:
-        raise ConfigError(
-            f"schedule.pool_size={pool} is above (max_staleness + 1) * groups_per_batch * group_size = "
-            f"({staleness} + 1) * {batch} * {size} = {limit}: with schedule.max_staleness={staleness} the rest of the "
-            "pool could never be filled; lower pool_size or raise max_staleness"
-        )
-    return Schedule(
-        preset=config.preset,
-        admission=preset.admission,
-        groups_per_batch=batch,
-        group_size=size,
-        pool_size=pool,
-        max_staleness=staleness,
-        barrier=preset.barrier,
-        on_stale=OnStale(config.on_stale),
-        straggler_timeout_seconds=config.straggler_timeout_seconds,
-        max_filtered_in_a_row=config.max_filtered_in_a_row or 10 * batch,
-        train_steps=train_steps,
-    )
-
-
-def expected_staleness(schedule: Schedule) -> float:
-    """Return the expected mean staleness, in train steps.
-
-    By Little's law a trajectory stays in a full pool for pool_size / (B*n) train steps. The result is at most the
-    bound, and 0 for max_staleness 0.
-    """
-    if schedule.max_staleness == 0:
-        return 0.0
-    return min(float(schedule.max_staleness), schedule.pool_size / (schedule.groups_per_batch * schedule.group_size))

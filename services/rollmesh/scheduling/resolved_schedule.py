@@ -1,31 +1,17 @@
-"""Resolved schedule: every number and rule that ``decide`` needs."""
+"""Resolved schedule: every number and rule that ``decide`` needs, and the limits that the store enforces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Self
 
-
-class AdmissionRule(StrEnum):
-    """Limit on open groups, within the staleness capacity."""
-
-    BATCH = "batch"
-    """One batch of groups at a time: the next B open after the last B are cut (and, at staleness 0, trained)."""
-    POOL = "pool"
-    """Enough groups for a full pool, with at most the pool and one batch of work ahead of the trainer (CoPRIS)."""
-    CONCURRENCY = "concurrency"
-    """At most pool_size / group_size open groups, no backlog (AReaL)."""
-
-
-class OnStale(StrEnum):
-    """Treatment of a group that the next train step would push over the staleness bound."""
-
-    PACE = "pace"
-    """The group blocks the cut until it finishes or is evicted after the straggler time-out."""
-    MASK_OLD_SEGMENTS = "mask_old_segments"
-    """Its old tokens leave the loss; the group neither blocks the cut nor is dropped."""
-    EVICT = "evict"
-    """The group is dropped once it exceeds the bound. This biases the lengths, so it is opt-in."""
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.mesh import ResumeOrder, RunLimits
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
+from rollmesh.scheduling.contradictions import contradictions
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.schedule_bounds import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +22,22 @@ class Schedule:
     admission: AdmissionRule
     groups_per_batch: int
     group_size: int
+    """Scored trajectories that complete a group."""
+    wave_batches: int
+    """Batches of a wave; the next wave opens after they are cut."""
+    spare_groups: int
+    """Groups open beyond those that the wave needs."""
+    spare_members: int
+    """Trajectories launched per group beyond group_size; the surplus is cut off once group_size are scored."""
+    window_groups: int
+    """Most groups admitted and not yet trained on."""
     pool_size: int
     """Trajectories leased at once over the whole mesh."""
+    part_groups: int
+    """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
+    start_order: StartOrder
+    resume_order: ResumeOrder
+    cut_order: CutOrder
     max_staleness: int
     """Train steps between the oldest token in the loss and the trainer, at the optimizer step."""
     barrier: bool
@@ -48,19 +48,81 @@ class Schedule:
     """Zero-variance groups in a row that end the run; also the limit for groups without two scored answers."""
     train_steps: int
     """Batches of the whole run."""
-    memory_limit_ratio: float = 0.8
-    """Admission stops above this share of Redis's maxmemory."""
-    longest_trajectory_tokens: int = 0
-    """Most tokens of a trajectory beyond its prompt; 0 if unknown, and then only ``memory_ratio`` counts."""
-    partial_save_tokens: int = 64
+    longest_trajectory_tokens: int
+    """Most tokens of a trajectory beyond its prompt."""
+    partial_save_tokens: int
     """Tokens per partial save; each save takes some memory in addition."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Self:
+        """Apply the overrides of the run file to its preset.
+
+        Raises ConfigError for values that contradict each other, the preset, or another section.
+        """
+        section = config.schedule
+        preset = PRESETS[section.preset]
+        on_stale = preset.on_stale if section.on_stale is None else OnStale(section.on_stale)
+        cut_order = preset.cut_order if section.cut_order is None else CutOrder(section.cut_order)
+        bounds = Bounds.from_section(section, on_stale)
+        if problems := list(contradictions(config, bounds, on_stale, cut_order)):
+            raise ConfigError("\n".join(problems))
+        return cls(
+            preset=section.preset,
+            admission=preset.admission,
+            groups_per_batch=section.groups_per_batch,
+            group_size=section.group_size,
+            wave_batches=bounds.wave_batches,
+            spare_groups=bounds.spare_groups,
+            spare_members=bounds.spare_members,
+            window_groups=bounds.window_groups,
+            pool_size=bounds.pool_size,
+            part_groups=bounds.part_groups,
+            start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
+            resume_order=ResumeOrder(section.resume_order),
+            cut_order=cut_order,
+            max_staleness=bounds.max_staleness,
+            barrier=preset.barrier,
+            on_stale=on_stale,
+            straggler_timeout_seconds=section.straggler_timeout_seconds,
+            max_filtered_in_a_row=section.max_filtered_in_a_row or 10 * section.groups_per_batch,
+            train_steps=config.trainer.train_steps,
+            longest_trajectory_tokens=config.rollout.max_new_tokens,
+            partial_save_tokens=config.rollout.partial_save_tokens,
+        )
+
+    @property
+    def launched_members(self) -> int:
+        """Number of trajectories that a new group has."""
+        return self.group_size + self.spare_members
 
     @property
     def pool_groups(self) -> int:
         """Number of groups that fill the pool, rounded up."""
-        return -(-self.pool_size // self.group_size)
+        return -(-self.pool_size // self.launched_members)
 
     @property
-    def capacity_groups(self) -> int:
-        """Most groups that may be admitted and not yet trained on: (max_staleness + 1) * B."""
-        return (self.max_staleness + 1) * self.groups_per_batch
+    def expected_staleness(self) -> float:
+        """Expected mean staleness, in train steps; at most the bound, and 0 for max_staleness 0.
+
+        By Little's law a trajectory stays in a full pool for pool_size / (B * launched_members) train steps.
+        """
+        return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
+
+
+def run_limits(config: RunConfig) -> RunLimits:
+    """Return the limits that the store enforces; raises ConfigError for an invalid schedule."""
+    schedule = Schedule.from_config(config)
+    return RunLimits(
+        group_size=schedule.group_size,
+        groups_per_batch=schedule.groups_per_batch,
+        max_staleness=schedule.max_staleness,
+        max_attempts=config.rollout.max_attempts,
+        session_ttl_seconds=config.store.session_ttl_seconds,
+        filter_zero_variance=config.schedule.filter_zero_variance,
+        mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
+        train_steps=schedule.train_steps,
+        keeps_history=schedule.start_order is StartOrder.LONGEST_EXPECTED,
+        resume_order=schedule.resume_order,
+        window_groups=schedule.window_groups,
+        most_members=2 * schedule.launched_members,
+    )

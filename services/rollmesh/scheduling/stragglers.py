@@ -52,7 +52,8 @@ def _lacking(schedule: Schedule, view: MeshView) -> str:
         return ""
     if view.pending + view.partial + view.finished:
         return ""
-    slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * schedule.group_size)
+    members = schedule.group_size if view.recalled_groups else schedule.launched_members
+    slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * members)
     if not 0 < view.leased < slots:
         return ""
     progress = f"{view.open_groups} {view.leased} {view.finished_total} {view.saved_bytes_total}"

@@ -12,10 +12,6 @@ from rollmesh.store.digest import TokenDigest
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.queue_types import (
     Append,
-    AppendResult,
-    DeadLetter,
-    Drop,
-    EvalRecord,
     EvalRequest,
     EvalResult,
     Finish,
@@ -28,22 +24,17 @@ from rollmesh.store.queue_types import (
     RollbackRequest,
     Score,
     StoreCounts,
-    TrainingState,
-    WriteStatus,
 )
 from rollmesh.store.step_reports import KEPT_REPORTS
 from rollmesh.store.trajectory_store import TrajectoryStore
 from rollmesh.store.unclaimed import SavedTokens
+from rollmesh.types import WriteStatus
 
 __all__ = [
     "KEPT_REPORTS",
     "Append",
-    "AppendResult",
-    "DeadLetter",
-    "Drop",
     "EmbeddedOptions",
     "EmbeddedServer",
-    "EvalRecord",
     "EvalRequest",
     "EvalResult",
     "Finish",
@@ -58,7 +49,6 @@ __all__ = [
     "Score",
     "StoreCounts",
     "TokenDigest",
-    "TrainingState",
     "TrajectoryStore",
     "WriteStatus",
 ]

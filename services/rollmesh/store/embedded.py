@@ -59,7 +59,7 @@ class EmbeddedOptions:
 
 
 class EmbeddedServer:
-    """Control of the server of one folder: start, find, stop, restart.
+    """Control of the server of one folder: start, find, stop.
 
     All methods block; use ``asyncio.to_thread`` in an event loop.
     """
@@ -160,11 +160,6 @@ class EmbeddedServer:
     def kill(self) -> None:
         """Kill the server, to simulate a crash (tests and chaos)."""
         self._signal(signal.SIGKILL, 10.0)
-
-    def restart(self) -> None:
-        """Stop the server cleanly and start it again."""
-        self.stop()
-        self.start()
 
     def _spawn(self, lock_fd: int) -> subprocess.Popen[bytes]:
         port = free_port() if self.options.port == 0 else self.options.port or 0

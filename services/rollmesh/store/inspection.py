@@ -16,7 +16,7 @@ from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory, TrajectoryState
 
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
-_SECTIONS = ("open", "ready", "cut")
+_SECTIONS = ("open", "ready", "aside", "cut")
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
 _RECORDS_PER_PAGE = 4096
@@ -29,15 +29,15 @@ class TrajectoryMark:
 
     trajectory_id: str
     state: str
-    token_count: int
-    attempts: int
-    birth_version: int | None
+    token_count: int = 0
+    attempts: int = 0
+    birth_version: int | None = None
     """None before the first lease."""
-    newest_version: int | None
+    newest_version: int | None = None
     """Policy version of its newest tokens."""
-    finish_reason: str | None
-    reward: float | None
-    session: str
+    finish_reason: str | None = None
+    reward: float | None = None
+    session: str = ""
     """Session that holds it; empty without one."""
     generator: str = ""
     """Instance that wrote its newest saved tokens; empty before the first save."""
@@ -241,14 +241,4 @@ def _mark(trajectory_id: str, values: Sequence[bytes | None], train_step: int | 
 
 
 def _pending(trajectory_id: str) -> TrajectoryMark:
-    return TrajectoryMark(
-        trajectory_id=trajectory_id,
-        state=TrajectoryState.PENDING.value,
-        token_count=0,
-        attempts=0,
-        birth_version=None,
-        newest_version=None,
-        finish_reason=None,
-        reward=None,
-        session="",
-    )
+    return TrajectoryMark(trajectory_id=trajectory_id, state=TrajectoryState.PENDING.value)

@@ -26,6 +26,9 @@ _SINGLE = frozenset(
         "ready",  # ready groups by admission index
         "open_steps",  # open groups by the smallest train_step of their tokens
         "ready_steps",  # ready groups by the same
+        "ready_tokens",  # ready groups by the tokens of their scored members
+        "aside",  # groups that were set aside, by admission index
+        "returning",  # large groups whose members are being reset, with their progress
         "cut",  # group -> train step of its cut
         "cuts",  # stream of cuts that the trainer waits on
         "tombstones",  # trained and dropped groups, by train step
@@ -39,6 +42,7 @@ _SINGLE = frozenset(
         "generators",  # generator records
         "generator_expiry",  # expiry of the generators
         "generator_changes",  # registry version of each generator record
+        "reloads",  # leases to load a policy, by expiry
         "letters",  # dead letters by time
         "evaluations",  # evaluations in the order of their requests
         "evaluation_queue",  # evaluations without a worker
@@ -47,6 +51,9 @@ _SINGLE = frozenset(
         "reports",  # newest step reports, by train step
         "scale",  # requested replicas by service
         "scaler",  # launcher that applies the requested replicas
+        "history",  # record of each prompt
+        "outcomes",  # ended groups that no batch file has, for the disaster copy of the history
+        "predictions",  # expected and true lengths of the newest groups that ended
         "settings",  # numbered settings by the operator or the launcher
     }
 )

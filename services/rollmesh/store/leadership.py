@@ -7,18 +7,16 @@ from collections.abc import Sequence
 
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.limits import Limits
-from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, decode_prompt, encode_prompt
-from rollmesh.store.prompts import PromptCache
+from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
 from rollmesh.store.redis_connection import Argument, Connection
-from rollmesh.store.scripts import UploadExpired
-from rollmesh.store.trajectories import UPLOAD_ATTEMPTS, slices
+from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP, sweep_returning
+from rollmesh.store.trajectories import slices, with_uploads
 from rollmesh.store.worker_sessions import Sessions
 
 _GROUPS_PER_ADMISSION = 128
 """Groups of one admit script; at most three keys each."""
 _SWEEP_SLICES = 64
-_MEMBERS_PER_SWEEP = 128
 
 
 class Leadership:
@@ -85,6 +83,7 @@ class Leadership:
             desired.reason,
             desired.start_at_version,
             blocked_by,
+            desired.waiting_for,
         )
 
     async def desired(self) -> Desired:
@@ -106,6 +105,7 @@ class Leadership:
             paused=raw.get(b"paused") == b"1",
             interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
             reason=raw.get(b"reason", b"").decode(),
+            waiting_for=raw.get(b"waiting_for", b"").decode(),
             start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
             registry_version=int(raw.get(b"registry_version", 0)),
         )
@@ -140,45 +140,40 @@ class Leadership:
 
         Reaps no session within one TTL of a new leader or of a recovery. Also finishes interrupted clean-ups.
         """
-        sessions, steps, dropped = await self._connection.run("reap", leader)
+        sessions, steps, dropped, returning = await self._connection.run("reap", leader)
         total = 0
         for session in sessions:
             total += await self._sessions.give_back(session.decode(), counts_as_attempt=True)
         for step in steps[:_SWEEP_SLICES]:
             await sweep(self._connection, self._limits, int(step))
         for group_id in dropped[:_SWEEP_SLICES]:
-            while await self._connection.run("sweep_dropped", group_id, _MEMBERS_PER_SWEEP):
+            while await self._connection.run("sweep_dropped", group_id, MEMBERS_PER_SWEEP):
                 pass
+        await sweep_returning(self._connection, returning[:_SWEEP_SLICES])
         return total
 
     async def _admit_part(self, leader: str, groups: Sequence[NewGroup], before: Cursor, after: Cursor) -> int:
-        nonce = secrets.token_hex(8)
+        nonce, keeps_history = secrets.token_hex(8), (await self._limits.get()).keeps_history
         prompts = [encode_prompt(group.prompt) for group in groups]
         cursors = (before.epoch, before.index, after.epoch, after.index)
-        words: list[Argument] = []
+        words: list[Argument] = [leader, nonce, *cursors, len(groups)]
         for group, data in zip(groups, prompts, strict=True):
+            launched = group.needed + group.spare_members
             inline = data if len(data) <= INLINE_LIMIT_BYTES else b""
-            words += [group.group_id, group.needed, group.epoch, group.index, inline]
-        for attempt in range(1, UPLOAD_ATTEMPTS + 1):
-            await self._connection.commands(
-                [
-                    ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
-                    for group, data in zip(groups, prompts, strict=True)
-                    if len(data) > INLINE_LIMIT_BYTES
-                ]
-            )
-            try:
-                opened = int(await self._connection.run("admit", leader, nonce, *cursors, len(groups), *words))
-            except UploadExpired:
-                if attempt == UPLOAD_ATTEMPTS:
-                    raise
-                continue
-            # A skipped group may be in the queue with the prompt of an older data file.
-            if opened == len(groups):
-                for group, data in zip(groups, prompts, strict=True):
-                    self._prompts.put(group.group_id, decode_prompt(data))
-            return opened
-        raise AssertionError("unreachable")
+            prompt_id = group.prompt.prompt_id if keeps_history else ""
+            words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, prompt_id]
+            words += ["" if value is None else value for value in (group.expected_tokens, group.start_rank)]
+        uploads = [
+            ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
+            for group, data in zip(groups, prompts, strict=True)
+            if len(data) > INLINE_LIMIT_BYTES
+        ]
+        opened = int(await with_uploads(self._connection, uploads, lambda: self._connection.run("admit", *words)))
+        # A skipped group may be in the queue with the prompt of an older data file.
+        if opened == len(groups):
+            for group, data in zip(groups, prompts, strict=True):
+                self._prompts.put(group.group_id, decode_prompt(data))
+        return opened
 
 
 async def sweep(connection: Connection, limits: Limits, train_step: int, first: int = 0) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rollmesh.errors import Conflict, StoreError
-from rollmesh.mesh import RunLimits
+from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.store.redis_connection import Connection
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
@@ -16,8 +18,15 @@ _SETTINGS = {
     "filter_zero_variance": "schedule.filter_zero_variance",
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
+    "resume_order": "schedule.resume_order as a number",
+    "keeps_history": "schedule.start_order=longest_expected",
+    "window_groups": "schedule.window_groups",
+    "most_members": "2 * (schedule.group_size + schedule.spare_members)",
 }
 """Run-file field of each limit, for error messages."""
+
+_RESUME_ORDERS = tuple(ResumeOrder)
+"""The queue stores the position."""
 
 
 class Limits:
@@ -56,6 +65,10 @@ class Limits:
                 filter_zero_variance=bool(values["filter_zero_variance"]),
                 mask_old_segments=bool(values["mask_old_segments"]),
                 train_steps=values["train_steps"],
+                keeps_history=bool(values.get("keeps_history", 0)),
+                resume_order=_RESUME_ORDERS[values.get("resume_order", 0)],
+                window_groups=values.get("window_groups", 0),
+                most_members=values.get("most_members", 0),
             )
             self._remember(limits)
             return limits
@@ -64,22 +77,16 @@ class Limits:
     async def groups_per_call(self) -> int:
         """Return the most groups that one script may delete.
 
-        A group of n needed trajectories has up to 2n members with two keys each, and four keys more.
+        A group has up to ``most_members`` members with two keys each, and four keys more.
         """
         limits = await self.get()
-        return max(1, MAX_KEYS_PER_SCRIPT // (4 * limits.group_size + 8))
+        members = limits.most_members or 2 * limits.group_size
+        return max(1, MAX_KEYS_PER_SCRIPT // (2 * members + 8))
 
 
 def _words(limits: RunLimits) -> list[str | int]:
     """Return the names and values that the script ``init_run`` writes."""
-    fields = {
-        "group_size": limits.group_size,
-        "groups_per_batch": limits.groups_per_batch,
-        "max_staleness": limits.max_staleness,
-        "max_attempts": limits.max_attempts,
-        "session_ttl_ms": int(1000 * limits.session_ttl_seconds),
-        "filter_zero_variance": int(limits.filter_zero_variance),
-        "mask_old_segments": int(limits.mask_old_segments),
-        "train_steps": limits.train_steps,
-    }
-    return [word for item in fields.items() for word in item]
+    fields = asdict(limits)
+    fields["resume_order"] = _RESUME_ORDERS.index(limits.resume_order)
+    fields["session_ttl_ms"] = 1000 * fields.pop("session_ttl_seconds")
+    return [word for name, value in fields.items() for word in (name, int(value))]

@@ -1,8 +1,9 @@
-"""Trajectory payload at rest: protobuf encoding and decoding, inline up to 64 KB, and checksums."""
+"""Trajectory payload at rest: protobuf encoding and decoding, inline up to 64 KB, checksums, and a cache of prompts."""
 
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ UPLOAD_SECONDS = 600
 """Expiry of an upload that no script has linked."""
 LINK_MARK = b"@"
 """First byte of a list element that names a chunk key; no protobuf Segment starts with it (field numbers below 8)."""
+
+_CACHED_PROMPTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,23 @@ def encode_prompt(prompt: Prompt) -> bytes:
 def decode_prompt(data: bytes) -> Prompt:
     """Decode a prompt of the queue."""
     return prompt_from_pb(pb.Prompt.FromString(data))
+
+
+class PromptCache:
+    """The most recently added prompts of this client, by group id; the prompt of a group never changes."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+
+    def get(self, group_id: str) -> Prompt | None:
+        """Return the prompt of a group; None when it is not cached."""
+        return self._prompts.get(group_id)
+
+    def put(self, group_id: str, prompt: Prompt) -> None:
+        """Cache the prompt of a group; the oldest entry is removed when the cache is full."""
+        self._prompts[group_id] = prompt
+        if len(self._prompts) > _CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
 
 
 def group_of(trajectory_id: str) -> str:

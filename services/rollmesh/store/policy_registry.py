@@ -1,13 +1,38 @@
-"""Published policies."""
+"""Published policies, pins, and operator requests to continue from an older policy."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.store.operator_settings import Settings
+from rollmesh.store.queue_types import RollbackRequest
 from rollmesh.store.redis_connection import Connection
 from rollmesh.types import PolicyRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutlook:
+    """Policies that one generator may have to serve."""
+
+    newest: PolicyRecord | None
+    """Newest policy; None before the first, and while Redis has lost the pinned one."""
+    pinned: PolicyRecord | None
+    """Policy pinned for this generator."""
+    required_version: int
+    """Oldest version that a generator without a pin may serve: an older one can take no new trajectory, or a trajectory
+    waits that has tokens of a newer version."""
+
+    @property
+    def effective(self) -> PolicyRecord | None:
+        """The pinned policy, else the newest."""
+        return self.pinned or self.newest
+
+
+_PIN = ("pinned", "pin_instance")
+_FLOORS = ("start_at_version", "interrupt_below_version", "required_version")
 
 
 class PolicyRegistry:
@@ -71,17 +96,67 @@ class PolicyRegistry:
 
     async def pinned(self, instance_id: str | None = None) -> int | None:
         """Return the pinned version, None without a pin; with ``instance_id`` only a pin for that generator."""
-        fields = ("pinned", "pin_instance")
-        version, instance = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
-        if version is None:
-            return None
-        foreign = instance_id is not None and instance and instance.decode() != instance_id
-        return None if foreign else int(version)
+        return _pinned(await self._connection.command("HMGET", self._keys.single("meta"), *_PIN), instance_id)
 
-    async def effective(self, instance_id: str | None = None) -> PolicyRecord | None:
-        """Return the pinned policy (see ``pinned``), else the newest."""
-        pinned = await self.pinned(instance_id)
-        return await self.latest() if pinned is None else await self.get(pinned)
+    async def outlook(self, instance_id: str | None = None) -> PolicyOutlook:
+        """Return the newest policy, this generator's pinned one (see ``pinned``) and the oldest version allowed."""
+        meta, floors = await self._connection.commands(
+            [
+                ("HMGET", self._keys.single("meta"), "branch_version", *_PIN),
+                ("HMGET", self._keys.single("desired"), *_FLOORS),
+            ],
+            "outlook",
+        )
+        version = _pinned(meta[1:], instance_id)
+        pinned = None if version is None else await self.get(version)
+        return PolicyOutlook(
+            newest=await self.latest() if version is None or pinned is not None else None,
+            pinned=pinned,
+            required_version=max(int(floor or 0) for floor in (meta[0], *floors)),
+        )
+
+    async def require(self, version: int) -> bool:
+        """Have every generator serve at least this version, because a trajectory has tokens of it that none serves.
+
+        Returns False when the version was never announced or the requirement stands already.
+        """
+        return bool(await self._connection.run("require_version", version))
+
+
+class Rollbacks:
+    """The pending rollback request of a run; the trainer rolls back between two train steps."""
+
+    def __init__(self, connection: Connection, settings: Settings) -> None:
+        self._connection = connection
+        self._settings = settings
+
+    async def request(self, version: int) -> RollbackRequest:
+        """Ask the trainer to continue from this policy; raises Conflict when it was never announced."""
+        request = RollbackRequest(request_id=secrets.token_hex(8), policy_version=version)
+        number = await self._connection.run("request_rollback", request.request_id, version)
+        self._settings.note("rollback", number, f"{request.request_id} {version}")
+        return request
+
+    async def pending(self) -> RollbackRequest | None:
+        """Return the pending request; None without one."""
+        meta = self._connection.keys.single("meta")
+        request_id, version = await self._connection.command("HMGET", meta, "rollback_id", "rollback_version")
+        if request_id is None:
+            return None
+        return RollbackRequest(request_id=request_id.decode(), policy_version=int(version))
+
+    async def finish(self, trainer_session: str, request: RollbackRequest) -> None:
+        """Remove a request that has been completed or rejected; idempotent."""
+        number = await self._connection.run("finish_rollback", trainer_session, request.request_id)
+        self._settings.note("rollback", number, "")
+
+
+def _pinned(fields: Sequence[Any], instance_id: str | None) -> int | None:
+    version, instance = fields
+    if version is None:
+        return None
+    foreign = instance_id is not None and instance and instance.decode() != instance_id
+    return None if foreign else int(version)
 
 
 def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:

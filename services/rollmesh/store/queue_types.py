@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
 from rollmesh.store.digest import NO_TOKENS, TokenDigest
-from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import FinishReason, ForkStatus, Prompt, RewardOutcome, Segment, Trajectory, WriteStatus
 
 DROP_REASONS = (
     "stale",
@@ -19,8 +19,9 @@ DROP_REASONS = (
     "filtered_all_wrong",
 )
 """Reasons for which a group leaves the queue untrained."""
-WASTE_REASONS = (*DROP_REASONS, "unscorable", "dead")
-"""Reasons for which saved tokens are never trained on: their group was dropped, or their member has no score."""
+WASTE_REASONS = (*DROP_REASONS, "unscorable", "dead", "surplus", "restarted", "set_aside")
+"""Reasons for which saved tokens are never trained on: their group was dropped, their member has no score or was cut
+off (``surplus``), or their group began again (``restarted``) or waits to begin again (``set_aside``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,13 @@ class NewGroup:
     needed: int
     epoch: int
     index: int
+    expected_tokens: float | None = None
+    """Expected length of a trajectory; None when unknown."""
+    start_rank: int | None = None
+    """0 to 127; groups of a lower rank start first, within blocks of as many groups as a batch has. None for admission
+    order; the groups of one run all have a rank, or none has."""
+    spare_members: int = 0
+    """Trajectories launched beyond ``needed``; those unfinished when ``needed`` are scored are cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +59,6 @@ class LeasedTrajectory:
     """Newest argument of ``keep_snapshot``."""
     incarnation: int = 0
     """Number of restarts of the trajectory; every write of its tokens passes it."""
-
-
-class ForkStatus(StrEnum):
-    """Outcome of a request for one more member of a group."""
-
-    FORKED = "forked"
-    PAUSED = "paused"
-    """The run is paused: nothing is leased now."""
-    POOL_FULL = "pool_full"
-    """The pool has no room now."""
-    GROUP_FULL = "group_full"
-    """The group has reached its maximum number of members."""
-    LOST = "lost"
-    """The session does not hold the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +94,10 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
+class Finish(Append):
     """The last tokens of a trajectory (possibly none) and its finish reason."""
 
-    trajectory_id: str
-    token_offset: int
-    segments: Sequence[Segment]
     finish_reason: FinishReason
-    incarnation: int = 0
-    """Incarnation, as in ``Append``."""
-    digest: TokenDigest = NO_TOKENS
-    """Digest, as in ``Append``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,25 +109,6 @@ class Score:
     shaped_reward: float
     assigned: bool = False
     """True when the run file assigns ``shaped_reward`` to an outcome without a value (reward.on_timeout: fixed)."""
-
-
-class WriteStatus(IntEnum):
-    """Effect of a write on one trajectory."""
-
-    SAVED = 1
-    """Written by this call."""
-    DUPLICATE = 2
-    """Saved before with the same digest: a retry; nothing changed."""
-    REFUSED = 3
-    """The queue has other tokens or another incarnation, or tokens in between are missing: send from
-    ``saved_token_count`` on, or drop the trajectory."""
-    LOST = 4
-    """The session does not hold the trajectory (reaped, evicted, or its group is gone): drop it."""
-
-    @property
-    def ok(self) -> bool:
-        """True when the queue has the write, from this call or an earlier one."""
-        return self <= WriteStatus.DUPLICATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,16 +160,16 @@ class StoreCounts:
     """Number of trajectories and groups in every state, lifetime totals and memory."""
 
     trajectories: Mapping[str, int]
-    """Trajectories in the queue by state: pending, partial, leased, finished, scored, unscorable, dead."""
+    """Trajectories in the queue by state: pending, partial, leased, finished, scored, unscorable, dead, surplus."""
     groups: Mapping[str, int]
-    """Groups by state: open, ready, cut."""
+    """Groups by state: open, ready, cut, aside."""
     totals: Mapping[str, int]
     """Lifetime counters: admitted, ready, consumed, leases, saved_tokens, finished, regenerated, ..."""
     drops: Mapping[str, int]
     """Dropped groups by reason."""
     dropped_tokens: Mapping[str, int]
     """Saved tokens that are never trained on, by reason (WASTE_REASONS). Tokens of members without a score count as
-    ``unscorable`` or ``dead``, even when their group is dropped or trained. Each token counts once."""
+    ``unscorable``, ``dead`` or ``surplus``, even when their group is dropped or trained. Each token counts once."""
     drop_deciles: Mapping[str, int]
     """Dropped groups by ``<reason>:<length decile>``."""
     scoring_queue: int
@@ -213,6 +181,8 @@ class StoreCounts:
     """0 without a limit."""
     finished_lengths: Mapping[int, int] = field(default_factory=dict)
     """Finished trajectories by length bucket, floor(4 log2(tokens + 1))."""
+    surplus_deciles: Mapping[str, int] = field(default_factory=dict)
+    """Surplus members by length decile at the time when they were cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

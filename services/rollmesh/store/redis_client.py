@@ -14,8 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from rollmesh.config.security import StoreTlsConfig
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig, StoreTlsConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.tls import no_passphrase
 

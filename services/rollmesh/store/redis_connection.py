@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import hiredis
@@ -22,8 +22,8 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
 from rollmesh.store.keys import Keys
 from rollmesh.store.redis_client import tls_failure
-from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
-from rollmesh.store.store_metrics import CallObserver
+from rollmesh.store.scripts import RunUnknown, load_scripts, refuses_credentials, store_error
+from rollmesh.store.store_metrics import StoreCallMetrics
 
 Argument = str | bytes | int | float
 Reply = Any
@@ -43,14 +43,13 @@ class Connection:
         self,
         client: aioredis.Redis,
         run: str,
-        scripts: Mapping[str, Script],
-        retry_seconds: float,
-        observer: CallObserver | None = None,
+        retry_seconds: float = 20.0,
+        observer: StoreCallMetrics | None = None,
     ) -> None:
         self.client = client
         self._observer = observer
         self.keys = Keys(run)
-        self._scripts = scripts
+        self._scripts = load_scripts()
         self._retry_seconds = retry_seconds
         self._limits: Sequence[Argument] = ()
         """Arguments of ``init_run``; empty before ``restore_lost_run``."""
@@ -63,13 +62,13 @@ class Connection:
         client: aioredis.Redis,
         run: str,
         retry_seconds: float = 20.0,
-        observer: CallObserver | None = None,
+        observer: StoreCallMetrics | None = None,
     ) -> Connection:
         """Connect, wait up to ``retry_seconds`` for the server, and check its version and settings."""
-        connection = cls(client, run, load_scripts(), retry_seconds, observer)
+        connection = cls(client, run, retry_seconds, observer)
         try:
             await connection.check_server()
-            await connection._load_all()
+            await connection.commands([("SCRIPT", "LOAD", script.text) for script in connection._scripts.values()])
         except BaseException:
             await connection.aclose()
             raise
@@ -200,10 +199,9 @@ class Connection:
             if time.monotonic() >= deadline:
                 return False
 
-    async def _load_all(self) -> None:
-        await self.commands([("SCRIPT", "LOAD", script.text) for script in self._scripts.values()])
-
-    async def _retrying(self, call: Callable[[], Awaitable[Reply]], label: str, observer: CallObserver | None) -> Reply:
+    async def _retrying(
+        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallMetrics | None
+    ) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
         failure_count = 0

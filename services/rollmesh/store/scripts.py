@@ -31,6 +31,8 @@ Three scripts have no slices. Each runs once per recovery or rollback. ``reregis
 forgotten. ``roll_back`` and ``reassert_groups`` take a whole abandoned cut, so that no leader reads half of it. For
 1,024 trajectories the server needs 5 ms to keep them and 37 ms to release them.
 
+``score`` reads the state of every member of a group whose surplus it cuts off.
+
 A group of more than 100 members leaves the queue in one step; its records are deleted in slices (``sweep_dropped``).
 """
 
@@ -47,6 +49,11 @@ class UploadExpired(StoreError):
 
 class RunUnknown(StoreUnavailable):
     """The run has not been initialised, or Redis came back empty."""
+
+
+_REFUSALS: Mapping[str, type[StoreError]] = MappingProxyType(
+    {"SESSION_LOST": SessionLost, "CONFLICT": Conflict, "UPLOAD_EXPIRED": UploadExpired, "RUN_UNKNOWN": RunUnknown}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +122,9 @@ def store_error(error: redis_errors.RedisError, label: str) -> StoreError:
     refusal = _REFUSAL.search(text)
     if refusal is not None:
         code, reason = refusal.group(1), _SCRIPT_LOCATION.sub("", refusal.group(2))
-        if code == "SESSION_LOST":
-            return SessionLost(f"{label}: {reason}")
-        if code == "CONFLICT":
-            return Conflict(f"{label}: {reason}")
-        if code == "UPLOAD_EXPIRED":
-            return UploadExpired(f"{label}: {reason}")
-        if code == "RUN_UNKNOWN":
-            return RunUnknown(f"{label}: {reason}")
-        return StoreUnavailable(f"{label}: {reason}; retry later")
+        if code == "RECOVERING":
+            return StoreUnavailable(f"{label}: {reason}; retry later")
+        return _REFUSALS[code](f"{label}: {reason}")
     if refuses_credentials(error):
         return StoreUnavailable(
             f"Redis rejects the credentials ({text}): check store.url, ROLLMESH_STORE__PASSWORD and, for "

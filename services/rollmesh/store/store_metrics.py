@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 
 _BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
-
-
-class CallObserver(Protocol):
-    """Observer of the outcome of store calls."""
-
-    def answered(self, seconds: float) -> None:
-        """Record an answered call and its duration, failed attempts included."""
-
-    def failed(self) -> None:
-        """Record an attempt without an answer, or one that the server could not execute."""
 
 
 class StoreCallMetrics:
@@ -33,9 +21,9 @@ class StoreCallMetrics:
         )
 
     def answered(self, seconds: float) -> None:
-        """Record an answered call."""
+        """Record an answered call and its duration, failed attempts included."""
         self._seconds.observe(seconds)
 
     def failed(self) -> None:
-        """Record a failed attempt."""
+        """Record an attempt without an answer, or one that the server could not execute."""
         self._failures.inc()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.store.leadership import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.queue_types import TrainingState
 from rollmesh.store.redis_connection import Connection, Reply
 from rollmesh.store.trajectories import load_chunks, slices
-from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajectory
+from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Trajectory
 
 _TOMBSTONE_STEPS = 256
 """Train steps for which consumed and dropped groups are stored individually; older groups are below the floor."""
@@ -26,10 +28,11 @@ _UNKNOWN_DIGEST = "unknown"
 class Training:
     """Queue operations of rank 0 of the trainer."""
 
-    def __init__(self, connection: Connection, limits: Limits) -> None:
+    def __init__(self, connection: Connection, limits: Limits, records: PromptRecords) -> None:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
+        self._records = records
         self._claimed: dict[int, tuple[str, ...]] = {}
 
     async def open_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
@@ -79,6 +82,22 @@ class Training:
         self._claimed[train_step] = tuple(group.group_id for group in groups)
         return Batch(train_step=train_step, groups=tuple(groups))
 
+    async def ready_groups(
+        self, trainer_session: str, train_step: int, count: int, known: Collection[str]
+    ) -> list[Group]:
+        """Read ``count`` ready groups beyond the ``known`` ones before the cut of this batch, in admission order.
+
+        The groups stay in the queue. Returns nothing while fewer groups are ready, and after the cut.
+        """
+        size = min(count, await self._limits.groups_per_call())
+        rows = await self._connection.run(
+            "ready_groups", trainer_session, train_step, size, _TOKENS_PER_CLAIM, *sorted(known)
+        )
+        try:
+            return await self._load_groups(rows)
+        except Conflict:  # A group left the queue between the two reads.
+            return []
+
     async def confirm_batch_file(
         self, trainer_session: str, train_step: int, digest: str, group_ids: Sequence[str] | None = None
     ) -> None:
@@ -113,6 +132,7 @@ class Training:
         digests: Sequence[str] | None = None,
         *,
         known_step: int = 0,
+        outcomes: Sequence[Sequence[PromptOutcome]] = (),
     ) -> TrainingState:
         """Write the state of the checkpoint store to Redis, at every start and when the server's run_id has changed.
 
@@ -124,6 +144,8 @@ class Training:
 
         ``batches`` may begin after ``known_step``, a trained step returned by ``state``. Raises
         StoreUnavailable when Redis has lost that step: it came back with an earlier state and needs more batches.
+
+        ``outcomes`` are those of each batch file, for the prompt history.
 
         If Redis has lost a rollback, its unclaimed work is dropped again before the rollback's version is announced,
         because all of that work is older. A rollback whose trainer died before its end is finished.
@@ -142,6 +164,9 @@ class Training:
             await self._connection.run("reassert_groups", trainer_session, step, digest, trained, *group_ids)
             for part in slices(group_ids, size):
                 await self._connection.run("forget_groups", trainer_session, *part)
+            await self._records.save(trainer_session, step, outcomes[at] if outcomes else ())
+        # A damaged file has no outcomes; those of the next file may follow.
+        await self._records.save(trainer_session, trained_step, ())
         newest = max((step for step, _ in batches), default=0)
         words = [
             word
@@ -212,10 +237,22 @@ class Training:
             prompts.append(decode_prompt(prompt))
             elements |= {_member_id(group_id, m): part for m, part in zip(members, segments, strict=True)}
         chunks = await load_chunks(self._connection, elements)
+        if any(None in found.values() for found in chunks.values()):
+            raise Conflict("a group left the queue while its payload was read: read its batch file")
 
         def trajectory(prompt: Prompt, trajectory_id: str, member: Sequence[Reply]) -> Trajectory:
             segments = decode_segments(elements[trajectory_id], chunks[trajectory_id])
-            return _scored_trajectory(self._keys.run, trajectory_id, prompt, segments, member)
+            _, birth, finish, outcome, reward = member
+            return build_trajectory(
+                trajectory_id,
+                prompt,
+                segments,
+                birth_version=int(birth),
+                finish=finish,
+                outcome=outcome,
+                reward=reward,
+                run=self._keys.run,
+            )
 
         return [
             Group(
@@ -229,19 +266,3 @@ class Training:
 
 def _member_id(group_id: bytes, member: Sequence[Reply]) -> str:
     return f"{group_id.decode()}.{member[0]}"
-
-
-def _scored_trajectory(
-    run: str, trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[Reply]
-) -> Trajectory:
-    _, birth, finish, outcome, reward = record
-    return build_trajectory(
-        trajectory_id,
-        prompt,
-        segments,
-        birth_version=int(birth),
-        finish=finish,
-        outcome=outcome,
-        reward=reward,
-        run=run,
-    )

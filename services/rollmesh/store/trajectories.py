@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from rollmesh.store.limits import Limits
 from rollmesh.store.payload import (
     LINK_MARK,
     UPLOAD_SECONDS,
+    PromptCache,
     SavedChunk,
     build_trajectory,
     decode_prompt,
@@ -22,22 +24,19 @@ from rollmesh.store.payload import (
     encode_segments,
     group_of,
 )
-from rollmesh.store.prompts import PromptCache
 from rollmesh.store.queue_types import (
     Append,
     AppendResult,
     Finish,
     FirstToken,
     Fork,
-    ForkStatus,
     LeasedTrajectory,
     ReleaseReason,
     Score,
-    WriteStatus,
 )
 from rollmesh.store.redis_connection import Argument, Connection, Reply
 from rollmesh.store.scripts import UploadExpired
-from rollmesh.types import OutcomeKind, Prompt, Segment
+from rollmesh.types import ForkStatus, OutcomeKind, Prompt, Segment, WriteStatus
 from rollmesh.wire.codec import outcome_to_pb
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ T = TypeVar("T")
 _ITEMS_PER_CALL = 64
 """Items of one script call, which bounds its keys (two or three per item) and its time in the server."""
 _RELEASES_PER_CALL = 128
-UPLOAD_ATTEMPTS = 3
+_UPLOAD_ATTEMPTS = 3
 """Attempts of an upload and its script; an upload is lost only when the server crashes in between."""
 
 
@@ -85,7 +84,7 @@ class TrajectoryQueue:
         Raises Conflict when a policy version was never announced, and StoreUnavailable when Redis is full or
         unreachable. In both cases the same items may be sent again.
         """
-        return await self._write("append", session, items, [""] * len(items))
+        return await self._write("append", session, items)
 
     async def report_first_tokens(self, session: str, items: Sequence[FirstToken]) -> list[AppendResult]:
         """Report the policy versions of first tokens that are saved later, and age the groups accordingly.
@@ -99,7 +98,7 @@ class TrajectoryQueue:
 
     async def finish(self, session: str, items: Sequence[Finish]) -> list[AppendResult]:
         """Save the last tokens and the finish reason: leased -> finished. Errors as in ``append``."""
-        return await self._write("finish", session, items, [item.finish_reason.value for item in items])
+        return await self._write("finish", session, items)
 
     async def score(self, session: str, items: Sequence[Score]) -> list[AppendResult]:
         """Record outcomes: finished -> scored | unscorable. The last outcome of a group changes the group's state."""
@@ -165,7 +164,11 @@ class TrajectoryQueue:
             return Fork(status=ForkStatus.LOST)  # its group was evicted in between, with the lease
         trajectory = build_trajectory(name, prompt, birth_version=reply["birth"], run=self._keys.run)
         leased = LeasedTrajectory(
-            trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=reply["since"] / 1000
+            trajectory=trajectory,
+            attempt=1,
+            lease_new=True,
+            first_lease_time=reply["since"] / 1000,
+            incarnation=reply["incarnation"],
         )
         return Fork(status=ForkStatus.FORKED, leased=leased)
 
@@ -248,32 +251,20 @@ class TrajectoryQueue:
         replies = await self._connection.commands([("HGET", self._keys.of("trajectory", i), field) for i in ids])
         return {i: value for i, value in zip(ids, replies, strict=True) if value is not None}
 
-    async def _write(
-        self, script: str, session: str, items: Sequence[Append | Finish], finishes: Sequence[str]
-    ) -> list[AppendResult]:
+    async def _write(self, script: str, session: str, items: Sequence[Append]) -> list[AppendResult]:
         chunks = [encode_segments(item.segments) for item in items]
         arguments: list[Sequence[Argument]] = [
-            (_head(item, chunk, finish), *chunk.elements)
-            for item, chunk, finish in zip(items, chunks, finishes, strict=True)
+            (_head(item, chunk), *chunk.elements) for item, chunk in zip(items, chunks, strict=True)
         ]
         ids = [item.trajectory_id for item in items]
-        for attempt in range(1, UPLOAD_ATTEMPTS + 1):
-            await self._upload(ids, chunks)
-            try:
-                return await self._sliced(script, session, slices(ids, _ITEMS_PER_CALL), arguments)
-            except UploadExpired:
-                if attempt == UPLOAD_ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
-
-    async def _upload(self, ids: Sequence[str], chunks: Sequence[SavedChunk]) -> None:
         # NX: a retry must not set an expiry on a chunk that the first attempt has linked.
-        await self._connection.commands(
-            [
-                ("SET", self._keys.of("chunk", f"{trajectory_id}:{name}"), data, "EX", UPLOAD_SECONDS, "NX")
-                for trajectory_id, chunk in zip(ids, chunks, strict=True)
-                for name, data in chunk.uploads
-            ]
+        uploads = [
+            ("SET", self._keys.of("chunk", f"{trajectory_id}:{name}"), data, "EX", UPLOAD_SECONDS, "NX")
+            for trajectory_id, chunk in zip(ids, chunks, strict=True)
+            for name, data in chunk.uploads
+        ]
+        return await with_uploads(
+            self._connection, uploads, lambda: self._sliced(script, session, slices(ids, _ITEMS_PER_CALL), arguments)
         )
 
     async def _sliced(
@@ -292,6 +283,18 @@ class TrajectoryQueue:
         return results
 
 
+async def with_uploads(
+    connection: Connection, uploads: Sequence[Sequence[Argument]], run: Callable[[], Awaitable[T]]
+) -> T:
+    """Upload payloads, then ``run`` the script that links them; repeat both if an upload expires in between."""
+    for _ in range(_UPLOAD_ATTEMPTS - 1):
+        await connection.commands(uploads)
+        with suppress(UploadExpired):
+            return await run()
+    await connection.commands(uploads)
+    return await run()
+
+
 async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) -> dict[str, dict[bytes, bytes]]:
     """Read the linked chunks of trajectories, by trajectory id and list element."""
     links = [(i, e) for i, parts in elements.items() for e in parts if e.startswith(LINK_MARK)]
@@ -302,7 +305,7 @@ async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) 
     return found
 
 
-def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
+def _head(item: Append, chunk: SavedChunk) -> str:
     """Format the head of an item for lib/save.lua."""
     if item.digest.token_count != item.token_offset:
         raise DataError(
@@ -317,9 +320,9 @@ def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
         "tokens": chunk.token_count,
         "after": str(item.digest.extended(item.segments)),
         "versions": chunk.versions,
-        "finish": finish,
+        "finish": item.finish_reason.value if isinstance(item, Finish) else "",
         "bytes": chunk.byte_count,
-        "generator": item.generator if isinstance(item, Append) else "",
+        "generator": item.generator,
         "elements": len(chunk.elements),
     }
     return json.dumps(head)

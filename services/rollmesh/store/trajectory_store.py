@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.drop_ledger import DropLedger
@@ -15,14 +14,16 @@ from rollmesh.store.inspection import Inspection
 from rollmesh.store.leadership import Leadership
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
-from rollmesh.store.policy_registry import PolicyRegistry
-from rollmesh.store.prompts import PromptCache
+from rollmesh.store.payload import PromptCache
+from rollmesh.store.policy_registry import PolicyRegistry, Rollbacks
+from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.recovery import Recovery
 from rollmesh.store.redis_client import create_client
 from rollmesh.store.redis_connection import Connection
-from rollmesh.store.rollbacks import Rollbacks
+from rollmesh.store.reload_leases import ReloadLeases
+from rollmesh.store.restarted_groups import RestartedGroups
 from rollmesh.store.step_reports import StepReports
-from rollmesh.store.store_metrics import CallObserver
+from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.store.unclaimed import Unclaimed
@@ -49,11 +50,14 @@ class TrajectoryStore:
         self.sessions = Sessions(connection)
         self.trajectories = TrajectoryQueue(connection, self.limits, prompts)
         self.leadership = Leadership(connection, self.limits, self.sessions, prompts)
+        self.restarted = RestartedGroups(connection, self.limits)
         self.mesh = MeshReader(connection, self.limits, self.settings)
         self.ledger = DropLedger(connection)
+        self.prompt_records = PromptRecords(connection, self.limits)
         self.policies = PolicyRegistry(connection, self.settings)
         self.generators = GeneratorRegistry(connection)
-        self.training = Training(connection, self.limits)
+        self.reloads = ReloadLeases(connection)
+        self.training = Training(connection, self.limits, self.prompt_records)
         self.rollbacks = Rollbacks(connection, self.settings)
         self.unclaimed = Unclaimed(connection)
         self.step_reports = StepReports(connection)
@@ -69,7 +73,7 @@ class TrajectoryStore:
         run: str,
         url: str | None = None,
         retry_seconds: float = 20.0,
-        observer: CallObserver | None = None,
+        observer: StoreCallMetrics | None = None,
     ) -> Self:
         """Connect to the run's queue; ``url`` (of the embedded server) takes precedence over ``config.url``.
 
@@ -90,7 +94,5 @@ class TrajectoryStore:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -11,7 +11,7 @@ from rollmesh.store.operator_settings import Settings
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.store.redis_connection import Connection, Reply
 
-_LIVE = ("leased", "finished", "scored", "unscorable", "dead")
+_LIVE = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
 
 
 class MeshReader:
@@ -23,17 +23,18 @@ class MeshReader:
         self._limits = limits
         self._settings = settings
 
-    async def view(self, *, groups: bool = True) -> MeshView:
+    async def view(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
         """Read a consistent view of the mesh in O(groups_per_batch), or in O(1) without single groups.
 
-        Also writes the settings again that this client has read and Redis has lost.
+        ``shortest`` lists the ready groups with the fewest tokens too. Also writes the settings again that this client
+        has read and Redis has lost.
         """
-        view, settings = await self._read(groups)
-        return (await self._read(groups))[0] if await self._settings.restore(settings) else view
+        view, settings = await self._read(groups, shortest)
+        return (await self._read(groups, shortest))[0] if await self._settings.restore(settings) else view
 
-    async def _read(self, groups: bool) -> tuple[MeshView, Sequence[bytes]]:
+    async def _read(self, groups: bool, shortest: bool) -> tuple[MeshView, Sequence[bytes]]:
         limits = await self._limits.get()
-        raw = await self._connection.run_named("view", 2 * limits.groups_per_batch if groups else 0)
+        raw = await self._connection.run_named("view", 2 * limits.groups_per_batch if groups else 0, int(shortest))
         now, trained_step = int(raw["now"]) / 1000, int(raw["trained_step"])
         blocked_by, blocked_since = _blocked(raw["blocked_since"], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
@@ -67,6 +68,7 @@ class MeshReader:
                 interrupt_below_version=int(raw["interrupt_below_version"]),
                 reason=raw["reason"].decode(),
                 start_at_version=int(raw["start_at_version"]),
+                waiting_for=raw["waiting_for"].decode(),
             ),
             failure=raw["failure"].decode(),
             recovering=bool(raw["recovering"]),
@@ -76,6 +78,9 @@ class MeshReader:
             ready=_groups(raw["ready"], oldest_in_loss),
             stalest_open=_groups(raw["open"], oldest_in_loss),
             unclaimed_by_step=tuple((int(step), int(count)) for step, count in raw["unclaimed"]),
+            aside_groups=int(raw["aside_groups"]),
+            recalled_groups=int(raw["recalled_groups"]),
+            aside=tuple(group_id.decode() for group_id in raw["aside"]),
             is_complete=trained_step >= limits.train_steps,
         )
         return view, raw["settings"]
@@ -87,11 +92,12 @@ class MeshReader:
         trajectories = {name: counters.get(name, 0) for name in _LIVE}
         return StoreCounts(
             trajectories={**trajectories, "pending": raw["pending"], "partial": raw["partial"]},
-            groups={"open": raw["open"], "ready": raw["ready"], "cut": raw["cut"]},
+            groups={name: raw[name] for name in ("open", "ready", "cut", "aside")},
             totals={name: value for name, value in counters.items() if name not in _LIVE},
             drops={name.removeprefix("groups:"): n for name, n in drops.items() if name.startswith("groups:")},
             dropped_tokens={name.removeprefix("tokens:"): n for name, n in drops.items() if name.startswith("tokens:")},
             drop_deciles={name.removeprefix("decile:"): n for name, n in drops.items() if name.startswith("decile:")},
+            surplus_deciles={n.removeprefix("surplus:"): v for n, v in drops.items() if n.startswith("surplus:")},
             scoring_queue=raw["scoring"],
             sessions=raw["sessions"],
             dead_letters=raw["letters"],
@@ -101,11 +107,12 @@ class MeshReader:
         )
 
     async def live_groups(self) -> list[str]:
-        """Return the ids of open, ready and cut groups, of waiting replays, and of drops not swept yet; O(groups)."""
+        """Return the ids of all groups in the queue, of waiting replays, and of drops not swept yet; O(groups)."""
         queues = await self._connection.commands(
             [
                 ("ZRANGE", self._keys.single("open"), 0, -1),
                 ("ZRANGE", self._keys.single("ready"), 0, -1),
+                ("ZRANGE", self._keys.single("aside"), 0, -1),
                 ("HKEYS", self._keys.single("cut")),
                 ("HKEYS", self._keys.single("replays")),
                 ("HKEYS", self._keys.single("dropped")),
@@ -124,13 +131,20 @@ def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
 
 def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupView, ...]:
     views = []
-    for group_id, index, train_step in rows:
+    for group_id, index, train_step, *tokens in rows:
         step = float(train_step)
         lowest = None if math.isinf(step) else int(step)
         if lowest is not None and oldest_in_loss is not None:
             # Tokens older than the bound are masked out of the loss, so they do not count.
             lowest = max(lowest, oldest_in_loss)
-        views.append(GroupView(group_id=group_id.decode(), admission_index=int(index), min_train_step=lowest))
+        views.append(
+            GroupView(
+                group_id=group_id.decode(),
+                admission_index=int(index),
+                min_train_step=lowest,
+                token_count=int(tokens[0]) if tokens else 0,
+            )
+        )
     return tuple(views)
 
 

@@ -16,18 +16,12 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, SessionLost
-from rollmesh.runtime.addresses import advertised, bind_host
-from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.scheduling.presets import resolve_schedule
-from rollmesh.scheduling.resolved_schedule import OnStale
-from rollmesh.scheduling.run_limits import run_limits
+from rollmesh.scheduling import OnStale, Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.trainer.learner.distributed import World, join_world, leave_world, pick_device
@@ -37,6 +31,7 @@ from rollmesh.trainer.records.samples import decoder
 from rollmesh.trainer.records.trackers import build_trackers
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.part_source import PartSource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.publishing import Publisher, canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
@@ -58,8 +53,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises SessionLost if a newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
     """
     checkpoints = open_checkpoints(config)
-    with ThreadPoolExecutor(1, thread_name_prefix="torch") as executor:
-        loop = asyncio.get_running_loop()
+    executor, loop = ThreadPoolExecutor(1, thread_name_prefix="torch"), asyncio.get_running_loop()
+    try:
         ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
         if ranks.world.leads:
             await _lead(config, index, shutdown, checkpoints, ranks, executor)
@@ -68,13 +63,16 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             async with _answering_probes(config, ranks.world):
                 await loop.run_in_executor(executor, ranks.follow, checkpoints.root)
         await loop.run_in_executor(executor, leave_world)
+    finally:
+        # A cancelled step may run for long; the interpreter waits for it, the event loop must not.
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
     """Join the process group and load the initial model."""
     world = join_world(pick_device(config.trainer.device).type)
     catalog = PolicyCatalog(checkpoints)
-    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
+    schedule = Schedule.from_config(config)
     try:
         trainer = PolicyTrainer.from_folder(
             resolve_model(config.model.path),
@@ -98,22 +96,14 @@ async def _lead(
     ranks: RankCoordinator,
     executor: ThreadPoolExecutor,
 ) -> None:
-    health, metrics, security = Health(), Metrics("trainer"), PortSecurity.from_config(config.security)
-    trainer_metrics = TrainerMetrics(metrics)
-    health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
-    async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(
-            admin_server(metrics, health, bind_host(config), config.network.admin_port, security)
-        )
-        admin = advertised(config, port)
-        stack.enter_context(
-            published_endpoint(
-                Path(config.folder), service="trainer", index=index, grpc="", admin=admin, run=config.name
-            )
-        )
-        store = await stack.enter_async_context(
+    async with service_host(config, "trainer", index) as host:
+        health, trainer_metrics = host.health, TrainerMetrics(host.metrics)
+        health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
+        host.publish()
+        observer = StoreCallMetrics(host.metrics)
+        store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(
-                config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=StoreCallMetrics(metrics)
+                config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer
             )
         )
         session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown)
@@ -150,6 +140,7 @@ async def _build_deps(
         ranks=ranks,
         session=session,
         batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, ranks.trainer.settings),
+        parts=PartSource(ranks, session, executor, shutdown, Schedule.from_config(config)),
         publisher=publisher,
         rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
         progress=progress,
@@ -171,9 +162,8 @@ async def _answering_probes(config: RunConfig, world: World) -> AsyncIterator[No
     if world.local_rank:
         yield
         return
-    health, security = Health(), PortSecurity.from_config(config.security)
-    async with admin_server(Metrics("trainer"), health, bind_host(config), config.network.admin_port, security):
-        health.set_ready(True)
+    async with service_host(config, "trainer", 0) as host:
+        host.health.set_ready(True)
         yield
 
 

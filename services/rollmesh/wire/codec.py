@@ -6,6 +6,8 @@ converted to lists here.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,16 @@ _OUTCOME: dict[OutcomeKind, Any] = {k: pb.OutcomeKind.Value(f"OUTCOME_KIND_{k.na
 _OUTCOME_BACK: dict[Any, OutcomeKind] = {v: k for k, v in _OUTCOME.items()}
 _SOURCE: dict[SegmentSource, Any] = {s: pb.SegmentSource.Value(f"SEGMENT_SOURCE_{s.name}") for s in SegmentSource}
 _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
+_SEGMENT_FIELDS = ("policy_version", "kv_min_version", "temperature")
+_TRAJECTORY_FIELDS = ("trajectory_id", "group_id", "member_index", "shaped_reward", "birth_version", "traceparent")
+"""Fields with the same name and value in a dataclass and its message."""
+
+
+def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return these fields of a dataclass or a message, for the constructor of the other."""
+    return {name: getattr(source, name) for name in names}
 
 
 def tensor_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
@@ -93,34 +105,17 @@ def finish_from_pb(value: Any) -> FinishReason | None:
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """Encode sampling parameters."""
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-    )
+    return pb.SamplingParams(**same_fields(params, _SAMPLING_FIELDS), stop_token_ids=params.stop_token_ids)
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Decode sampling parameters."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+    return SamplingParams(**same_fields(message, _SAMPLING_FIELDS), stop_token_ids=tuple(message.stop_token_ids))
 
 
 def segment_to_pb(segment: Segment) -> pb.Segment:
     """Encode a segment."""
-    message = pb.Segment(
-        policy_version=segment.policy_version,
-        kv_min_version=segment.kv_min_version,
-        source=_SOURCE[segment.source],
-        temperature=segment.temperature,
-    )
+    message = pb.Segment(**same_fields(segment, _SEGMENT_FIELDS), source=_SOURCE[segment.source])
     _fill_tensor(message.token_ids, segment.token_ids)
     if segment.behavior_logprobs is not None:
         _fill_tensor(message.behavior_logprobs, segment.behavior_logprobs)
@@ -138,20 +133,20 @@ def segment_from_pb(message: pb.Segment) -> Segment:
         logprobs = floats_from_pb(message.behavior_logprobs, "segment.behavior_logprobs")
         if len(logprobs) != len(ids):
             raise DataError(f"segment: {len(ids)} token_ids but {len(logprobs)} behavior_logprobs")
-    return Segment(
-        token_ids=ids,
-        behavior_logprobs=logprobs,
-        policy_version=message.policy_version,
-        kv_min_version=message.kv_min_version,
-        source=source,
-        temperature=message.temperature,
-    )
+    same = same_fields(message, _SEGMENT_FIELDS)
+    return Segment(token_ids=ids, behavior_logprobs=logprobs, source=source, **same)
 
 
 def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
-    """Encode a prompt; its metadata must be JSON values."""
-    metadata = struct_pb2.Struct()
-    json_format.ParseDict(dict(prompt.metadata), metadata)
+    """Encode a prompt; DataError if its metadata is not JSON."""
+    metadata, values = struct_pb2.Struct(), dict(prompt.metadata)
+    try:
+        json.dumps(values, allow_nan=False)  # a Struct accepts NaN, but no reader can decode it
+        json_format.ParseDict(values, metadata)
+    except (json_format.ParseError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: metadata: {error}; use JSON values with text keys and finite numbers only"
+        ) from error
     return pb.Prompt(
         token_ids=tensor_to_pb(prompt.token_ids),
         verifier=prompt.verifier,
@@ -162,11 +157,15 @@ def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
 
 def prompt_from_pb(message: pb.Prompt) -> Prompt:
     """Decode a prompt; whole numbers in the metadata become integers."""
+    try:
+        metadata = json_format.MessageToDict(message.metadata)
+    except (json_format.Error, ValueError) as error:
+        raise DataError(f"prompt {message.prompt_id}: metadata: {error}") from error
     return Prompt(
         prompt_id=message.prompt_id,
         token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
         verifier=message.verifier,
-        metadata=_with_whole_numbers(json_format.MessageToDict(message.metadata)),
+        metadata=_with_whole_numbers(metadata),
     )
 
 
@@ -199,15 +198,10 @@ def outcome_from_pb(message: pb.RewardOutcome) -> RewardOutcome:
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     """Encode a trajectory."""
     message = pb.Trajectory(
-        trajectory_id=trajectory.trajectory_id,
-        group_id=trajectory.group_id,
-        member_index=trajectory.member_index,
+        **same_fields(trajectory, _TRAJECTORY_FIELDS),
         prompt=prompt_to_pb(trajectory.prompt),
         segments=[segment_to_pb(s) for s in trajectory.segments],
         finish_reason=finish_to_pb(trajectory.finish_reason),
-        shaped_reward=trajectory.shaped_reward,
-        birth_version=trajectory.birth_version,
-        traceparent=trajectory.traceparent,
     )
     if trajectory.outcome is not None:
         message.outcome.CopyFrom(outcome_to_pb(trajectory.outcome))
@@ -217,16 +211,11 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     """Decode a trajectory."""
     return Trajectory(
-        trajectory_id=message.trajectory_id,
-        group_id=message.group_id,
-        member_index=message.member_index,
+        **same_fields(message, _TRAJECTORY_FIELDS),
         prompt=prompt_from_pb(message.prompt),
         segments=tuple(segment_from_pb(s) for s in message.segments),
         finish_reason=finish_from_pb(message.finish_reason),
         outcome=outcome_from_pb(message.outcome) if message.HasField("outcome") else None,
-        shaped_reward=message.shaped_reward,
-        birth_version=message.birth_version,
-        traceparent=message.traceparent,
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Self
 
 import grpc.aio
+from google.protobuf.message import Message
 
-from rollmesh.errors import RollmeshError
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.types import ANY_VERSION, Chunk, GenerationCall, GeneratorRecord, VersionNeed
@@ -41,9 +40,7 @@ class GenerationClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -85,54 +82,37 @@ class GenerationClient:
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
         """End these calls (empty: all) as ``interrupted`` with their current tokens; returns the number ended."""
-        connection = await self._connection(record.address)
-        try:
-            response = await connection.stub.Interrupt(
-                pb.InterruptRequest(trajectory_ids=trajectory_ids), metadata=self._metadata()
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, record.address) from error
+        response = await self._send(
+            record, lambda stub: stub.Interrupt, pb.InterruptRequest(trajectory_ids=trajectory_ids)
+        )
         return int(response.interrupted_count)
 
     async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
         """Report the durable tokens of each trajectory, prompt included, to the generator."""
-        connection = await self._connection(record.address)
-        request = pb.AcknowledgeRequest(
-            instance_id=record.instance_id,
-            acknowledgements=[
-                pb.Acknowledgement(trajectory_id=name, context_token_count=count)
-                for name, count in context_token_counts.items()
-            ],
-        )
-        try:
-            await connection.stub.Acknowledge(request, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, record.address) from error
+        acknowledgements = [
+            pb.Acknowledgement(trajectory_id=name, context_token_count=count)
+            for name, count in context_token_counts.items()
+        ]
+        request = pb.AcknowledgeRequest(instance_id=record.instance_id, acknowledgements=acknowledgements)
+        await self._send(record, lambda stub: stub.Acknowledge, request)
 
     async def status(self, record: GeneratorRecord) -> pb.GetStatusResponse:
         """Return policy version, load and capacity of a generator."""
-        connection = await self._connection(record.address)
-        try:
-            response: pb.GetStatusResponse = await connection.stub.GetStatus(
-                pb.GetStatusRequest(), metadata=self._metadata()
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, record.address) from error
+        response: pb.GetStatusResponse = await self._send(record, lambda stub: stub.GetStatus, pb.GetStatusRequest())
         return response
 
-    def _error(self, error: grpc.aio.AioRpcError, address: str) -> RollmeshError:
-        return error_from_rpc(error, address, False, self._security.explain)
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return call_metadata(token=self._security.sent_token)
+    async def _send(
+        self, record: GeneratorRecord, method: Callable[[stubs.GenerationServiceStub], Any], request: Message
+    ) -> Any:
+        connection = await self._connection(record.address)
+        try:
+            return await method(connection.stub)(request, metadata=call_metadata(token=self._security.sent_token))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, record.address, False, self._security.explain) from error
 
     async def _connection(self, address: str) -> _Connection:
         connection = self._connections.get(address)
-        if (
-            connection is not None
-            and not connection.calls
-            and connection.certificates is not self._security.channel_state()
-        ):
+        if connection and not connection.calls and connection.certificates is not self._security.channel_state():
             # The certificates have been rotated: a reconnect of this channel would use the old ones.
             await self._connections.pop(address).channel.close()
             connection = self._connections.get(address)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import grpc
 import grpc.aio
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
@@ -15,6 +14,7 @@ from rollmesh.wire.codec import (
     finish_to_pb,
     floats_from_pb,
     ids_from_pb,
+    same_fields,
     sampling_from_pb,
     sampling_to_pb,
     tensor_to_pb,
@@ -29,26 +29,28 @@ MOST_IDS = 16_384
 MOST_VERSION = 2**53 - 1
 """Largest integer that is exact in Redis scripts."""
 
-_ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
+_CALL_FIELDS = (
+    *("trajectory_id", "group_id", "prompt_token_count", "max_new_token_count", "chunk_token_count"),
+    "unacknowledged_token_limit",
+)
+_CHUNK_FIELDS = ("policy_version", "kv_min_version", "cached_token_count")
+
+ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
     e.__name__: e for e in (DataError, EngineError, GenerationRefused)
 }
+"""Error classes that a generator reports, by name."""
 
 
 def request_to_pb(call: GenerationCall, instance_id: str, need: VersionNeed) -> pb.GenerateRequest:
     """Encode a generation call to the generator ``instance_id``."""
     pinned = need.pinned_version
     return pb.GenerateRequest(
-        trajectory_id=call.trajectory_id,
+        **same_fields(call, _CALL_FIELDS),
         context_ids=tensor_to_pb(call.context_ids),
-        prompt_token_count=call.prompt_token_count,
-        max_new_token_count=call.max_new_token_count,
         sampling=sampling_to_pb(call.sampling),
-        chunk_token_count=call.chunk_token_count,
-        group_id=call.group_id,
         instance_id=instance_id,
         min_policy_version=need.min_version,
         pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
-        unacknowledged_token_limit=call.unacknowledged_token_limit,
     )
 
 
@@ -60,14 +62,9 @@ def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, Versio
         if getattr(request, name) < 0:
             raise DataError(f"{name}={getattr(request, name)}: expected at least 0")
     call = GenerationCall(
-        trajectory_id=request.trajectory_id,
+        **same_fields(request, _CALL_FIELDS),
         context_ids=ids_from_pb(request.context_ids, "context_ids"),
-        prompt_token_count=request.prompt_token_count,
-        max_new_token_count=request.max_new_token_count,
         sampling=sampling_from_pb(request.sampling),
-        chunk_token_count=request.chunk_token_count,
-        group_id=request.group_id,
-        unacknowledged_token_limit=request.unacknowledged_token_limit,
     )
     pinned = request.pinned_policy_version_plus_one
     return call, VersionNeed(min_version=request.min_policy_version, pinned_version=pinned - 1 if pinned else None)
@@ -96,12 +93,10 @@ def check_version(version: int) -> None:
 def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:
     """Encode a chunk."""
     return pb.GenerateResponse(
+        **same_fields(chunk, _CHUNK_FIELDS),
         token_ids=tensor_to_pb(chunk.token_ids),
         behavior_logprobs=tensor_to_pb(chunk.behavior_logprobs),
-        policy_version=chunk.policy_version,
-        kv_min_version=chunk.kv_min_version,
         finish_reason=finish_to_pb(chunk.finish_reason),
-        cached_token_count=chunk.cached_token_count,
     )
 
 
@@ -109,24 +104,13 @@ def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
     """Decode a chunk; EngineError if the message is malformed."""
     try:
         return Chunk(
+            **same_fields(response, _CHUNK_FIELDS),
             token_ids=ids_from_pb(response.token_ids),
             behavior_logprobs=floats_from_pb(response.behavior_logprobs),
-            policy_version=response.policy_version,
-            kv_min_version=response.kv_min_version,
             finish_reason=finish_from_pb(response.finish_reason),
-            cached_token_count=response.cached_token_count,
         )
     except DataError as error:
         raise EngineError(f"the generator sent a malformed chunk: {error}") from error
-
-
-def status_of(error: DataError | EngineError | GenerationRefused) -> grpc.StatusCode:
-    """Return the default gRPC code of an error."""
-    if isinstance(error, DataError):
-        return grpc.StatusCode.INVALID_ARGUMENT
-    if isinstance(error, GenerationRefused):
-        return grpc.StatusCode.UNAVAILABLE
-    return grpc.StatusCode.INTERNAL
 
 
 def error_from_rpc(
@@ -139,7 +123,7 @@ def error_from_rpc(
     """
     text = explain(error.details() or error.code().name)
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
-    kind = _ERRORS.get(str(name), EngineError)
+    kind = ERRORS.get(str(name), EngineError)
     if kind is EngineError or received:
         return EngineError(f"generator {address}: {error.code().name}: {text}")
     return kind(text)

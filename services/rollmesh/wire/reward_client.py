@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -81,9 +80,7 @@ class RewardClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -195,14 +192,10 @@ class RewardClient:
             self._retire(self._connections[address])
 
     def _retire(self, connection: _Connection) -> None:
-        if (
-            not connection.failed
-            or connection.item_count
-            or self._connections.get(connection.address) is not connection
-        ):
-            return
-        del self._connections[connection.address]
-        self._closing.start(connection.channel.close())
+        in_use = connection.item_count or self._connections.get(connection.address) is not connection
+        if connection.failed and not in_use:
+            del self._connections[connection.address]
+            self._closing.start(connection.channel.close())
 
 
 async def _receive(

@@ -10,7 +10,7 @@ import asyncio
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import GeneratorRecord
-from rollmesh.worker.client_protocols import GenerationPort
+from rollmesh.wire.generation_client import GenerationClient
 
 _LIMIT_SECONDS = 5.0
 
@@ -22,7 +22,7 @@ class Acknowledger:
     next call continues from the tokens in the queue.
     """
 
-    def __init__(self, client: GenerationPort) -> None:
+    def __init__(self, client: GenerationClient) -> None:
         self._client = client
         self._waiting: dict[str, dict[str, int]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -1,27 +1,26 @@
-"""Wiring of a worker: the same for rollout services, the agents service and tests."""
+"""Settings and dependencies of a worker: the same for rollout services, the agents service and tests."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from rollmesh.config import RunConfig
-from rollmesh.config.data import RewardConfig
+from rollmesh.config.reward import RewardConfig
 from rollmesh.runtime.health import Health
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
-from rollmesh.worker.client_protocols import GenerationPort, RewardPort
+from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.interrupts import Interrupter
 from rollmesh.worker.newest_policy import NewestPolicy
 from rollmesh.worker.program import Program
+from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker import Worker, WorkerDeps
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
 
@@ -40,8 +39,10 @@ class WorkerSettings:
     heartbeat_seconds: float
     drain_seconds: float
     """Time at shutdown until running calls are interrupted."""
+    placement: Placement = Placement.CALLS
     interrupt_grace_seconds: float = 3.0
     first_pause_seconds: float = 0.5
+    """Time that a failed first attempt keeps its lease; doubled with every further attempt."""
 
     @classmethod
     def from_config(cls, config: RunConfig, tokenizer: Tokenizer) -> Self:
@@ -61,23 +62,41 @@ class WorkerSettings:
             budget=rollout.max_new_tokens,
             concurrency=rollout.worker_concurrency,
             heartbeat_seconds=config.store.heartbeat_seconds,
+            placement=Placement(rollout.placement),
             drain_seconds=config.generator.drain_timeout_seconds / 2,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDeps:
+    """Dependencies of a worker."""
+
+    store: TrajectoryStore
+    session: WorkerSession
+    saver: Saver
+    generators: GeneratorPool
+    policies: NewestPolicy
+    caller: Caller
+    interrupter: Interrupter
+    scorer: TrajectoryScorer
+    program: Program
+    metrics: WorkerMetrics
+    health: Health
 
 
 def worker_deps(
     settings: WorkerSettings,
     name: str,
     store: TrajectoryStore,
-    generation: GenerationPort,
-    reward: RewardPort,
+    generation: GenerationClient,
+    reward: RewardClient,
     program: Program,
     metrics: WorkerMetrics,
     health: Health,
 ) -> WorkerDeps:
     """Build the dependencies of the worker ``name``; its process may share them with other users."""
     session = WorkerSession(store.sessions, name, settings.heartbeat_seconds, metrics)
-    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
+    generators, policies = GeneratorPool(store.generators, placement=settings.placement), NewestPolicy(store.policies)
     return WorkerDeps(
         store=store,
         session=session,
@@ -90,23 +109,4 @@ def worker_deps(
         program=program,
         metrics=metrics,
         health=health,
-    )
-
-
-def build_worker(
-    settings: WorkerSettings,
-    deps: WorkerDeps,
-    new_limit: Callable[[], int] | None = None,
-    work_due: asyncio.Event | None = None,
-) -> Worker:
-    """Build a worker; ``new_limit`` and ``work_due`` as in ``Worker``."""
-    return Worker(
-        deps,
-        params=settings.params,
-        budget=settings.budget,
-        concurrency=settings.concurrency,
-        drain_seconds=settings.drain_seconds,
-        first_pause_seconds=settings.first_pause_seconds,
-        new_limit=new_limit,
-        work_due=work_due,
     )

@@ -19,13 +19,13 @@ from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
+from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
-from rollmesh.worker.client_protocols import GenerationPort
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
 from rollmesh.worker.newest_policy import NewestPolicy
-from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
+from rollmesh.worker.worker_metrics import TrajectoryMetrics
 
 GARBAGE_AVOID_SECONDS = 5.0
 """Seconds to avoid a generator after its first invalid chunk, hang or failure."""
@@ -74,7 +74,7 @@ class Caller:
 
     def __init__(
         self,
-        client: GenerationPort,
+        client: GenerationClient,
         generators: GeneratorPool,
         policies: NewestPolicy,
         limits: CallLimits,
@@ -235,6 +235,7 @@ class Caller:
                 temperature=params.temperature,
             )
         )
+        slot.grow(len(chunk.token_ids))
         if need.pinned_version is None:
             self._metrics.sampled(len(chunk.token_ids), expected.newest_version - chunk.policy_version)
         else:

@@ -13,11 +13,11 @@ from types import TracebackType
 from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.types import GeneratorRecord, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.routing import Candidates
+from rollmesh.worker.routing import Candidates, Placement
 
 FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
-_REMEMBERED_GROUPS = 65_536
+_REMEMBERED_PROMPTS = 65_536
 _REREAD_SECONDS = 2.0
 """Longest interval between two reads of an unchanged registry: a record may have expired."""
 
@@ -36,11 +36,6 @@ class _Waiter:
     pinned_version: int | None
     woken: asyncio.Future[None]
 
-    @property
-    def need(self) -> VersionNeed:
-        """Current requirements of the call; the version floors may rise while it waits."""
-        return VersionNeed(min_version=self.active.min_version, pinned_version=self.pinned_version)
-
 
 @dataclass(slots=True, eq=False)
 class GeneratorSlot:
@@ -53,6 +48,8 @@ class GeneratorSlot:
     _generators: GeneratorPool
     aborted: bool = False
     """True once this worker has cut off the call."""
+    context_tokens: int = 0
+    """Tokens of the context that count as this call's load."""
     _deadline: asyncio.Timeout | None = field(default=None)
 
     def __enter__(self) -> GeneratorSlot:
@@ -64,6 +61,11 @@ class GeneratorSlot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._generators.leave(self)
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens that the call has sampled."""
+        self.context_tokens += tokens
+        self._generators.grow(self, tokens)
 
     def set_deadline(self, deadline: asyncio.Timeout | None) -> None:
         """Register the time-out of the next chunk; ``abort`` triggers it early."""
@@ -81,16 +83,22 @@ class GeneratorSlot:
 class GeneratorPool:
     """Records from the registry, this worker's own calls, and generators to avoid after an error."""
 
-    def __init__(self, registry: GeneratorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: GeneratorRegistry,
+        clock: Callable[[], float] = time.monotonic,
+        placement: Placement = Placement.CALLS,
+    ) -> None:
         self._registry = registry
         self._clock = clock
-        self._candidates = Candidates()
+        self._candidates = Candidates(placement)
         self._version = 0
         self._read_at = -math.inf
         self._serving_slots = 0
         self._slots: set[GeneratorSlot] = set()
         self._avoided: dict[str, _Avoided] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
+        """Generator of the last call with each prompt: it has the prompt in its cache."""
         self._waiters: dict[_Waiter, None] = {}
         """Waiters in order of arrival."""
         self._wake_due = False
@@ -114,6 +122,16 @@ class GeneratorPool:
     def serving_slots(self) -> int:
         """Total slots of the serving generators."""
         return self._serving_slots
+
+    def unserved_version(self) -> int | None:
+        """Return the newest version among the tokens of waiting trajectories if no generator serves it, else None.
+
+        Such a trajectory can continue only once a generator loads that version or a newer one.
+        """
+        tokens = (w.active.newest_version for w in self._waiters if w.pinned_version is None)
+        newest = max(tokens, default=-1)
+        served = any(r.serving and r.policy_version >= newest for r in self.records.values())
+        return None if newest < 0 or served else newest
 
     def avoided_count(self) -> int:
         """Return the number of generators avoided now."""
@@ -144,8 +162,7 @@ class GeneratorPool:
             return
         for waiter in [waiter for waiter in self._waiters if not waiter.active.wanted]:
             self._wake(waiter)
-        avoided = self._avoided_now()
-        self._wake_able(lambda need: max(1, self._candidates.free_slots(need, avoided)))
+        self._wake_able()
 
     async def acquire(self, active: ActiveTrajectory, pinned_version: int | None = None) -> GeneratorSlot:
         """Wait for a generator for the next call of a trajectory; returns a slot to use as a context manager.
@@ -156,7 +173,7 @@ class GeneratorPool:
         while True:
             active.check()
             need = VersionNeed(min_version=active.min_version, pinned_version=pinned_version)
-            record = self._choose(need, active.trajectory.group_id)
+            record = self._choose(need, active.trajectory.prompt.prompt_id)
             if record is not None:
                 return GeneratorSlot(record=record, active=active, need=need, _generators=self)
             waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
@@ -170,17 +187,22 @@ class GeneratorPool:
         """Count a call; called by ``GeneratorSlot``."""
         self._slots.add(slot)
         name = slot.record.instance_id
-        self._candidates.occupy(name)
-        group = slot.active.trajectory.group_id
-        self._homes[group] = name
-        self._homes.move_to_end(group)
-        if len(self._homes) > _REMEMBERED_GROUPS:
+        slot.context_tokens = slot.active.prompt_token_count + slot.active.token_count
+        self._candidates.occupy(name, slot.context_tokens)
+        prompt = slot.active.trajectory.prompt.prompt_id
+        self._homes[prompt] = name
+        self._homes.move_to_end(prompt)
+        if len(self._homes) > _REMEMBERED_PROMPTS:
             self._homes.popitem(last=False)
+
+    def grow(self, slot: GeneratorSlot, tokens: int) -> None:
+        """Count sampled tokens; called by ``GeneratorSlot``."""
+        self._candidates.grow(slot.record.instance_id, tokens)
 
     def leave(self, slot: GeneratorSlot) -> None:
         """Stop counting a call; called by ``GeneratorSlot``."""
         self._slots.discard(slot)
-        self._candidates.leave(slot.record.instance_id)
+        self._candidates.leave(slot.record.instance_id, slot.context_tokens)
         if self._waiters and not self._wake_due:
             # Wake once for all calls that end together: a new version may end every call of the worker at once.
             self._wake_due = True
@@ -201,8 +223,8 @@ class GeneratorPool:
         self._avoided[instance_id] = _Avoided(until=now + seconds, seconds=seconds)
         return seconds
 
-    def _choose(self, need: VersionNeed, group_id: str) -> GeneratorRecord | None:
-        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(group_id))
+    def _choose(self, need: VersionNeed, prompt_id: str) -> GeneratorRecord | None:
+        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(prompt_id))
 
     def _avoided_now(self) -> set[str]:
         if not self._avoided:
@@ -210,16 +232,18 @@ class GeneratorPool:
         now = self._clock()
         return {name for name, a in self._avoided.items() if a.until > now}
 
-    def _wake_able(self, most: Callable[[VersionNeed], int]) -> None:
-        """Wake the first waiters that a generator can take, at most ``most(need)`` per kind of requirement."""
+    def _wake_able(self) -> None:
+        """Wake the first waiters that a generator can take, at most one per free slot and kind of requirement."""
+        avoided = self._avoided_now()
         left: dict[tuple[int, int | None], int] = {}
         able: list[_Waiter] = []
         for waiter in self._waiters:
+            # The version floors may rise while a trajectory waits.
             kind = (waiter.active.min_version, waiter.pinned_version)
             if kind not in left:
-                need = waiter.need
-                able_now = self._choose(need, waiter.active.trajectory.group_id) is not None
-                left[kind] = most(need) if able_now else 0
+                need = VersionNeed(min_version=kind[0], pinned_version=kind[1])
+                able_now = self._choose(need, waiter.active.trajectory.prompt.prompt_id) is not None
+                left[kind] = max(1, self._candidates.free_slots(need, avoided)) if able_now else 0
             if left[kind] > 0:
                 left[kind] -= 1
                 able.append(waiter)

@@ -9,14 +9,14 @@ from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import GeneratorRecord
-from rollmesh.worker.client_protocols import GenerationPort
+from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
 
 
 class Interrupter:
     """Interrupter of calls in progress; their streams end as ``interrupted`` with every sampled token."""
 
-    def __init__(self, client: GenerationPort, generators: GeneratorPool, grace_seconds: float) -> None:
+    def __init__(self, client: GenerationClient, generators: GeneratorPool, grace_seconds: float) -> None:
         self._client = client
         self._generators = generators
         self._grace_seconds = grace_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
 
 from rollmesh.types import GeneratorRecord, VersionNeed
 
@@ -11,9 +12,20 @@ AFFINITY_SLACK = 0.125
 """Extra load, as a share of its slots, at which a generator is still preferred because of its cache."""
 
 _FEW_ENTRIES = 64
+_CACHE_LEVELS = 32
+"""Steps in which a cache fills: a call that grows changes the order of the generators only now and then."""
 
-_Entry = tuple[float, float, str]
-"""Own calls per slot, reported calls per slot, instance id."""
+_Entry = tuple[float, float, float, str]
+"""Load by placement, own calls per slot, reported load by placement, instance id."""
+
+
+class Placement(StrEnum):
+    """Measure of a generator's load for the choice of the generator of a call."""
+
+    CALLS = "calls"
+    """Calls per slot."""
+    TOKENS = "tokens"
+    """Tokens of the calls' contexts per token of key-value cache, in steps of 1/32; within a step, calls per slot."""
 
 
 def can_serve(record: GeneratorRecord, need: VersionNeed) -> bool:
@@ -45,10 +57,13 @@ class Candidates:
     removed when it reaches the top of a heap, or when outdated entries outnumber the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement = Placement.CALLS) -> None:
         self.records: dict[str, GeneratorRecord] = {}
         """Registered generators by instance."""
+        self._placement = placement
         self._calls: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        """Context tokens of this worker's calls."""
         self._entries: dict[str, _Entry] = {}
         """Newest entry of each serving generator."""
         self._heaps: dict[int, list[_Entry]] = {}
@@ -63,16 +78,25 @@ class Candidates:
             if before.get(name) is not record:
                 self._push(name)
 
-    def occupy(self, name: str) -> None:
-        """Count a call of this worker."""
+    def occupy(self, name: str, tokens: int = 0) -> None:
+        """Count a call of this worker with ``tokens`` in its context."""
         self._calls[name] = self._calls.get(name, 0) + 1
+        self._tokens[name] = self._tokens.get(name, 0) + tokens
         self._push(name)
 
-    def leave(self, name: str) -> None:
-        """Stop counting a call of this worker."""
+    def grow(self, name: str, tokens: int) -> None:
+        """Add sampled tokens to a call of this worker."""
+        self._tokens[name] += tokens
+        entry, record = self._entries.get(name), self.records.get(name)
+        if self._placement is Placement.TOKENS and entry and record and entry[0] != self._load(record):
+            self._push(name)
+
+    def leave(self, name: str, tokens: int = 0) -> None:
+        """Stop counting a call of this worker, whose context has ``tokens`` now."""
         self._calls[name] -= 1
+        self._tokens[name] -= tokens
         if not self._calls[name]:
-            del self._calls[name]
+            del self._calls[name], self._tokens[name]
         self._push(name)
 
     def free_slots(self, need: VersionNeed, avoided: Collection[str] = ()) -> int:
@@ -85,8 +109,8 @@ class Candidates:
     ) -> GeneratorRecord | None:
         """Return the generator for one call, or None while no generator can take it.
 
-        The least loaded generator wins, by this worker's own calls per slot. These are exact; the counts in the records
-        are as old as the last heartbeat and only break ties. ``preferred``, which has the group's prompt in its cache,
+        The least loaded generator wins, by this worker's own calls (``Placement``). These are exact; the counts in the
+        records are as old as the last heartbeat and only break ties. ``preferred``, which has the prompt in its cache,
         wins while it has a free slot and its load exceeds the lowest by at most ``AFFINITY_SLACK``.
         """
         versions = filter(need.allows, self._heaps)
@@ -94,17 +118,17 @@ class Candidates:
         if best is None:
             return None
         home = self._entries.get(preferred) if preferred is not None and preferred not in avoided else None
-        if home is not None and home[0] < 1 and home[0] <= best[0] + AFFINITY_SLACK:
-            record = self.records[home[2]]
+        if home is not None and max(home[:2]) < 1 and home[0] <= best[0] + AFFINITY_SLACK:
+            record = self.records[home[-1]]
             if can_serve(record, need):
                 return record
-        return self.records[best[2]]
+        return self.records[best[-1]]
 
     def _first(self, version: int, avoided: Collection[str]) -> _Entry | None:
         heap, passed = self._heaps[version], list[_Entry]()
-        while heap and (heap[0][2] in avoided or self._entries.get(heap[0][2]) is not heap[0]):
+        while heap and (heap[0][-1] in avoided or self._entries.get(heap[0][-1]) is not heap[0]):
             entry = heapq.heappop(heap)
-            if self._entries.get(entry[2]) is entry:
+            if self._entries.get(entry[-1]) is entry:
                 passed.append(entry)
         best = heap[0] if heap else None
         for entry in passed:
@@ -116,14 +140,24 @@ class Candidates:
         if record is None or not record.serving:
             self._entries.pop(name, None)
             return
-        slots = max(1, record.slot_count)
-        reported = (record.running_count + record.waiting_count) / slots
-        entry = self._entries[name] = (self._calls.get(name, 0) / slots, reported, name)
+        calls = self._calls.get(name, 0) / max(1, record.slot_count)
+        entry = self._entries[name] = (self._load(record), calls, self._reported(record), name)
         self._pushed += 1
         if self._pushed > 2 * len(self.records) + _FEW_ENTRIES:
             self._rebuild()
         else:
             heapq.heappush(self._heaps.setdefault(record.policy_version, []), entry)
+
+    def _load(self, record: GeneratorRecord) -> float:
+        if self._placement is Placement.TOKENS and record.kv_token_capacity > 0:
+            tokens = self._tokens.get(record.instance_id, 0)
+            return tokens * _CACHE_LEVELS // record.kv_token_capacity / _CACHE_LEVELS
+        return self._calls.get(record.instance_id, 0) / max(1, record.slot_count)
+
+    def _reported(self, record: GeneratorRecord) -> float:
+        if self._placement is Placement.TOKENS and record.kv_token_capacity > 0:
+            return record.kv_tokens_used / record.kv_token_capacity
+        return (record.running_count + record.waiting_count) / max(1, record.slot_count)
 
     def _rebuild(self) -> None:
         self._heaps, self._pushed = {}, 0

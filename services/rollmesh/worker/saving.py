@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from rollmesh.errors import Conflict
 from rollmesh.runtime.tracing import tracer
-from rollmesh.store.queue_types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score, WriteStatus
+from rollmesh.store.queue_types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score
 from rollmesh.store.trajectories import TrajectoryQueue
-from rollmesh.types import FinishReason, RewardOutcome
+from rollmesh.types import FinishReason, RewardOutcome, WriteStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.call_batcher import CallBatcher
 from rollmesh.worker.worker_session import WorkerSession
@@ -22,21 +22,16 @@ _RESENDS = 4
 """Attempts of a write, for example from different offsets, before the worker drops the trajectory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Release:
-    trajectory_id: str
-    reason: ReleaseReason
-
-
 class Saver:
     """Writer of the worker's trajectories; every method returns once the queue has answered."""
 
     def __init__(self, queue: TrajectoryQueue, session: WorkerSession) -> None:
         self._queue = queue
         self._session = session
-        self._appends = CallBatcher(self._append, limit=_ITEMS_PER_WRITE)
-        self._first_tokens = CallBatcher(self._report_first_tokens, limit=_ITEMS_PER_WRITE)
-        self._finishes = CallBatcher(self._finish, limit=_ITEMS_PER_WRITE)
+        split = self._split_on_conflict
+        self._appends = CallBatcher(partial(split, queue.append), limit=_ITEMS_PER_WRITE)
+        self._first_tokens = CallBatcher(partial(split, queue.report_first_tokens), limit=_ITEMS_PER_WRITE)
+        self._finishes = CallBatcher(partial(split, queue.finish), limit=_ITEMS_PER_WRITE)
         self._scores = CallBatcher(self._score, limit=_ITEMS_PER_WRITE)
         self._releases = CallBatcher(self._release, limit=_ITEMS_PER_WRITE)
         self._failures = CallBatcher(self._fail, limit=_ITEMS_PER_WRITE)
@@ -46,21 +41,10 @@ class Saver:
         """Append the unsaved tokens; raises LetGo if the lease is lost."""
         if active.saved_token_count == active.token_count:
             return
-
-        def item(offset: int) -> Append:
-            return Append(
-                trajectory_id=active.trajectory_id,
-                token_offset=offset,
-                segments=active.unsaved(),
-                generator=active.generator,
-                incarnation=active.incarnation,
-                digest=active.digest_at(offset),
-            )
-
         with tracer().span(
             "queue.append", active.traceparent, kind="client", token_offset=active.saved_token_count
         ) as span:
-            await self._write(active, self._appends, item)
+            await self._write(active, self._appends, partial(Append, generator=active.generator))
             span.set(saved_tokens=active.saved_token_count)
 
     async def report_first_token(self, active: ActiveTrajectory) -> None:
@@ -81,19 +65,8 @@ class Saver:
 
     async def finish(self, active: ActiveTrajectory, reason: FinishReason) -> None:
         """Save the remaining tokens and the finish reason; raises LetGo if the lease is lost."""
-
-        def item(offset: int) -> Finish:
-            return Finish(
-                trajectory_id=active.trajectory_id,
-                token_offset=offset,
-                segments=active.unsaved(),
-                finish_reason=reason,
-                incarnation=active.incarnation,
-                digest=active.digest_at(offset),
-            )
-
         with tracer().span("queue.finish", active.traceparent, kind="client", finish_reason=reason.value):
-            await self._write(active, self._finishes, item)
+            await self._write(active, self._finishes, partial(Finish, finish_reason=reason))
         active.mark_finished(reason)
 
     async def score(
@@ -120,7 +93,7 @@ class Saver:
 
     async def release(self, trajectory_id: str, reason: ReleaseReason) -> None:
         """Release the lease."""
-        await self._releases.submit(_Release(trajectory_id=trajectory_id, reason=reason))
+        await self._releases.submit((trajectory_id, reason))
 
     async def fail(self, trajectory_id: str, reason: str) -> None:
         """Turn the trajectory into a dead letter."""
@@ -146,13 +119,22 @@ class Saver:
         raise LetGo("this worker no longer holds the lease of the trajectory")
 
     async def _write(
-        self, active: ActiveTrajectory, batcher: CallBatcher[T, AppendResult], item: Callable[[int], T]
+        self, active: ActiveTrajectory, batcher: CallBatcher[T, AppendResult], item: Callable[..., T]
     ) -> None:
+        """Write the unsaved tokens as one ``item``, from the offset that the queue has."""
         confirmed = False
         for _ in range(_RESENDS):
             active.check_lost()
             offset, end = active.saved_token_count, active.token_count
-            result = await batcher.submit(item(offset))
+            result = await batcher.submit(
+                item(
+                    trajectory_id=active.trajectory_id,
+                    token_offset=offset,
+                    segments=active.unsaved(),
+                    incarnation=active.incarnation,
+                    digest=active.digest_at(offset),
+                )
+            )
             if result.status.ok:
                 active.mark_saved(end)
                 return
@@ -168,20 +150,11 @@ class Saver:
         active.lose("this worker no longer holds the lease of the trajectory")
         raise LetGo(active.trajectory_id)
 
-    async def _append(self, items: list[Append]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._queue.append)
-
-    async def _report_first_tokens(self, items: list[FirstToken]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._queue.report_first_tokens)
-
-    async def _finish(self, items: list[Finish]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._queue.finish)
-
     async def _score(self, items: list[Score]) -> Sequence[AppendResult]:
         return await self._session.call(lambda session: self._queue.score(session, items))
 
     async def _split_on_conflict(
-        self, items: list[T], write: Callable[[str, list[T]], Awaitable[list[AppendResult]]]
+        self, write: Callable[[str, list[T]], Awaitable[list[AppendResult]]], items: list[T]
     ) -> Sequence[AppendResult]:
         """Write the items, halved on each Conflict, so that an unannounced policy version fails only its own item."""
         try:
@@ -191,18 +164,13 @@ class Saver:
                 item_id = items[0].trajectory_id  # type: ignore[attr-defined]
                 return [AppendResult(trajectory_id=item_id, status=WriteStatus.LOST, saved_token_count=0)]
             half = len(items) // 2
-            first = await self._split_on_conflict(items[:half], write)
-            return [*first, *await self._split_on_conflict(items[half:], write)]
+            first = await self._split_on_conflict(write, items[:half])
+            return [*first, *await self._split_on_conflict(write, items[half:])]
 
-    async def _release(self, items: list[_Release]) -> Sequence[None]:
+    async def _release(self, items: list[tuple[str, ReleaseReason]]) -> Sequence[None]:
         for reason in ReleaseReason:
-            ids = [item.trajectory_id for item in items if item.reason is reason]
-
-            async def release(session: str, ids: list[str] = ids, reason: ReleaseReason = reason) -> int:
-                return await self._queue.release(session, ids, reason)
-
-            if ids:
-                await self._session.call(release)
+            if ids := [trajectory_id for trajectory_id, wanted in items if wanted is reason]:
+                await self._session.call(partial(self._queue.release, trajectory_ids=ids, reason=reason))
         return [None] * len(items)
 
     async def _fail(self, items: list[tuple[str, str]]) -> Sequence[None]:

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 
 from rollmesh.algorithms.shaping import overlong_penalty
-from rollmesh.config.data import RewardConfig
+from rollmesh.config.reward import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
-from rollmesh.worker.client_protocols import RewardPort
+from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
@@ -55,7 +55,7 @@ def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
 class TrajectoryScorer:
     """Client of the reward service that retries with exponential back-off while the service is unavailable."""
 
-    def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
+    def __init__(self, service: RewardClient, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
         self._service = service
         self._config = config
         self._budget = budget

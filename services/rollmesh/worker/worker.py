@@ -10,31 +10,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Desired
-from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
 from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait
 from rollmesh.runtime.tracing import tracer
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import Fork, ForkStatus, LeasedTrajectory, ReleaseReason
-from rollmesh.types import OutcomeKind, RewardOutcome, SamplingParams, Trajectory
+from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
+from rollmesh.types import ForkStatus, OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
-from rollmesh.worker.generation_calls import Caller
-from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
-from rollmesh.worker.interrupts import Interrupter
-from rollmesh.worker.newest_policy import NewestPolicy
-from rollmesh.worker.program import Program, RolloutContext
-from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.build import WorkerDeps, WorkerSettings
+from rollmesh.worker.generator_pool import GeneratorSlot
+from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.trajectory_spans import attempt_on, end_of_trajectory
-from rollmesh.worker.worker_metrics import WorkerMetrics
-from rollmesh.worker.worker_session import Beat, WorkerSession
+from rollmesh.worker.worker_session import Beat
 
 _LEASES_AT_ONCE = 64
 _BUSY_SECONDS = 0.02
@@ -46,50 +39,26 @@ _LONGEST_PAUSE_SECONDS = 15.0
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerDeps:
-    """Dependencies of a worker."""
-
-    store: TrajectoryStore
-    session: WorkerSession
-    saver: Saver
-    generators: GeneratorPool
-    policies: NewestPolicy
-    caller: Caller
-    interrupter: Interrupter
-    scorer: TrajectoryScorer
-    program: Program
-    metrics: WorkerMetrics
-    health: Health
-
-
 class Worker:
     """Worker that runs leased trajectories until shutdown."""
 
     def __init__(
         self,
+        settings: WorkerSettings,
         deps: WorkerDeps,
-        *,
-        params: SamplingParams,
-        budget: int,
-        concurrency: int,
-        drain_seconds: float,
-        first_pause_seconds: float = 0.5,
         new_limit: Callable[[], int] | None = None,
         work_due: asyncio.Event | None = None,
     ) -> None:
         """Set up a worker.
 
-        A failed first attempt keeps its lease for ``first_pause_seconds``, doubled with every further attempt.
         ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
         ``work_due`` is set by others when this number rises: the worker then leases at once.
         """
+        self._settings = settings
         self._deps = deps
-        self._params = params
-        self._budget = budget
-        self._concurrency = concurrency
-        self._drain_seconds = drain_seconds
-        self._failed_attempt = Backoff(first_seconds=first_pause_seconds, longest_seconds=_LONGEST_PAUSE_SECONDS)
+        self._failed_attempt = Backoff(
+            first_seconds=settings.first_pause_seconds, longest_seconds=_LONGEST_PAUSE_SECONDS
+        )
         self._new_limit = new_limit
         self._desired = Desired(pool_size=0)
         self._desired_lock = asyncio.Lock()
@@ -174,7 +143,7 @@ class Worker:
             registrations_before = deps.session.registrations
             unscored = await deps.store.trajectories.lease_scoring(session, _LEASES_AT_ONCE)
             await self._start_all(unscored, registrations_before, self._score_only)
-        limit = min(_LEASES_AT_ONCE, self._concurrency - len(self._unfinished))
+        limit = min(_LEASES_AT_ONCE, self._settings.concurrency - len(self._unfinished))
         if self._desired.paused or limit < 1 or not deps.generators.serving_slots:
             return 0
         new_limit = None if self._new_limit is None else self._new_limit()
@@ -218,6 +187,9 @@ class Worker:
         if not active.finished and (self._draining.is_set() or self._desired.paused):
             # Leased just before the pause or the drain, which has parked all other trajectories already.
             active.park(ReleaseReason.DRAINED if self._draining.is_set() else ReleaseReason.PAUSED)
+        if (earlier := self._deps.session.trajectories.get(active.trajectory_id)) is not None:
+            # Its group has begun again: the queue knows the lease by session and id, and would take a late score.
+            earlier.lose("the trajectory has begun again under another lease")
         self._deps.session.trajectories[active.trajectory_id] = active
         if not active.finished:
             self._unfinished[active] = None
@@ -244,10 +216,12 @@ class Worker:
             except Parked as stop:
                 active.span.set(parked=stop.reason.value)
                 await deps.saver.save(active)
+                active.check_lost()
                 await deps.saver.release(active.trajectory_id, stop.reason)
                 deps.metrics.parked(stop.reason.value)
             except DataError as error:
                 self._log.warning("trajectory_is_dead", trajectory=active.trajectory_id, message=str(error))
+                active.check_lost()
                 deps.metrics.dropped("dead")
                 await deps.saver.fail(active.trajectory_id, str(error))
                 end_of_trajectory(active, "dead", 0.0)
@@ -278,6 +252,7 @@ class Worker:
         active.span.fail(message)
         self._deps.metrics.dropped("failed")
         await wait_or_shutdown(self._draining, self._failed_attempt.seconds(active.attempt))
+        active.check_lost()
         await self._deps.saver.release(active.trajectory_id, ReleaseReason.FAILED)
 
     async def _run_program(self, active: ActiveTrajectory) -> None:
@@ -285,8 +260,8 @@ class Worker:
         rollout = RolloutContext(
             active=active,
             caller=deps.caller,
-            params=self._params,
-            budget=self._budget,
+            params=self._settings.params,
+            budget=self._settings.budget,
             save=deps.saver.save,
             report_first_token=deps.saver.report_first_token,
             restart=deps.saver.restart,
@@ -312,6 +287,7 @@ class Worker:
             traced = replace(trajectory, traceparent=span.traceparent) if span.traceparent else trajectory
             result = await self._deps.scorer.score(traced, known)
             span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
+        active.check_lost()
         if result.dead:
             self._deps.metrics.dropped("dead")
             await self._deps.saver.fail(active.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
@@ -335,6 +311,8 @@ class Worker:
                     registry_due = time.monotonic() + _REGISTRY_SECONDS
                     await self._deps.policies.refresh()
                     await self._deps.generators.follow(self._desired.registry_version)
+                    if (version := self._deps.generators.unserved_version()) is not None:
+                        await self._deps.store.policies.require(version)
             except StoreUnavailable as error:
                 self._log.warning("watch_failed", message=str(error))
             self._observe()
@@ -389,7 +367,7 @@ class Worker:
         self._park(ReleaseReason.DRAINED)
         unfinished = [task for task in self._tasks if not self._is_finished(task)]
         if unfinished:
-            await asyncio.wait(unfinished, timeout=self._drain_seconds)
+            await asyncio.wait(unfinished, timeout=self._settings.drain_seconds)
         left = [task for task in self._tasks if not task.done()]
         await cancel_and_wait(*left)
         self._log.info("drained", parked=len(unfinished), cut_off=len(left))

@@ -1,6 +1,10 @@
-"""Metrics of a worker, the same in every process that runs one."""
+"""Metrics of a worker, the same in every process that runs one, and the part that each caller of generators needs."""
 
 from __future__ import annotations
+
+from typing import Protocol
+
+from prometheus_client import Counter
 
 from rollmesh.runtime.metrics import LENGTH_BUCKETS, STALENESS_BUCKETS, Metrics
 from rollmesh.store.queue_types import ReleaseReason
@@ -27,6 +31,24 @@ _ENDS = ("stop", "length", "environment")
 _OUTCOMES = ("scored", "timed_out", "verifier_error")
 
 
+class TrajectoryMetrics(Protocol):
+    """Counters of calls and sessions; each service names its own metrics."""
+
+    evaluation_tokens: Counter
+    """Tokens sampled by calls that are pinned to one policy version."""
+    sessions_lost: Counter
+    """Worker sessions that expired."""
+
+    def sampled(self, count: int, age: int) -> None:
+        """Count ``count`` tokens of a policy version that is ``age`` announcements old."""
+
+    def call_ended(self, reason: str) -> None:
+        """Count the end of a generation call."""
+
+    def fruitless_call(self) -> None:
+        """Count a call that failed without a token."""
+
+
 class WorkerMetrics:
     """Counters of one worker: its calls, its trajectories and their ends.
 
@@ -42,15 +64,11 @@ class WorkerMetrics:
         self._tokens = metrics.counter(
             "rollmesh_rollout_sampled_tokens_total",
             "Tokens kept for training, by age of their policy version on arrival.",
-            ("age",),
+            {"age": (*map(str, range(4)), "4+")},
         )
-        for age in (*map(str, range(4)), "4+"):
-            self._tokens.labels(age=age)
         self._calls = metrics.counter(
-            "rollmesh_rollout_calls_ended_total", "Generation calls, by the reason of their end.", ("reason",)
+            "rollmesh_rollout_calls_ended_total", "Generation calls, by the reason of their end.", {"reason": CALL_ENDS}
         )
-        for reason in CALL_ENDS:
-            self._calls.labels(reason=reason)
         self._fruitless = metrics.counter(
             "rollmesh_rollout_calls_fruitless_total", "Generation calls that failed without a token."
         )
@@ -60,20 +78,20 @@ class WorkerMetrics:
 
     def _count_ends(self, metrics: Metrics) -> None:
         self._drops = metrics.counter(
-            "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker dropped, by reason.", ("reason",)
+            "rollmesh_rollout_trajectories_dropped_total",
+            "Trajectories this worker dropped, by reason.",
+            {"reason": _DROPS},
         )
-        for reason in _DROPS:
-            self._drops.labels(reason=reason)
         self._parked = metrics.counter(
-            "rollmesh_rollout_trajectories_parked_total", "Trajectories released as partial, by reason.", ("reason",)
+            "rollmesh_rollout_trajectories_parked_total",
+            "Trajectories released as partial, by reason.",
+            {"reason": ReleaseReason},
         )
-        for reason in ReleaseReason:
-            self._parked.labels(reason=reason.value)
         self._finished = metrics.counter(
-            "rollmesh_rollout_trajectories_finished_total", "Finished trajectories, by finish reason.", ("reason",)
+            "rollmesh_rollout_trajectories_finished_total",
+            "Finished trajectories, by finish reason.",
+            {"reason": _ENDS},
         )
-        for reason in _ENDS:
-            self._finished.labels(reason=reason)
         self._length = metrics.histogram(
             "rollmesh_rollout_response_tokens", "Tokens of finished responses.", buckets=LENGTH_BUCKETS
         )
@@ -89,10 +107,8 @@ class WorkerMetrics:
             "rollmesh_rollout_reward_seconds", "Time from the last token to the outcome, queueing included."
         )
         self._outcomes = metrics.counter(
-            "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", ("kind",)
+            "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", {"kind": _OUTCOMES}
         )
-        for kind in _OUTCOMES:
-            self._outcomes.labels(kind=kind)
 
     def _count_work(self, metrics: Metrics) -> None:
         self.leases = metrics.counter("rollmesh_rollout_leases_total", "Trajectories leased by this worker.")
@@ -119,15 +135,12 @@ class WorkerMetrics:
         )
 
     def sampled(self, count: int, age: int) -> None:
-        """Count ``count`` tokens of a policy version that is ``age`` announcements old."""
         self._tokens.labels(age=str(age) if age < 4 else "4+").inc(count)
 
     def call_ended(self, reason: str) -> None:
-        """Count the end of a generation call."""
         self._calls.labels(reason=reason).inc()
 
     def fruitless_call(self) -> None:
-        """Count a call that failed without a token."""
         self._fruitless.inc()
 
     def dropped(self, reason: str) -> None:

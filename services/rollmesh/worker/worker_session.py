@@ -13,7 +13,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.store.worker_sessions import Sessions
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
+from rollmesh.worker.worker_metrics import TrajectoryMetrics
 
 R = TypeVar("R")
 Beat = Callable[[], None]

@@ -21,13 +21,15 @@ import pytest
 import yaml
 
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 
 from ...certificates import Authority
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, EXAMPLES, ROOT, Helm, Rendering
+
+pytestmark = pytest.mark.slow
 
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SECRETS = {

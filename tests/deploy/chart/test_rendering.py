@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_every_object_is_valid_for_every_supported_kubernetes(
     with capsys.disabled():
         print(
             f"\nchart: {len(objects)} objects of {len(EXAMPLES)} examples, {verdict['checked']} checks against "
-            f"Kubernetes {VERSIONS[0]} to {VERSIONS[-1]} and the custom resources' schemas: 0 problems"
+            f"Kubernetes {VERSIONS[0]} to {VERSIONS[-1]} and the custom resources' schemas: 0 problems",
+            file=sys.stderr,
         )
     kinds = {thing["kind"] for thing in objects}
     missing = {

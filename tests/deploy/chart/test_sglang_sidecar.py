@@ -71,7 +71,9 @@ def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
 
     missing = {flag: value for flag, value in wanted.items() if flag not in BY_PLACE and found.get(flag) != value}
     assert not missing, f"the sidecar has { ({flag: found.get(flag) for flag in missing}) }"
-    assert found.get("--max-total-tokens") == (wanted["--max-total-tokens"] if options.kv_token_capacity else None)
+    assert found.get("--max-total-tokens") == (
+        wanted["--max-total-tokens"] if options.generator.kv_token_capacity else None
+    )
     assert found["--api-key"] == found["--admin-api-key"] == "$(SGLANG_KEY)"
     given = {entry["name"]: entry.get("value") for entry in server["env"]}
     assert given.items() >= options.server_environment({}).items()

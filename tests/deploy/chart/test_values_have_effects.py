@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from .rendering import CHART, Helm, HelmError, Object
+
+pytestmark = pytest.mark.slow
 
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -186,7 +189,7 @@ def test_every_value_has_an_effect(helm4: Helm, tmp_path: Path, capsys: pytest.C
     assert not idle, f"values that change nothing: {idle}"
     assert len(found) > 250, "values.yaml was read"
     with capsys.disabled():
-        print(f"\nchart: {len(found)} values, each of which changes an object")
+        print(f"\nchart: {len(found)} values, each of which changes an object", file=sys.stderr)
 
 
 def test_a_value_that_no_pod_reads_leaves_the_server_of_the_queue_alone(helm4: Helm) -> None:

@@ -144,7 +144,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -
 
 
 @contextmanager
-def scene_of(folder: Path, rollouts: int, *, still: bool = False, sample_seconds: float = 0.5) -> Iterator[Scene]:
+def scene_of(folder: Path, rollouts: int, *, still: bool = False, sample_seconds: float = 0.2) -> Iterator[Scene]:
     """A scene with its own Redis, ended with everything that it started."""
     redis = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 29))
     redis.start()

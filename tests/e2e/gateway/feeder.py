@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.mesh import Cursor, Desired, RunLimits
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, EvalRequest, EvalResult, Finish, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.types import (
     FinishReason,
@@ -75,19 +75,8 @@ class Feeder:
     generators: list[GeneratorRecord] = field(default_factory=list)
 
     async def start(self) -> None:
-        schedule = resolve_schedule(self.config.schedule, self.config.trainer.train_steps)
-        await self.store.limits.init_run(
-            RunLimits(
-                group_size=self.config.schedule.group_size,
-                groups_per_batch=self.config.schedule.groups_per_batch,
-                max_staleness=schedule.max_staleness,
-                max_attempts=3,
-                session_ttl_seconds=30.0,
-                filter_zero_variance=True,
-                mask_old_segments=False,
-                train_steps=self.config.trainer.train_steps,
-            )
-        )
+        limits = replace(run_limits(self.config), max_attempts=3, filter_zero_variance=True)
+        await self.store.limits.init_run(limits)
         self.leader = await self.store.leadership.acquire("feeder") or ""
         self.trainer = await self.store.training.open_session("feeder")
         await self._announce(0)

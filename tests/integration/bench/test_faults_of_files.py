@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollmesh.bench.attack import AttackedRun
-from rollmesh.bench.faults_of_files import DamageLastStep, DamageReplay, DamageState
-from rollmesh.bench.faults_of_redis import KillRedis
+from rollmesh.bench.faults import faults_named
+from rollmesh.bench.faults_of_files import damage_last_step, damage_replay, damage_state
 from rollmesh.store.embedded import EmbeddedServer
 
 CONTENT = bytes(1000)
@@ -65,13 +65,13 @@ def changed(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("fault", "damaged"),
-    [(DamageReplay(), "batches/00000008.pb"), (DamageState(), "states/00000006-a/shard.safetensors")],
+    [(damage_replay, "batches/00000008.pb"), (damage_state, "states/00000006-a/shard.safetensors")],
 )
 def test_a_byte_is_flipped_in_what_the_next_trainer_reads_and_the_trainer_is_killed(
-    tmp_path: Path, trainer: subprocess.Popen[bytes], fault: DamageReplay | DamageState, damaged: str
+    tmp_path: Path, trainer: subprocess.Popen[bytes], fault: Callable[[AttackedRun], None], damaged: str
 ) -> None:
     attacked = scene(tmp_path)
-    fault.inject(attacked)
+    fault(attacked)
     assert changed(tmp_path) == [damaged]
     assert trainer.wait() == -signal.SIGKILL
     assert len(attacked.struck_at) == 1
@@ -80,7 +80,7 @@ def test_a_byte_is_flipped_in_what_the_next_trainer_reads_and_the_trainer_is_kil
 @pytest.mark.parametrize("after_the_end", [False, True])
 def test_the_last_steps_batch_file_and_state_are_damaged(tmp_path: Path, after_the_end: bool) -> None:
     attacked = scene(tmp_path, ended=after_the_end)
-    DamageLastStep(6, after_the_end=after_the_end).inject(attacked)
+    damage_last_step(attacked, 6, after_the_end=after_the_end)
     state = [] if after_the_end else ["states/00000006-a/COMMITTED"]
     assert changed(tmp_path) == ["batches/00000006.pb", *state]
     assert (tmp_path / "checkpoints" / "states" / "00000006-a").exists() is not after_the_end
@@ -90,7 +90,7 @@ def test_the_last_steps_batch_file_and_state_are_damaged(tmp_path: Path, after_t
 def test_a_redis_that_is_killed_with_zeros_at_the_end_of_its_file_says_what_the_round_asks_for(tmp_path: Path) -> None:
     notes: list[str] = []
     attacked = replace(scene(tmp_path), redis=EmbeddedServer(tmp_path / "redis", note=notes.append))
-    fault = KillRedis(zero_bytes=4096)
+    (fault,) = faults_named("kill -9 redis, 4 KiB of zeros at the end of its AOF")
     try:
         attacked.redis.start()
         fault.inject(attacked)

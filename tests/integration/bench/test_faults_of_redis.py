@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 
 from rollmesh.bench.attack import AttackedRun
-from rollmesh.bench.faults_of_redis import FillRedis, StallRedis
+from rollmesh.bench.faults_of_redis import fill_redis, stall_redis
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
 
@@ -57,7 +57,7 @@ def test_an_outage_counts_every_leased_rollout_and_lets_workers_and_redis_contin
     tmp_path: Path, server: EmbeddedServer, worker: psutil.Process
 ) -> None:
     attacked = scene(tmp_path, server)
-    StallRedis(60.0).inject(attacked)
+    stall_redis(attacked, 60.0)
     assert attacked.in_flight == [LEASED]
     assert attacked.struck_at == [0]
     assert server.pid is not None
@@ -66,7 +66,7 @@ def test_an_outage_counts_every_leased_rollout_and_lets_workers_and_redis_contin
 
 def test_a_full_redis_counts_every_leased_rollout_and_has_room_again(tmp_path: Path, server: EmbeddedServer) -> None:
     attacked = scene(tmp_path, server)
-    FillRedis(8.0).inject(attacked)
+    fill_redis(attacked, 8.0)
     assert attacked.in_flight == [LEASED]
     with Redis(unix_socket_path=str(server.socket_path)) as client:
         assert client.set("key", 1)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(900)
 def test_random_requests_to_every_port_neither_break_nor_stop_a_training_run() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.bench import gpu
 from rollmesh.bench.gpu_arm import Update
-from rollmesh.config.services import GeneratorConfig
+from rollmesh.config.generator import GeneratorConfig
 
 PLAN = gpu.quick_plan()
 SYNC, COPRIS = "sync", "copris_paper 32"

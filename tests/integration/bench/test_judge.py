@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,33 +20,22 @@ from rollmesh.mesh import Cursor
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
+from ..report.made_checkpoints import MadeRun, make_audited_run
+
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def made() -> ModuleType:
-    """The module that makes the run folders of the report's tests."""
-    file = Path(__file__).parents[1] / "report" / "made_checkpoints.py"
-    spec = importlib.util.spec_from_file_location("rollmesh_bench_tests_made_checkpoints", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def original(made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with real policies, states and batch files, made once; never change it."""
-    folder: Path = made.make_audited_run(tmp_path_factory.mktemp("made") / "run").folder
-    return folder
+    return make_audited_run(tmp_path_factory.mktemp("made") / "run").folder
 
 
 @pytest.fixture
-def run(made: ModuleType, original: Path, tmp_path: Path) -> Any:
-    """A copy to break, as ``made_checkpoints.MadeRun``."""
+def run(original: Path, tmp_path: Path) -> MadeRun:
+    """A copy to break."""
     shutil.copytree(original, tmp_path / "run")
-    copy = made.MadeRun(tmp_path / "run")
+    copy = MadeRun(tmp_path / "run")
     copy.change_config(schedule={"max_staleness": 4})
     return copy
 

@@ -12,6 +12,8 @@ import pytest
 from rollmesh.bench.scale_answers import Answers
 from rollmesh.types import Prompt, Segment, Trajectory
 
+pytestmark = pytest.mark.slow
+
 FAULTS = (
     "trajectories in no state",
     "leases beyond one a trajectory",

@@ -12,6 +12,8 @@ import pytest
 
 from rollmesh.bench.engine import MIXED_SLOTS, mixed_lengths
 
+pytestmark = pytest.mark.slow
+
 Object = dict[str, object]
 
 

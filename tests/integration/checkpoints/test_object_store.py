@@ -20,6 +20,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 
 from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
+from ...unit.checkpoints.ledger import read_ledger
 from .conftest import SECRET, Bucket
 
 Node = Callable[..., CheckpointStore]
@@ -47,7 +48,7 @@ def test_another_node_opens_a_policy_and_keeps_it(node: Node) -> None:
     ).read_bytes()
 
     class Gone(ObjectStore):
-        def read(self, key: str, most: int) -> bytes:
+        def read(self, key: str, most: int, start: int = 0) -> bytes:
             raise AssertionError("the bucket is asked for what is here")
 
         get = sizes = read  # type: ignore[assignment]
@@ -183,7 +184,7 @@ def test_pruning_takes_old_policies_out_of_the_bucket(node: Node) -> None:
     records = [publish(writer, version) for version in range(4)]
     for record in records:
         writer.mark_announced(record)
-    removed = writer.prune(records, keep_last=1, pinned=[1], in_use=[], session="abc")
+    removed = writer.prune(records, keep_last=1, keep_versions=[1], session="abc")
     assert removed == [records[0].path, records[2].path]
     assert [r.policy_version for r in node("other").complete_policies(announced_only=True)] == [1, 3]
     assert refusal(node("other"), records[0]) == Reason.MISSING
@@ -299,8 +300,8 @@ def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_th
     writer.write_batch(make_batch(2), CURSOR)
     writer.prune_states(keep_last=1, session="abc")
     assert [state.train_step for state in node("third").committed_states()] == [2]
-    ledger = node("third").ledger()
-    assert (ledger.committed_step, dict(ledger.damaged), sorted(ledger.groups)) == (2, {}, [1, 2])
+    ledger = read_ledger(node("third"))
+    assert (ledger.committed_step, ledger.damaged, sorted(ledger.groups)) == (2, {}, [1, 2])
 
 
 def test_a_damaged_copy_of_a_state_is_pulled_again(node: Node) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.cli.top_view import rollout_line, screen, sparkline
-from rollmesh.gateway.models import (
+from rollmesh.gateway.models.live import (
     DropView,
     GeneratorView,
     MemoryView,
@@ -34,6 +34,7 @@ def overview(**changes: Any) -> Overview:
     generator = GeneratorView(
         instance_id="a", address="127.0.0.1:7000", policy_version=6, versions_behind=1, serving=False,
         reason="loading [version 7]", running=0, waiting=3, slots=32, kv_token_capacity=1000,
+        kv_tokens_used=930, preemptions=17,
     )  # fmt: skip
     values: dict[str, Any] = {
         "run": "demo",
@@ -98,7 +99,8 @@ def test_the_screen_tells_what_the_page_tells() -> None:
     for part in (
         "rollmesh demo", "running", "2 more ready groups of 4", "7 of 40", "7, pinned to 5", "4,321 tokens/s",
         "12 MB, 25.0% of its limit", "20 of 24", "dropped: straggler timeout", "dead letters", "127.0.0.1:7000",
-        "loading [version 7]", "and 39 more", "reward mean", "0.9 reward", "▁█", "e0-3.1", "and 19 more", "q quits",
+        "loading [version 7]", "93%", "17", "and 39 more", "reward mean", "0.9 reward", "▁█", "e0-3.1",
+        "and 19 more", "q quits",
     ):  # fmt: skip
         assert part in text, part
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
 

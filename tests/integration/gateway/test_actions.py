@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rollmesh.config import load_run_config
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.runtime.capacity import Machine
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore

@@ -32,7 +32,7 @@ async def test_the_overview_follows_the_queue(client: httpx.AsyncClient, scene: 
     assert overview["waiting_for"] == "a generator that serves"
     assert overview["trajectories"]["leased"] == 2
     assert overview["trajectories"]["pending"] == 5
-    assert overview["groups"] == {"open": 4, "ready": 0, "cut": 0}
+    assert overview["groups"] == {"open": 4, "ready": 0, "cut": 0, "aside": 0}
     assert overview["workers"] == 1
     assert overview["staleness"]["queue"] == [{"staleness": 0, "count": 1}]
 

@@ -110,6 +110,25 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode)
     assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
 
 
+async def test_the_registry_tells_how_full_the_cache_is_and_how_often_it_was_too_small(make_run):
+    run = await make_run(pace=SLOW, slots=4, max_context_tokens=220, kv_token_capacity=440)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    assert (record.kv_tokens_used, record.preemption_total, record.kv_token_capacity) == (0, 0, 440)
+    # What admission expects of these calls is too little: it has seen nothing but short responses.
+    short = [run.stream(record, make_call(f"s{n}", max_new_token_count=20)) for n in range(4)]
+    await asyncio.gather(*(stream.end() for stream in short))
+    calls = [run.stream(record, make_call(f"t{n}", prompt_ids(n, 8), max_new_token_count=180)) for n in range(4)]
+
+    async def told() -> bool:
+        (found,) = await run.store.generators.live()
+        return found.preemption_total > 0 and found.waiting_count > 0 and 0 < found.kv_tokens_used <= 440
+
+    await run.until("a heartbeat with a full cache", told)
+    assert {await stream.end() for stream in calls} == {FinishReason.LENGTH}
+
+
 async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_holding_them(make_run):
     run = await make_run(pace=SLOW, on_new_version="drain")
     await run.publish(0)

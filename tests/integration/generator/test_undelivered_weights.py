@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import write_run_config
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import (
@@ -143,7 +143,7 @@ async def test_the_audit_is_red_at_the_first_version_whose_weights_the_engine_ne
     await run.publish(0)
     await publish_update(run, 1)
     first, second = (run.checkpoints.root / r.path for r in run.checkpoints.complete_policies())
-    engine = kind(TorchEngineOptions(slots=8, max_context_tokens=128, device="cpu"))
+    engine = kind(GeneratorConfig(slots=8, max_context_tokens=128, device="cpu"))
     await engine.start(first, 0)
     for step, numbers in ((1, range(8)), (2, range(8, 16))):
         groups = tuple([group_of(number, await sampled(engine, number)) for number in numbers])

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import build_overview, read_snapshot
-from rollmesh.gateway.models import Overview, Rates
+from rollmesh.gateway.models.live import Overview, Rates
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.types import PolicyRecord
 
 from .test_launcher_outages import config
@@ -31,11 +31,10 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
 
 
 async def overview(mesh: LocalMesh) -> Overview:
-    schedule = resolve_schedule(mesh.config.schedule, mesh.config.trainer.train_steps)
     return build_overview(
-        await read_snapshot(mesh.store, schedule),
+        await read_snapshot(mesh.store),
         run=mesh.config.name,
-        schedule=schedule,
+        schedule=Schedule.from_config(mesh.config),
         rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
         curves=Curves(),
         evaluations=[],

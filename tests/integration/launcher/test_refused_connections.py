@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.bench.attack import AttackedRun
-from rollmesh.bench.faults_of_redis import KillRedis
+from rollmesh.bench.faults_of_redis import kill_redis
 from rollmesh.store.embedded import EmbeddedServer
 
 
@@ -43,7 +43,7 @@ def test_a_killed_redis_that_is_held_back_refuses_connections_until_it_may_start
         ended=over.is_set,
         deadline=time.monotonic() + 60,
     )
-    fault = threading.Thread(target=KillRedis(away_seconds=3600).inject, args=(scene,))
+    fault = threading.Thread(target=kill_redis, args=(scene,), kwargs={"away_seconds": 3600})
     first = launchers.pid
     assert first is not None
     fault.start()

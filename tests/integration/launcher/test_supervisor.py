@@ -47,7 +47,7 @@ async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> No
 async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     supervisor = Supervisor(restart_limit=1)
     supervisor.start(spec(tmp_path, "print('model.path: no such folder'); raise SystemExit(2)"))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 ended with status 2" in reason
     assert "model.path: no such folder" in reason
     await supervisor.kill_all()
@@ -56,7 +56,7 @@ async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log
 async def test_a_child_that_dies_at_once_is_started_again_after_ever_longer_pauses(tmp_path: Path) -> None:
     supervisor = Supervisor(restart_limit=2)
     supervisor.start(spec(tmp_path, "import time; print('at', time.time()); raise SystemExit(1)"))
-    await asyncio.wait_for(supervisor.failed, 20)
+    await asyncio.wait_for(supervisor.failed, 60)
     lines = (tmp_path / "worker-0.log").read_text().splitlines()
     first, second, third = (float(line.removeprefix("at ")) for line in lines if line.startswith("at "))
     assert second - first >= 0.5
@@ -69,7 +69,7 @@ async def test_every_restart_is_noted_with_its_number_and_the_last_error(tmp_pat
     supervisor = Supervisor(restart_limit=2, note=notes.append)
     line = {"event": "service_failed", "error": "EngineError", "message": "out of\nmemory", "passing": False}
     supervisor.start(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert notes == [
         "worker-0 ended with status 1, restart 1 of 2 in 0.5 s: EngineError: out of memory",
         "worker-0 ended with status 1, restart 2 of 2 in 1.0 s: EngineError: out of memory",
@@ -110,7 +110,7 @@ async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path
     line = {"event": "service_failed", "error": "DataError", "message": "rows.jsonl:2: field 'prompt' is missing"}
     script = f"import json; print('loading'); print(json.dumps({line})); raise SystemExit({EXIT_CONFIG})"
     supervisor.start(spec(tmp_path, script))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 cannot continue: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
     assert "loading" not in reason
     assert str(tmp_path / "worker-0.log") in reason
@@ -124,7 +124,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: 
     supervisor.start(spec(tmp_path, script, grace_seconds=0.2))
     log = tmp_path / "worker-0.log"
     await until(lambda: log.exists() and "up" in log.read_text())
-    await asyncio.wait_for(supervisor.stop(["worker"]), 10)
+    await asyncio.wait_for(supervisor.stop(["worker"]), 60)
     assert supervisor.pid("worker-0") is None
     assert not supervisor.failed.done()
 
@@ -141,7 +141,7 @@ async def test_a_one_shot_child_that_ends_well_is_not_restarted(tmp_path: Path) 
 async def test_a_child_that_cannot_even_be_started_fails_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
     supervisor = Supervisor(restart_limit=5)
     supervisor.start(replace(spec(tmp_path, ""), command=[str(tmp_path / "absent")]))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 cannot be started" in reason
     assert "absent" in reason
 
@@ -155,7 +155,7 @@ async def test_a_one_shot_child_that_was_asked_to_stop_too_early_is_started_agai
     await until(lambda: supervisor.finished("worker-0"))
     assert (tmp_path / "worker-0.log").read_text().count("done") == 2
     supervisor.start_again("worker-0")
-    assert "worker-0 ended with status 0, 2 times" in await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 ended with status 0, 2 times" in await asyncio.wait_for(supervisor.failed, 60)
 
 
 FAILURE = {"event": "service_failed", "error": "SessionLost", "message": "another trainer has taken over run demo"}
@@ -168,7 +168,7 @@ async def test_an_error_after_which_no_start_helps_is_found_behind_other_lines_a
     supervisor = Supervisor(restart_limit=20)
     script = f"import json; print(json.dumps({FAILURE})); print('rank 0 failed, sending SIGTERM'); raise SystemExit(1)"
     supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 cannot continue: SessionLost: another trainer has taken over run demo" in reason
     assert supervisor.restart_counts() == {"worker-0": 0}
 
@@ -178,7 +178,7 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
     log.write_text(json.dumps(FAILURE) + "\n")
     supervisor = Supervisor(restart_limit=0)
     supervisor.start(spec(tmp_path, "raise SystemExit('out of memory')", final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 ended with status 1" in reason
     assert "out of memory" in reason
     assert "taken over" not in reason
@@ -187,7 +187,7 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
 async def test_a_damaged_checkpoint_ends_the_run_at_once_and_a_missing_one_is_tried_again(tmp_path: Path) -> None:
     """Bytes that differ from the promised ones differ at every start; a shared folder may only lag behind."""
     script = """
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.lifecycle import run_service
 from rollmesh.runtime.logging import configure_logging
@@ -201,12 +201,12 @@ raise SystemExit(run_service(main))
     for reason in ("tampered", "mismatch"):
         supervisor = Supervisor(restart_limit=20)
         supervisor.start(spec(tmp_path, script.format(reason=reason)))
-        failure = await asyncio.wait_for(supervisor.failed, 20)
+        failure = await asyncio.wait_for(supervisor.failed, 60)
         assert "worker-0 cannot continue: CheckpointError: batches/3.pb: sha256 differs" in failure
     notes: list[str] = []
     supervisor = Supervisor(restart_limit=1, note=notes.append)
     supervisor.start(spec(tmp_path, script.format(reason="missing")))
-    await asyncio.wait_for(supervisor.failed, 20)
+    await asyncio.wait_for(supervisor.failed, 60)
     assert len(notes) == 1
     await supervisor.kill_all()
 
@@ -214,7 +214,7 @@ raise SystemExit(run_service(main))
 @pytest.mark.parametrize("log_format", ["json", "console"])
 async def test_the_words_of_a_real_service_are_understood_in_both_log_formats(tmp_path: Path, log_format: str) -> None:
     script = f"""
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import SessionLost
 from rollmesh.runtime.lifecycle import run_service
 from rollmesh.runtime.logging import configure_logging
@@ -227,6 +227,6 @@ raise SystemExit(run_service(main))
 """
     supervisor = Supervisor(restart_limit=20)
     supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 20)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
     assert "worker-0 cannot continue: SessionLost" in reason
     assert "another trainer has taken over run demo" in reason

@@ -26,7 +26,7 @@ signal.pause()
 """
 
 
-def spec(folder: Path, index: int, script: str = _STAYS, grace_seconds: float = 20.0) -> ServiceSpec:
+def spec(folder: Path, index: int, script: str = _STAYS, grace_seconds: float = 3600.0) -> ServiceSpec:
     return ServiceSpec(
         service="worker",
         index=index,
@@ -38,7 +38,7 @@ def spec(folder: Path, index: int, script: str = _STAYS, grace_seconds: float = 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -85,7 +85,7 @@ async def test_an_orderly_stop_waits_for_a_child_that_is_being_retired(tmp_path:
     await asyncio.sleep(0)
     assert not stop.done() and supervisor.indexes("worker") == ([0], [0])
     os.kill(pid, signal.SIGUSR1)
-    await asyncio.wait_for(stop, 20)
+    await asyncio.wait_for(stop, 60)
     assert says(tmp_path, 0, "drained")
     assert supervisor.indexes("worker") == ([], [])
 
@@ -96,5 +96,5 @@ async def test_killing_everything_ends_a_retirement_too(tmp_path: Path) -> None:
     await until(lambda: says(tmp_path, 0, "up"))
     retirement = supervisor.retire("worker-0")
     await until(lambda: says(tmp_path, 0, "draining"))
-    await asyncio.wait_for(supervisor.kill_all(), 10)
+    await asyncio.wait_for(supervisor.kill_all(), 60)
     assert retirement.done() and not says(tmp_path, 0, "drained")

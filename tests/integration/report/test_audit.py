@@ -169,7 +169,7 @@ def test_a_trajectory_over_the_staleness_bound_is_a_violation(audited: Any) -> N
 
 def test_masked_old_segments_are_no_violation(audited: Any) -> None:
     config = (audited.folder / "config.yaml").read_text()
-    config = config.replace("on_stale: pace", "on_stale: mask_old_segments")
+    config = config.replace("on_stale: null", "on_stale: mask_old_segments")
     (audited.folder / "config.yaml").write_text(config.replace("max_staleness: null", "max_staleness: 1"))
     result = audit_run(audited.folder)
     assert result.green

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.report.audit_result import GAP_BOUNDS
 from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -69,7 +69,7 @@ async def test_a_correct_engine_passes_the_audit_at_8k_positions(tmp_path, confi
         sampling=SamplingParams(seed=1),
         chunk_token_count=TOKENS,
     )
-    engine = TorchEngine(TorchEngineOptions(slots=1, max_context_tokens=POSITIONS, device="cpu"))
+    engine = TorchEngine(GeneratorConfig(slots=1, max_context_tokens=POSITIONS, device="cpu"))
     try:
         await engine.start(folder, 0)
         chunks = [chunk async for chunk in engine.generate(call)]

@@ -11,10 +11,15 @@ from rollmesh.report.recorded_run import RecordedRun
 ALL = {"in_flight", "reward", "length", "staleness", "correction", "drift", "throughput", "queue"}
 
 
+def drawn(run_folder: Path) -> set[str]:
+    """Draw every plot; returns their names."""
+    return {spec.name for spec, _ in write_plots(RecordedRun(run_folder))}
+
+
 def test_a_complete_run_gives_every_plot_as_svg_and_png(run_folder: Path) -> None:
-    files = write_plots(run_folder)
-    assert {f.stem for f in files} == ALL
-    assert {f.suffix for f in files} == {".svg", ".png"}
+    assert drawn(run_folder) == ALL
+    files = list((run_folder / "plots").iterdir())
+    assert {f.name for f in files} == {f"{name}.{suffix}" for name in ALL for suffix in ("svg", "png")}
     for file in files:
         if file.suffix == ".png":
             assert file.read_bytes().startswith(b"\x89PNG")
@@ -28,19 +33,19 @@ def test_a_run_without_a_timeline_keeps_the_plots_of_its_steps(run_folder: Path)
 
 
 def test_an_empty_folder_has_no_plots(tmp_path: Path) -> None:
-    assert write_plots(tmp_path) == ()
+    assert drawn(tmp_path) == set()
 
 
 def test_steps_that_report_nothing_but_their_number_are_still_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n{"train_step": 2}\n', encoding="utf-8")
     (tmp_path / "timeline.jsonl").write_text('{"t": 1}\n{"t": 2}\n', encoding="utf-8")
-    assert {f.stem for f in write_plots(tmp_path)} == ALL
+    assert drawn(tmp_path) == ALL
 
 
 def test_a_long_timeline_without_a_running_call_is_drawn(tmp_path: Path) -> None:
     lines = "".join(f'{{"t": {second}, "generators": []}}\n' for second in range(400))
     (tmp_path / "timeline.jsonl").write_text(lines, encoding="utf-8")
-    assert {f.stem for f in write_plots(tmp_path)} == {"in_flight", "throughput", "queue"}
+    assert drawn(tmp_path) == {"in_flight", "throughput", "queue"}
 
 
 def test_axes_carry_units_and_no_legend_grows_with_the_run(tmp_path: Path, make_run: Callable[..., Path]) -> None:

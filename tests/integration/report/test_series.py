@@ -67,7 +67,7 @@ def test_in_flight_calls_are_counted_by_version_over_all_generators() -> None:
             {"t": 1.0, "generators": [generator(0, 2), generator(1, 5)]},
             {"t": 2.0, "generators": [generator(2, 0), generator(1, 6, serving=False)]},
         ]
-    ).in_flight
+    )
     assert series.versions == (0, 1)
     assert series.running.tolist() == [[7, 2, 0], [0, 5, 6]]
     assert series.slots.tolist() == [16, 16, 8]
@@ -76,7 +76,7 @@ def test_in_flight_calls_are_counted_by_version_over_all_generators() -> None:
 def test_an_empty_timeline_gives_empty_series() -> None:
     series = timeline_series([])
     assert len(series) == 0
-    assert series.in_flight.running.shape == (0, 0)
+    assert series.running.shape == (0, 0)
     assert dict(series.dropped) == {}
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
-from rollmesh.report.sentences import duration, moment, print_summary, sentences
+from rollmesh.report.formats import duration
+from rollmesh.report.sentences import moment, print_summary, sentences
 from rollmesh.report.summary import summarise
 
 

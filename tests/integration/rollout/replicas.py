@@ -7,25 +7,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rollmesh.config.data import RewardConfig
-from rollmesh.config.schedule import ScheduleConfig
-from rollmesh.config.services import EvalConfig
+from rollmesh.config import RunConfig
+from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.reward import RewardConfig
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
-from rollmesh.rollout.replica import Replica
+from rollmesh.rollout.main import Replica
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.scheduling import Schedule, resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import SamplingParams
-from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
-from rollmesh.worker.client_protocols import GenerationPort, RewardPort
+from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.generation_calls import CallLimits, SaveLimits
 from rollmesh.worker.programs import Program, SingleTurnProgram
+from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
 
 from .scripted import STOP, VOCAB, ScriptedPrompts
@@ -34,8 +36,14 @@ CONTEXT = 4096
 
 
 def schedule(preset: str = "copris", train_steps: int = 3, **overrides: object) -> Schedule:
-    values = {"preset": preset, "groups_per_batch": 2, "group_size": 4, **overrides}
-    return resolve_schedule(ScheduleConfig.model_validate(values), train_steps)
+    config = {
+        "name": "replicas",
+        "folder": "runs/replicas",
+        "model": {"path": "model"},
+        "trainer": {"train_steps": train_steps},
+        "schedule": {"preset": preset, "groups_per_batch": 2, "group_size": 4, **overrides},
+    }
+    return Schedule.from_config(RunConfig.model_validate(config))
 
 
 def limits(plan: Schedule, **overrides: object) -> RunLimits:
@@ -74,8 +82,8 @@ class Running:
 
 def build(
     store: TrajectoryStore,
-    generation: GenerationPort,
-    reward: RewardPort,
+    generation: GenerationClient,
+    reward: RewardClient,
     plan: Schedule,
     *,
     index: int = 0,
@@ -112,7 +120,7 @@ def build(
     )
     program, source = program or SingleTurnProgram(), prompts or ScriptedPrompts()
     deps = worker_deps(settings, f"rollout-{index}", store, generation, reward, program, metrics, health)
-    worker = build_worker(settings, deps)
+    worker = Worker(settings, deps)
     leader = MeshLeader(
         store,
         plan,

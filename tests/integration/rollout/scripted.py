@@ -143,7 +143,7 @@ class ScriptedGenerator:
 
 
 class ScriptedCluster:
-    """A GenerationPort over scripted generators, registered in the real store."""
+    """A stand-in for ``GenerationClient`` over scripted generators, registered in the real store."""
 
     def __init__(self, store: TrajectoryStore, generators: Sequence[ScriptedGenerator]) -> None:
         self.store = store
@@ -190,7 +190,7 @@ class ScriptedCluster:
 
 @dataclass
 class ScriptedReward:
-    """A RewardPort: value by trajectory, or whatever ``outcome`` says."""
+    """A stand-in for ``RewardClient``: value by trajectory, or whatever ``outcome`` says."""
 
     outcome: Callable[[Trajectory], RewardOutcome] | None = None
     batches: list[int] = field(default_factory=list)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollmesh.config.services import EvalConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.store.queue_types import EvalRequest
 
 from .replicas import running, schedule

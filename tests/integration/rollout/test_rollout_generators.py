@@ -40,6 +40,16 @@ class PoisonedGenerator(ScriptedGenerator):
             yield chunk
 
 
+class PassingOver(ScriptedGenerator):
+    """Loads no version until it is wanted."""
+
+    wanted = False
+
+    def load(self, version):
+        if self.wanted:
+            super().load(version)
+
+
 async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_last_chunk(store):
     plan = schedule("sync", train_steps=1)
     dying = ScriptedGenerator("dying", seconds_per_token=0.01)
@@ -105,6 +115,31 @@ async def test_a_trajectory_never_goes_back_to_an_older_version(store):
         check_batch(batch, plan)
         assert {v for g in batch.groups for t in g.trajectories for v in t.policy_versions} == {1}
         assert slow.calls == calls
+
+
+async def test_tokens_of_a_version_that_died_with_its_generator_are_continued_once_another_one_has_loaded_it(store):
+    """The one left passes over versions (reload_every_versions): the worker asks for the version that it needs."""
+    plan = schedule("copris", train_steps=8)
+    behind, ahead = PassingOver("behind"), ScriptedGenerator("ahead", slots=64, seconds_per_token=0.02)
+    cluster, trainer = await start(store, plan, behind, ahead)
+
+    async def required() -> int:
+        await cluster.register()
+        value = await store.connection.command("HGET", store.connection.keys.single("desired"), "required_version")
+        return int(value or 0)
+
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1), plan)
+        before = set(cluster.contexts)
+        # Saved tokens of calls that began on version 1, which only one generator serves.
+        await until(lambda: (set(ahead.running) & set(cluster.acknowledged)) - before)
+        assert (behind.version, ahead.version, await required()) == (0, 1, 0)
+        ahead.dead = True
+        assert await until(required) == 1
+        behind.wanted = True
+        behind.load(1)
+        for step in range(2, 5):
+            check_batch(await trainer.train(step), plan)
 
 
 async def test_versions_swapped_under_running_calls_continue_the_same_call(store):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from rollmesh.config.services import EvalConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.mesh import MeshView
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
@@ -225,6 +225,10 @@ async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypat
     with capture_logs() as logs:
         async with leading(store, schedule("copris")):
             await until(lambda: sum(line["event"] == "cut_waits" for line in logs) >= 2)
+            view = await store.mesh.view(groups=False)
+            assert (
+                view.desired.waiting_for == (await store.leadership.desired()).waiting_for == "2 more ready groups of 2"
+            )
     said = [line for line in logs if line["event"] == "cut_waits"]
     assert said[0]["waiting_for"] == "2 more ready groups of 2"
 

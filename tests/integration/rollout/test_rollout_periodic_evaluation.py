@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollmesh.config.services import EvalConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 
 from .replicas import limits, running, schedule
@@ -28,7 +28,7 @@ class FollowingTrainer(ScriptedTrainer):
 
     async def follow(self) -> None:
         for name, generator in self.cluster.generators.items():
-            policy = await self.store.policies.effective(name)
+            policy = (await self.store.policies.outlook(name)).effective
             if policy is not None and policy.policy_version != generator.version:
                 generator.load(policy.policy_version)
         await self.cluster.register()

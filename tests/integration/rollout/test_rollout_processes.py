@@ -4,6 +4,7 @@ import signal
 
 import httpx
 import numpy as np
+import pytest
 import torch
 
 from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, metric_sums
@@ -11,6 +12,8 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import OutcomeKind
 
 from .process_run import process_run, uninterrupted
+
+pytestmark = pytest.mark.slow
 
 
 async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_token(tmp_path, server):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.store import Append, TrajectoryStore, WriteStatus
 from rollmesh.types import Segment

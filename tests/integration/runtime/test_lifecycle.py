@@ -98,7 +98,7 @@ def test_a_service_whose_launcher_is_gone_ends_at_once() -> None:
 CRASHING = """
 import asyncio, logging, threading, warnings
 import httpx
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.admin_http import admin_server

@@ -300,7 +300,7 @@ async def test_a_rotation_does_not_end_the_calls_in_progress() -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, AdminClient(Rotating(), 10.0) as client:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         slow = asyncio.create_task(client.get(address, "/slow"))
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(asked.wait(), 60)
         states.append(object())
         assert (await client.get(address, "/quick")).text == "ok"
         answer.set()
@@ -396,7 +396,7 @@ def test_an_idle_tls_connection_whose_client_does_not_listen_does_not_hold_up_th
         connection.close()
         return taken
 
-    assert uvloop.run(serves_and_ends()) < 5.0
+    assert uvloop.run(serves_and_ends()) < 20.0, "asyncio itself waits for half a minute"
 
 
 async def test_a_port_that_is_taken_is_a_clear_error(authority: Authority) -> None:

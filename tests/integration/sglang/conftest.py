@@ -19,13 +19,14 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
+from ...sglang_cpu.server import START_SECONDS
 from ..generator import generator_run
 
 _TESTS = Path(__file__).parents[2]
 _FAKES = _TESTS / "fakes"
 _INSTALL = _TESTS / "sglang_cpu" / "install.py"
 _NUMBERS = itertools.count()
-_TEST_SECONDS = 900
+_TEST_SECONDS = 1500
 """Every test with a server waits for its start, which takes minutes on busy cores."""
 _HERE = Path(__file__).parent
 
@@ -79,7 +80,7 @@ async def make_run(server: EmbeddedServer, tmp_path: Path, kit: ModuleType) -> A
     async with AsyncExitStack() as stack:
 
         async def make(sglang: dict[str, Any], **generator: Any) -> Any:
-            fields = {"engine": "sglang", "slots": 32, "sglang": {"start_timeout_seconds": 300.0, **sglang}}
+            fields = {"engine": "sglang", "slots": 32, "sglang": {"start_timeout_seconds": START_SECONDS, **sglang}}
             config = kit.make_config(tmp_path / f"run{next(_NUMBERS)}", server, **{**fields, **generator})
             store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
             client = await stack.enter_async_context(GenerationClient())

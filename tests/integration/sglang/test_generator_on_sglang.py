@@ -10,6 +10,10 @@ import pytest
 from rollmesh.errors import DataError, GenerationRefused
 from rollmesh.types import FinishReason
 
+from ...sglang_cpu.server import START_SECONDS
+
+pytestmark = pytest.mark.slow
+
 SERVERS = ["stand_in", "real"]
 
 
@@ -36,7 +40,7 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     run = await make_run(request.getfixturevalue(which))
     await run.publish(0)
     generator = run.start()
-    (record,) = await run.serving(0, seconds=300.0)
+    (record,) = await run.serving(0, seconds=START_SECONDS)
 
     with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
         await run.stream(record, kit.make_call(context=np.array([99], np.int32))).end()
@@ -86,7 +90,7 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, kit, 
     run = await make_run(request.getfixturevalue(which), on_new_version=mode)
     await run.publish(0)
     run.start()
-    (record,) = await run.serving(0, seconds=300.0)
+    (record,) = await run.serving(0, seconds=START_SECONDS)
     # In a hundred small slices, so that the version comes long before the last of them.
     call = kit.make_call(max_new_token_count=200, chunk_token_count=2)
     stream = await run.under_way(record, call)
@@ -107,7 +111,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_gener
     run = await make_run(stand_in)
     await run.publish(0)
     process = run.start_process(0)
-    (record,) = await run.serving(0, seconds=300.0)
+    (record,) = await run.serving(0, seconds=START_SECONDS)
     calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(8)]
     streams = [run.stream(record, call) for call in calls]
     await begun(run, streams)
@@ -123,7 +127,7 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
     run = await make_run(stand_in)
     await run.publish(0)
     first = run.start_process(0)
-    (record,) = await run.serving(0, seconds=300.0)
+    (record,) = await run.serving(0, seconds=START_SECONDS)
     stream = await run.under_way(record, kit.make_call(max_new_token_count=200))
     first.kill()
     first.wait()
@@ -132,7 +136,7 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
     async def back() -> bool:
         return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators.live())
 
-    await run.until("a generator again", back, 300.0)
+    await run.until("a generator again", back, START_SECONDS)
     (again,) = [g for g in await run.store.generators.live() if g.instance_id != record.instance_id]
     context = np.concatenate((kit.prompt_ids(0), stream.tokens))
     rest_call = kit.make_call("t", context, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))

@@ -16,7 +16,11 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, relevant_lines
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
-from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+
+from ...sglang_cpu.options import sglang_options
+from ...sglang_cpu.server import START_SECONDS
+
+pytestmark = pytest.mark.slow
 
 _TREE = """
 import subprocess, sys, time
@@ -133,7 +137,7 @@ async def test_a_server_that_dies_as_it_starts_is_an_error_with_its_last_lines(t
 
 async def test_a_server_at_a_url_that_never_answers_is_an_error_that_names_it(tmp_path, kit):
     engine = SglangEngine(
-        SglangOptions(slots=2, max_context_tokens=64, url="http://127.0.0.1:9", start_timeout_seconds=1.0)
+        sglang_options(slots=2, max_context_tokens=64, url="http://127.0.0.1:9", start_timeout_seconds=1.0)
     )
     with pytest.raises(EngineLost, match=r"start_timeout_seconds=1: .* http://127\.0\.0\.1:9 cannot be reached"):
         await engine.start(kit.write_model(tmp_path / "model", 0), 0)
@@ -142,7 +146,7 @@ async def test_a_server_at_a_url_that_never_answers_is_an_error_that_names_it(tm
 
 def _engine(folder: Path, environment: dict[str, str], **options: object) -> SglangEngine:
     fields = {"slots": 2, "max_context_tokens": 64, "log_file": folder / "sglang.log", **options}
-    return SglangEngine(SglangOptions(environment=environment, **fields))  # type: ignore[arg-type]
+    return SglangEngine(sglang_options(environment=environment, **fields))
 
 
 @pytest.mark.parametrize("which", ["stand_in", "real"])
@@ -152,7 +156,7 @@ async def test_a_server_killed_among_32_calls_ends_them_after_what_they_have_and
     run = await make_run(request.getfixturevalue(which))
     await run.publish(0)
     process = run.start_process(0)
-    (record,) = await run.serving(0, seconds=300.0)
+    (record,) = await run.serving(0, seconds=START_SECONDS)
     calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(32)]
     streams = [run.stream(record, call) for call in calls]
 
@@ -184,7 +188,7 @@ async def test_a_killed_generator_takes_its_server_along(make_run, request, whic
     run = await make_run(request.getfixturevalue(which))
     await run.publish(0)
     process = run.start_process(0)
-    await run.serving(0, seconds=300.0)
+    await run.serving(0, seconds=START_SECONDS)
     processes = tree(process.pid)
     assert len(processes) >= 3
     process.kill()
@@ -259,7 +263,7 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
         url = owner._server.api.url
         assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
         outsider = SglangEngine(
-            SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
+            sglang_options(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
         )
         with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
             await outsider.start(tmp_path / "model", 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, Finish, HeldTokens, Score, TrajectoryStore, WriteStatus

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -15,43 +16,54 @@ from hypothesis.stateful import (
     rule,
 )
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, StoreUnavailable
-from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import (
-    ReleaseReason,
-    TokenDigest,
-    TrajectoryStore,
-)
+from rollmesh.mesh import Cursor, Desired, ResumeOrder
+from rollmesh.prompt_history import PromptOutcome
+from rollmesh.scheduling.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
+from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
+from rollmesh.store.payload import encode_prompt
+from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP
 
 from .dump import copy_of_keys, put_back
-from .model import Memory, Model
 from .queue_workers import PICK, QueueWorkers, segments
 from .store_mesh import group, limits, policy
 from .stored_keys import read_truth
 
-STALENESS, ATTEMPTS = 2, 2
+ATTEMPTS = 2
+SERVER_TOTALS = {"recoveries", "reaped_sessions_total", "reasserted_groups_total"}
+"""Lifetime counters of what the model leaves to the store."""
 
 
 class QueueMachine(QueueWorkers):
     """A leader, a trainer and a Redis that restarts, beside the workers."""
 
-    @initialize(filtering=st.booleans(), pool=st.integers(2, 6))
-    def begin(self, filtering: bool, pool: int) -> None:
+    max_staleness: ClassVar[int] = 2
+    outcomes: list[PromptOutcome]
+    """Outcomes in the newest batch file."""
+
+    @initialize(
+        filtering=st.booleans(),
+        pool=st.integers(2, 6),
+        most_members=st.sampled_from([0, 6]),
+        resume=st.sampled_from(ResumeOrder),
+    )
+    def begin(self, filtering: bool, pool: int, most_members: int, resume: ResumeOrder = ResumeOrder.ADMISSION) -> None:
         run = f"machine-{next(self.numbers)}"
         self.store = self.do(TrajectoryStore.connect(StoreConfig(), run=run, url=self.url))
-        self.model = Model(max_attempts=ATTEMPTS, filter_zero_variance=filtering)
-        self.do(
-            self.store.limits.init_run(
-                limits(
-                    group_size=self.group_size,
-                    max_staleness=STALENESS,
-                    max_attempts=ATTEMPTS,
-                    filter_zero_variance=filtering,
-                    session_ttl_seconds=3600.0,
-                )
-            )
+        rules = limits(
+            group_size=self.group_size,
+            max_staleness=self.max_staleness,
+            max_attempts=ATTEMPTS,
+            filter_zero_variance=filtering,
+            keeps_history=True,
+            resume_order=resume,
+            session_ttl_seconds=3600.0,
+            most_members=most_members,
         )
+        self.model = QueueModel(rules)
+        self.cursor = 0
+        self.do(self.store.limits.init_run(rules))
         leader = self.do(self.store.leadership.acquire("machine"))
         assert leader is not None
         self.leader = leader
@@ -60,50 +72,88 @@ class QueueMachine(QueueWorkers):
         self.set_pool(pool, False)
         self.open_worker()
 
-    @precondition(lambda self: len(self.model.groups) < 8)
-    @rule(count=st.integers(1, 3), needed=st.integers(2, 3))
-    def admit(self, count: int, needed: int) -> None:
-        first = self.model.cursor
-        groups = [group(first + i, needed) for i in range(count)]
+    @precondition(lambda self: self.model.admitted_unconsumed < 8)
+    @rule(
+        count=st.integers(1, 3),
+        needed=st.integers(1, 3),
+        spare=st.sampled_from([0, 0, 1, 2]),
+        rank=st.none() | st.integers(0, 127),
+    )
+    def admit(self, count: int, needed: int, spare: int, rank: int | None = None) -> None:
+        first = self.cursor
+        known: dict[str, Any] = {} if rank is None else {"start_rank": rank, "expected_tokens": rank / 8}
+        groups = [replace(group(first + i, needed, spare=spare), **known) for i in range(count)]
         assert (
             self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
             == count
         )
         with pytest.raises(Conflict):
             self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
-        self.model.cursor += count
+        self.cursor += count
         for g in groups:
-            self.model.admit(g.group_id, needed)
+            size = len(encode_prompt(g.prompt))
+            self.model.admit(g.group_id, needed, spare=spare, prompt_bytes=size, prompt_id=g.prompt.prompt_id, **known)
 
     @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
     def set_pool(self, pool: int, paused: bool) -> None:
-        self.model.pool_size, self.model.paused = pool, paused
-        self.do(self.store.leadership.set_desired(self.leader, Desired(pool_size=pool, paused=paused)))
+        desired = Desired(
+            pool_size=pool,
+            paused=paused,
+            interrupt_below_version=pool,
+            start_at_version=max(0, self.model.policy_version - pool),
+            reason=f"pool {pool}",
+            waiting_for="groups",
+        )
+        blocked_by = f"due {pool}" if pool % 2 else ""
+        self.model.set_desired(desired, blocked_by)
+        self.do(self.store.leadership.set_desired(self.leader, desired, blocked_by))
 
     @rule(pick=PICK)
     def evict(self, pick: int) -> None:
-        candidates = [gid for gid, g in self.model.groups.items() if g.state != "cut"]
+        candidates = self.group_ids()
         if candidates and pick % 3 == 0:
             gid = candidates[pick % len(candidates)]
-            assert self.do(self.store.leadership.evict(self.leader, [gid], "straggler")) == 1
-            assert self.do(self.store.leadership.evict(self.leader, [gid], "straggler")) == 0
-            self.model.drop(gid, "straggler")
+            for _ in range(2):
+                evicted = self.do(self.store.leadership.evict(self.leader, [gid], "straggler"))
+                assert evicted == self.model.evict([gid], "straggler")
 
-    @precondition(lambda self: self.model.ready())
+    @rule(pick=PICK, aside=st.booleans())
+    def begin_again(self, pick: int, aside: bool) -> None:
+        """Restart groups or set them aside: those over the bound begin again, and a retry changes nothing."""
+        gids = self.group_ids()[pick % 3 :]
+        call = self.store.restarted.set_aside if aside else self.store.restarted.restart
+        for _ in range(2):
+            begun = self.model.begin_again(gids, aside=aside)
+            while any([self.model.sweep_returning(gid, MEMBERS_PER_SWEEP) for gid in begun]):
+                pass
+            assert self.do(call(self.leader, gids)) == len(begun)
+            self.begun_again[aside] += len(begun)
+
+    @rule(count=st.integers(1, 3))
+    def recall(self, count: int) -> None:
+        step = self.model.cut_step + 1
+        for _ in range(2):
+            opened = self.model.recall(step, count)
+            assert self.do(self.store.restarted.recall(self.leader, step, count)) == opened
+            self.recalled += opened
+        with pytest.raises(Conflict):
+            self.model.recall(step + 1, count)
+        with pytest.raises(Conflict):
+            self.do(self.store.restarted.recall(self.leader, step + 1, count))
+
+    @precondition(lambda self: self.ready())
     @rule(count=st.integers(1, 3))
     def cut(self, count: int) -> None:
-        gids = self.model.ready()[:count]
+        gids = [group.group_id for group in self.ready()[:count]]
         step = self.model.cut_step + 1
-        oldest = min(s for gid in gids if (s := self.model.groups[gid].lowest_step) is not None)
-        allowed = self.model.cut_step == self.model.trained_step and step - 1 - oldest <= STALENESS
-        if not allowed:
+        try:
+            self.model.cut(step, gids)
+        except Conflict:
             with pytest.raises(Conflict):
                 self.do(self.store.leadership.cut(self.leader, step, gids))
             return
         for _ in range(2):
             self.do(self.store.leadership.cut(self.leader, step, gids))
-        self.model.cut(gids)
-        self.confirmed = False
 
     @rule()
     def change_leader(self) -> None:
@@ -114,69 +164,65 @@ class QueueMachine(QueueWorkers):
 
     @rule()
     def publish(self) -> None:
-        version = len(self.model.version_steps)
+        version = self.model.announce(self.model.trained_step)
         for _ in range(2):
             self.do(self.store.policies.announce(self.trainer, policy(version, self.model.trained_step)))
-        self.model.version_steps.append(self.model.trained_step)
 
-    @precondition(lambda self: self.model.cut_groups and not self.confirmed)
+    @precondition(lambda self: self.model.claim())
     @rule()
     def claim(self) -> None:
         step = self.model.cut_step
         for _ in range(2):
             batch = self.do(self.store.training.claim(self.trainer, step, 1.0))
             assert batch is not None
-            assert [g.group_id for g in batch.groups] == self.model.cut_groups
-            for got in batch.groups:
-                expected = {
-                    f"{got.group_id}.{number}": (m.tokens, m.reward)
-                    for number, m in enumerate(self.model.groups[got.group_id].members)
-                    if m.state == "scored"
-                }
-                assert {
-                    t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories
-                } == expected
+            assert [
+                {t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories}
+                for got in batch.groups
+            ] == [
+                {m.trajectory_id: (m.tokens, m.reward) for m in group.members if m.state == "scored"}
+                for group in self.model.claim()
+            ]
+        self.model.confirm_batch_file()
         for _ in range(2):
             self.do(self.store.training.confirm_batch_file(self.trainer, step, f"digest-{step}"))
-        self.confirmed = True
+        self.outcomes = self.do(self.store.prompt_records.unsaved(self.trainer, step))
+        assert self.outcomes == self.model.history.save()
+        for _ in range(2):
+            self.do(self.store.prompt_records.save(self.trainer, step, self.outcomes))
 
-    @precondition(lambda self: self.model.cut_groups and self.confirmed)
+    @precondition(lambda self: self.model.batch_is_confirmed)
     @rule()
     def train(self) -> None:
         for _ in range(2):
             self.do(self.store.training.report_trained(self.trainer, self.model.cut_step))
-        self.model.trained()
+        self.model.report_trained()
 
-    @precondition(lambda self: self.model.ready() and not self.model.cut_groups)
+    @precondition(lambda self: self.ready() and not self.model.batch)
     @rule(count=st.integers(1, 3))
     def whole_step(self, count: int) -> None:
         """Evict what is too stale, then from the cut to the next policy version."""
-        for gid in self.model.ready():
-            step = self.model.groups[gid].lowest_step
-            if step is not None and step < self.model.cut_step - STALENESS:
-                self.do(self.store.leadership.evict(self.leader, [gid], "stale"))
-                self.model.drop(gid, "stale")
-        if not self.model.ready():
+        for found in self.ready():
+            if found.step is not None and found.step < self.model.cut_step - self.max_staleness:
+                self.do(self.store.leadership.evict(self.leader, [found.group_id], "stale"))
+                self.model.evict([found.group_id], "stale")
+        if not self.ready():
             return
         self.cut(count)
-        if self.model.cut_groups:
+        if self.model.batch:
             self.claim()
             self.train()
             self.publish()
 
-    @precondition(lambda self: not (self.model.cut_groups and self.confirmed))
+    @precondition(lambda self: not self.model.batch_is_confirmed)
     @rule()
     def roll_back(self) -> None:
-        """Everything unclaimed goes; a leader that looks between two slices finds nothing that it could cut."""
-        unclaimed = list(self.model.groups)
+        """All open and ready groups go; a leader that looks between two slices finds nothing that it could cut."""
+        unclaimed = self.model.roll_back()
         dropped, left = self.do(self.store.connection.run("roll_back", self.trainer, 1, "a trainer that dies half-way"))
         if left:
             assert self.do(self.store.mesh.view()).ready == ()
-        assert dropped + self.do(self.store.training.roll_back(self.trainer)) == len(unclaimed)
-        assert self.do(self.store.training.roll_back(self.trainer)) == 0
-        for gid in unclaimed:
-            self.model.drop(gid, "rolled_back")
-        self.model.cut_groups, self.model.cut_step = [], self.model.trained_step
+        assert dropped + self.do(self.store.training.roll_back(self.trainer)) == unclaimed
+        assert self.do(self.store.training.roll_back(self.trainer)) == self.model.roll_back() == 0
 
     @rule(pick=PICK, steps=st.lists(st.sampled_from(["append", "restart", "release", "lease", "finish"]), max_size=6))
     def redis_forgets(self, pick: int, steps: list[str]) -> None:
@@ -205,10 +251,10 @@ class QueueMachine(QueueWorkers):
                 memories[session].pop(pick % len(memories[session]))
         self.redis_comes_back(memories)
 
-    def redis_comes_back(self, memories: dict[str, list[Memory]]) -> None:
+    def redis_comes_back(self, memories: dict[str, list[HeldSaves]]) -> None:
         command, meta = self.store.connection.command, self.store.connection.keys.single("meta")
         self.do(command("HSET", meta, "run_id", "another"))
-        first = self.model.cursor
+        first = self.cursor
         with pytest.raises(StoreUnavailable):
             self.do(
                 self.store.leadership.admit(self.leader, [group(first)], Cursor(index=first), Cursor(index=first + 1))
@@ -225,7 +271,7 @@ class QueueMachine(QueueWorkers):
     def reassert(self) -> None:
         """The trainer states what it has: the policies, and the batch file that it has not trained on yet."""
         step = self.model.cut_step
-        batches = [(step, self.model.cut_groups)] if self.model.cut_groups and self.confirmed else []
+        batches = [(step, self.model.batch)] if self.model.batch_is_confirmed else []
         for _ in range(2):
             state = self.do(
                 self.store.training.reassert(
@@ -234,43 +280,83 @@ class QueueMachine(QueueWorkers):
                     trained_step=self.model.trained_step,
                     batches=batches,
                     policies=[policy(v, s) for v, s in enumerate(self.model.version_steps)],
-                    cursor=Cursor(index=self.model.cursor),
+                    cursor=Cursor(index=self.cursor),
                     digests=[f"digest-{step}" for _ in batches],
+                    outcomes=[self.outcomes for _ in batches],
                 )
             )
             assert (state.trained_step, state.cut_step, state.recovering) == (self.model.trained_step, step, True)
 
-    @invariant()
-    def the_queue_agrees_with_the_model(self) -> None:
-        if not hasattr(self, "store"):
-            return
-        truth = self.do(read_truth(self.store))
-        assert truth.problems == []
-        assert truth.groups == {gid: g.state for gid, g in self.model.groups.items()}
-        assert truth.tombstones == set(self.model.gone)
-        for trajectory_id, record in truth.members.items():
-            m = self.model.member(trajectory_id)
-            assert m is not None
-            assert (record.state, record.tokens) == (m.state, m.tokens)
-            if m.state != "dead":
-                assert record.digest == TokenDigest().extended(segments(m.content))
-            if m.state in ("leased", "finished"):
-                assert record.session == m.session
+    def group_ids(self) -> list[str]:
+        """Groups in any state, in admission order."""
+        groups = [group for by_id in self.model.groups.values() for group in by_id.values()]
+        return [group.group_id for group in sorted(groups, key=lambda group: group.index)]
+
+    def ready(self) -> list[ModelGroup]:
+        """Ready groups in admission order."""
+        return sorted(self.model.groups[GroupState.READY].values(), key=lambda group: group.index)
 
     @invariant()
+    def agree(self) -> None:
+        """Whatever the queue is made of, what the leader sees of it and every counter are those of the model."""
+        if hasattr(self, "store"):
+            self.the_queue_agrees_with_the_model()
+            self.the_view_agrees_with_the_model()
+            self.the_counters_agree_with_the_model()
+            self.the_history_agrees_with_the_model()
+
+    def the_queue_agrees_with_the_model(self) -> None:
+        truth = self.do(read_truth(self.store))
+        assert truth.problems == []
+        assert truth.groups == {
+            gid: group.state for groups in self.model.groups.values() for gid, group in groups.items()
+        }
+        assert truth.tombstones == set(self.model.ended)
+        in_groups = {
+            m.trajectory_id for i in self.model.members if not self.model.is_gone((m := self.model.members[i]).group)
+        }
+        assert truth.members.keys() == in_groups
+        assert truth.half_gone.keys() <= self.model.members.keys() - in_groups
+        for trajectory_id, record in (truth.members | truth.half_gone).items():
+            m = self.model.members[trajectory_id]
+            assert (record.state, record.tokens) == (m.state, m.tokens)
+            if trajectory_id in in_groups:
+                assert record.step == m.step
+            if m.state in ("leased", "finished"):
+                assert record.session == m.session
+            if m.state not in ("dead", "surplus") and trajectory_id in in_groups:
+                assert record.digest == TokenDigest().extended(segments(m.saves))
+
     def the_view_agrees_with_the_model(self) -> None:
-        if not hasattr(self, "store"):
-            return
-        view = self.do(self.store.mesh.view())
-        model = self.model
-        assert view.leased == model.leased()
-        assert (view.pending, view.partial) == (len(model.ids("pending")), len(model.ids("partial")))
-        assert view.finished == model.count("finished")
-        assert view.admitted_unconsumed == len(model.groups)
-        assert view.ready_groups == len(model.ready())
-        prefix = [(g.group_id, g.min_train_step) for g in view.ready][:4]
-        assert prefix == [(gid, model.groups[gid].lowest_step) for gid in model.ready()][:4]
+        for groups, shortest in ((True, False), (True, True), (False, False)):
+            view = self.do(self.store.mesh.view(groups=groups, shortest=shortest))
+            self.model.now = view.now
+            self.model.used_memory_bytes, self.model.max_memory_bytes = view.used_memory_bytes, view.max_memory_bytes
+            expected = self.model.view(groups=groups, shortest=shortest)
+            assert view.memory_ratio == pytest.approx(expected.memory_ratio)
+            assert (view.blocked_since is None) == (expected.blocked_since is None)
+            server = {"memory_ratio": view.memory_ratio, "blocked_since": view.blocked_since}
+            assert view == replace(expected, **server)
+        assert self.do(self.store.leadership.desired()).start_at_version == self.model.start_at_version
+
+    def the_history_agrees_with_the_model(self) -> None:
+        history, records = self.model.history, self.store.prompt_records
+        assert self.do(records.read([str(i) for i in range(self.cursor)])) == history.records
+        assert self.do(records.predictions()) == list(history.predictions)
+
+    def the_counters_agree_with_the_model(self) -> None:
+        model, counts = self.model, self.do(self.store.mesh.counts())
+        waiting = {"pending": len(model.pending), "partial": len(model.partial)}
+        assert counts.trajectories == waiting | {s: model.counts[s] for s in counts.trajectories if s not in waiting}
+        assert counts.groups == {state: len(groups) for state, groups in model.groups.items()}
+        assert {**counts.totals} == {**counts.totals, **{k: n for k, n in model.totals.items() if n}}
+        assert {k for k, n in counts.totals.items() if n} - model.totals.keys() <= SERVER_TOTALS
+        assert counts.drops == model.drops
+        assert +Counter(counts.dropped_tokens) == +model.dropped_tokens
+        assert counts.drop_deciles == model.drop_deciles
+        assert counts.surplus_deciles == model.surplus_deciles
+        assert counts.finished_lengths == model.finished_lengths
+        assert (counts.scoring_queue, counts.sessions) == (len(model.scoring), len(self.sessions))
+        noted = {gid: why for gid, why in model.ended.items() if gid not in model.half_gone}
         dropped = self.do(self.store.ledger.dropped_groups())
-        noted = {gid: why for gid, why in model.gone.items() if gid not in model.half_gone}
         assert dropped == {gid: why for gid, why in noted.items() if why != "consumed"}
-        assert +Counter(self.do(self.store.mesh.counts()).dropped_tokens) == +model.wasted

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from rollmesh.scheduling.queue_model import GroupState, HeldSaves, ModelMember, QueueModel, Save
 from rollmesh.store import (
     Append,
     Finish,
@@ -25,10 +26,11 @@ from rollmesh.store import (
     TrajectoryStore,
     WriteStatus,
 )
-from rollmesh.types import FinishReason, Segment
+from rollmesh.store.payload import encode_segments
+from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP
+from rollmesh.types import FinishReason, ForkStatus, Segment
 
 from .lost_uploads import Forgetful
-from .model import Memory, Model, ModelMember, Written
 from .store_mesh import UNSCORABLE, held, scored, segment
 
 T = TypeVar("T")
@@ -38,18 +40,23 @@ PICK = st.integers(0, 1 << 16)
 REWARDS = st.sampled_from([0.0, 1.0, 1.0, 0.5, None])
 
 
-def segments(content: Sequence[Written]) -> list[Segment]:
-    return [segment(*written) for written in content]
+def segments(saves: Sequence[Save]) -> list[Segment]:
+    return [segment(*save) for save in saves]
 
 
-def stated(m: ModelMember, written: Written) -> dict[str, Any]:
+def stated(m: ModelMember, save: Save) -> dict[str, Any]:
     """A save as its worker states it."""
     return {
         "token_offset": m.tokens,
-        "segments": segments([written]),
+        "segments": segments([save]),
         "incarnation": m.incarnation,
-        "digest": TokenDigest().extended(segments(m.content)),
+        "digest": TokenDigest().extended(segments(m.saves)),
     }
+
+
+def byte_count(save: Save) -> int:
+    """Payload bytes of a save in Redis."""
+    return encode_segments(segments([save])).byte_count
 
 
 class QueueWorkers(RuleBasedStateMachine):
@@ -62,132 +69,123 @@ class QueueWorkers(RuleBasedStateMachine):
     group_size: ClassVar[int] = 2
     numbers: ClassVar[itertools.count[int]] = itertools.count()
     store: TrajectoryStore
-    model: Model
+    model: QueueModel
     leader: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.sessions: list[str] = []
-        self.stalled: list[list[Memory]] = []
+        self.stalled: list[list[HeldSaves]] = []
         """Memory of workers that have stalled past their TTL."""
         self.starts = itertools.count(step=1 << 14)
         self.registered: Counter[bool] = Counter()
         """Trajectories that were stated to the queue, by whether they were kept."""
-        self.confirmed = False
+        self.begun_again: Counter[bool] = Counter()
+        """Groups that began again, by whether they were set aside."""
+        self.recalled = 0
 
     @rule()
     def open_worker(self) -> None:
         if len(self.sessions) < 3:
-            self.sessions.append(self.do(self.store.sessions.open("machine")))
+            self.open_session()
+
+    def open_session(self) -> str:
+        session = self.do(self.store.sessions.open("machine"))
+        self.model.open_session(session)
+        self.sessions.append(session)
+        return session
 
     @rule(pick=PICK, limit=st.integers(1, 4))
     def lease(self, pick: int, limit: int) -> None:
         if self.sessions:
             session = self.sessions[pick % len(self.sessions)]
             leased = self.do(self.store.trajectories.lease(session, limit))
-            assert [t.trajectory.trajectory_id for t in leased] == self.model.lease(session, limit)
-            for t in leased:
-                m = self.model.member(t.trajectory.trajectory_id)
-                assert m is not None
-                assert (t.attempt, t.trajectory.response_token_count) == (m.attempts, m.tokens)
+            expected = self.model.lease(session, limit)
+            assert [
+                (t.trajectory.trajectory_id, t.attempt, t.trajectory.response_token_count, t.incarnation)
+                for t in leased
+            ] == [(m.trajectory_id, m.attempts, m.tokens, m.incarnation) for m in expected]
+            assert [t.trajectory.birth_version for t in leased] == [m.birth_version for m in expected]
 
     @rule(pick=PICK, tokens=st.integers(1, 5), age=st.integers(0, 3))
     def append(self, pick: int, tokens: int, age: int) -> None:
-        trajectory_id = self.pick("leased", pick)
-        if trajectory_id is None:
+        m, session = self.pick("leased", pick)
+        if m is None:
             return
-        m = self.model.member(trajectory_id)
-        assert m is not None
-        assert m.session is not None
-        written = self.write(tokens, max(0, len(self.model.version_steps) - 1 - age))
-        item = Append(trajectory_id=trajectory_id, **stated(m, written))
+        save = self.write(tokens, max(0, self.model.policy_version - age))
+        item = Append(trajectory_id=m.trajectory_id, **stated(m, save))
         others = [replace(item, incarnation=m.incarnation + 1)]
         if m.tokens:
             others.append(replace(item, digest=TokenDigest().extended([segment(m.tokens, start=1)])))
-        refused = [self.do(self.store.trajectories.append(m.session, [other]))[0] for other in others]
+        refused = [self.do(self.store.trajectories.append(session, [other]))[0] for other in others]
         assert {(r.status, r.saved_token_count) for r in refused} == {(WriteStatus.REFUSED, m.tokens)}
-        statuses = [self.do(self.store.trajectories.append(m.session, [item]))[0].status for _ in range(2)]
-        assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
-        self.model.save(trajectory_id, written)
+        expected = self.model.append(session, m.trajectory_id, save, byte_count(save))
+        statuses = [self.do(self.store.trajectories.append(session, [item]))[0].status for _ in range(2)]
+        assert statuses == [expected, WriteStatus.DUPLICATE]
 
     @rule(pick=PICK, age=st.integers(0, 3))
     def report_first_token(self, pick: int, age: int) -> None:
-        trajectory_id = self.pick("leased", pick)
-        m = trajectory_id and self.model.member(trajectory_id)
-        if not m or m.tokens or m.session is None:
+        m, session = self.pick("leased", pick)
+        if m is None or m.tokens:
             return
-        version = max(0, len(self.model.version_steps) - 1 - age)
-        item = FirstToken(trajectory_id=trajectory_id, policy_version=version)
-        assert self.do(self.store.trajectories.report_first_tokens(m.session, [item]))[0].status is WriteStatus.SAVED
-        self.model.begin(trajectory_id, version)
+        version = max(0, self.model.policy_version - age)
+        item = FirstToken(trajectory_id=m.trajectory_id, policy_version=version)
+        status = self.do(self.store.trajectories.report_first_tokens(session, [item]))[0].status
+        assert status is self.model.begin(session, m.trajectory_id, version) is WriteStatus.SAVED
 
     @rule(pick=PICK, tokens=st.integers(1, 3))
     def finish(self, pick: int, tokens: int) -> None:
-        trajectory_id = self.pick("leased", pick)
-        if trajectory_id is None:
+        m, session = self.pick("leased", pick)
+        if m is None:
             return
-        m = self.model.member(trajectory_id)
-        assert m is not None
-        assert m.session is not None
-        written = self.write(tokens, len(self.model.version_steps) - 1)
-        item = Finish(trajectory_id=trajectory_id, finish_reason=FinishReason.STOP, **stated(m, written))
+        save = self.write(tokens, self.model.policy_version)
+        item = Finish(trajectory_id=m.trajectory_id, finish_reason=FinishReason.STOP, **stated(m, save))
         other = replace(item, incarnation=m.incarnation + 1)
-        assert self.do(self.store.trajectories.finish(m.session, [other]))[0].status == WriteStatus.REFUSED
-        statuses = [self.do(self.store.trajectories.finish(m.session, [item]))[0].status for _ in range(2)]
-        assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
-        self.model.save(trajectory_id, written)
-        m.state = "finished"
+        assert self.do(self.store.trajectories.finish(session, [other]))[0].status == WriteStatus.REFUSED
+        expected = self.model.finish(session, m.trajectory_id, save, byte_count(save))
+        statuses = [self.do(self.store.trajectories.finish(session, [item]))[0].status for _ in range(2)]
+        assert statuses == [expected, WriteStatus.DUPLICATE]
 
     @rule(pick=PICK, ends=st.booleans())
     def lose_the_last_upload(self, pick: int, ends: bool) -> None:
         """A worker saves all that it holds; Redis forgets one upload before the script, so all of it is sent again."""
-        trajectory_id = self.pick("leased", pick)
-        m = trajectory_id and self.model.member(trajectory_id)
-        if not m or m.session is None:
+        first, session = self.pick("leased", pick)
+        if first is None:
             return
-        session, version = m.session, len(self.model.version_steps) - 1
-        ids = self.model.ids("leased", session=session)
+        ids = self.ids("leased", session=session)
         redis = Forgetful(
             self.store, "finish" if ends else "append", self.store.connection.keys.of("chunk", f"{ids[-1]}:*")
         )
         items: list[Append | Finish] = []
         for each in ids:
-            tokens = 9_000 if each == ids[-1] else 2
-            m = self.model.member(each)
-            assert m is not None
-            written = self.write(tokens, version)
-            words = {"trajectory_id": each, **stated(m, written)}
+            m = self.model.members[each]
+            save = self.write(9_000 if each == ids[-1] else 2, self.model.policy_version)
+            words = {"trajectory_id": each, **stated(m, save)}
             items.append(Finish(**words, finish_reason=FinishReason.STOP) if ends else Append(**words))
-            self.model.save(each, written)
-            m.state = "finished" if ends else "leased"
+            (self.model.finish if ends else self.model.append)(session, each, save, byte_count(save))
         write = self.store.trajectories.finish if ends else self.store.trajectories.append
         assert {r.status for r in self.do(write(session, items))} == {WriteStatus.SAVED}
         assert redis.refused == 1
 
     @rule(pick=PICK, reward=REWARDS)
     def score(self, pick: int, reward: float | None) -> None:
-        trajectory_id = self.pick("finished", pick)
-        if trajectory_id is None:
-            return
-        m = self.model.member(trajectory_id)
-        assert m is not None
-        if m.session is None:
+        m, session = self.pick("finished", pick)
+        if m is None:
             return
         outcome = UNSCORABLE if reward is None else scored(reward)
-        item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=reward or 0.0)
-        first, second = (self.do(self.store.trajectories.score(m.session, [item]))[0].status for _ in range(2))
-        self.model.score(trajectory_id, reward)
-        group_is_there = self.model.member(trajectory_id) or trajectory_id.rpartition(".")[0] in self.model.half_gone
-        assert (first, second) == (WriteStatus.SAVED, WriteStatus.DUPLICATE if group_is_there else WriteStatus.LOST)
+        item = Score(trajectory_id=m.trajectory_id, outcome=outcome, shaped_reward=reward or 0.0)
+        for _ in range(2):
+            status = self.do(self.store.trajectories.score(session, [item]))[0].status
+            assert status is self.model.score(session, m.trajectory_id, reward)
 
     @rule(rewards=st.lists(REWARDS, min_size=1, max_size=6))
     def complete(self, rewards: list[float | None]) -> None:
         """Several trajectories in one go, so that groups complete within a short history."""
-        if not self.model.ids("pending", "partial", "leased", "finished"):
-            self.admit(2, 2)
+        if not self.ids("pending", "partial", "leased", "finished"):
+            self.admit(2, 2, 0)
         for at, reward in enumerate(rewards):
-            if not self.model.ids("leased", "finished"):
+            if not self.ids("leased", "finished"):
                 self.set_pool(6, False)
                 self.open_worker()
                 self.lease(at, 4)
@@ -197,45 +195,48 @@ class QueueWorkers(RuleBasedStateMachine):
 
     @rule(pick=PICK, reason=st.sampled_from(ReleaseReason))
     def release(self, pick: int, reason: ReleaseReason) -> None:
-        trajectory_id = self.pick("leased", pick)
-        if trajectory_id is not None:
-            m = self.model.member(trajectory_id)
-            assert m is not None
-            assert m.session is not None
-            session = m.session
-            assert self.do(self.store.trajectories.release(session, [trajectory_id], reason)) == 1
-            assert self.do(self.store.trajectories.release(session, [trajectory_id], reason)) == 0
-            self.model.give_back(trajectory_id, free_attempt=reason is not ReleaseReason.FAILED)
+        m, session = self.pick("leased", pick)
+        if m is not None:
+            for _ in range(2):
+                released = self.do(self.store.trajectories.release(session, [m.trajectory_id], reason))
+                uncounted = reason is not ReleaseReason.FAILED
+                assert released == self.model.release(session, m.trajectory_id, free_attempt=uncounted)
 
     @rule(pick=PICK)
     def fail(self, pick: int) -> None:
-        trajectory_id = self.pick("leased", pick)
-        if trajectory_id is not None:
-            m = self.model.member(trajectory_id)
-            assert m is not None
-            assert m.session is not None
-            session = m.session
-            assert self.do(self.store.trajectories.fail(session, [(trajectory_id, "broken")])) == 1
-            assert self.do(self.store.trajectories.fail(session, [(trajectory_id, "broken")])) == 0
-            self.model.lose_member(trajectory_id, "dead")
+        m, session = self.pick("leased", pick)
+        if m is not None:
+            for _ in range(2):
+                failed = self.do(self.store.trajectories.fail(session, [(m.trajectory_id, "broken")]))
+                assert failed == self.model.fail(session, m.trajectory_id)
 
     @rule(pick=PICK)
     def restart(self, pick: int) -> None:
-        trajectory_id = self.pick("leased", pick)
-        if trajectory_id is not None:
-            m = self.model.member(trajectory_id)
-            assert m is not None
-            assert m.session is not None
-            session, incarnation = m.session, self.model.restart(trajectory_id)
+        m, session = self.pick("leased", pick)
+        if m is not None:
+            incarnation = self.model.restart(session, m.trajectory_id)
             for _ in range(2):
-                assert self.do(self.store.trajectories.restart(session, [trajectory_id])) == [incarnation]
+                assert self.do(self.store.trajectories.restart(session, [m.trajectory_id])) == [incarnation]
+
+    @rule(pick=PICK)
+    def fork(self, pick: int) -> None:
+        m, session = self.pick("leased", pick)
+        if m is not None:
+            nonce = f"fork-{next(self.numbers)}"
+            status, child = self.model.fork(session, m.trajectory_id)
+            for _ in range(2 if status is ForkStatus.FORKED else 1):
+                fork = self.do(self.store.trajectories.fork(session, m.trajectory_id, nonce))
+                forked = fork.leased and fork.leased.trajectory.trajectory_id
+                assert (fork.status, forked) == (status, child and child.trajectory_id)
 
     @rule(pick=PICK, limit=st.integers(1, 3))
     def take_over_scoring(self, pick: int, limit: int) -> None:
         if self.sessions:
             session = self.sessions[pick % len(self.sessions)]
-            got = [t.trajectory.trajectory_id for t in self.do(self.store.trajectories.lease_scoring(session, limit))]
-            assert got == self.model.lease_scoring(session, limit)
+            leased = self.do(self.store.trajectories.lease_scoring(session, limit))
+            assert [(t.trajectory.trajectory_id, t.attempt) for t in leased] == [
+                (m.trajectory_id, m.scorings) for m in self.model.lease_scoring(session, limit)
+            ]
 
     @rule(pick=PICK, dies=st.booleans())
     def lose_worker(self, pick: int, dies: bool) -> None:
@@ -246,8 +247,7 @@ class QueueWorkers(RuleBasedStateMachine):
             self.expire(session)
         else:
             self.do(self.store.sessions.close(session))
-            for trajectory_id in self.model.ids("leased", "finished", session=session):
-                self.model.give_back(trajectory_id, free_attempt=True)
+            self.model.close_session(session, free_attempt=True)
 
     def expire(self, session: str) -> None:
         """Let one TTL pass over a session, and the leader give back what it held."""
@@ -256,10 +256,12 @@ class QueueWorkers(RuleBasedStateMachine):
         self.do(self.store.connection.command("HSET", keys.single("meta"), "leader_since", 1))
         for _ in range(2):
             self.do(self.store.leadership.reap(self.leader))
+        self.model.close_session(session, free_attempt=False)
         for gid in list(self.model.half_gone):
             self.model.sweep(gid, 1 << 12)
-        for trajectory_id in self.model.ids("leased", "finished", session=session):
-            self.model.give_back(trajectory_id, free_attempt=False)
+        for gid in list(self.model.returning):
+            while self.model.sweep_returning(gid, MEMBERS_PER_SWEEP):
+                pass
 
     @rule(pick=PICK)
     def stall(self, pick: int) -> None:
@@ -267,7 +269,7 @@ class QueueWorkers(RuleBasedStateMachine):
         if self.sessions:
             session = self.sessions.pop(pick % len(self.sessions))
             memories = [
-                m._replace(content=(*m.content, self.write(2, 0))) if pick % 3 == 0 else m
+                m._replace(saves=(*m.saves, self.write(2, 0))) if pick % 3 == 0 else m
                 for m in self.model.held_by(session)
             ]
             if memories:
@@ -278,23 +280,34 @@ class QueueWorkers(RuleBasedStateMachine):
     def wake(self, pick: int) -> None:
         """A worker that stalled registers under another session, whatever others have done to its trajectories."""
         if self.stalled:
-            session = self.do(self.store.sessions.open("machine"))
-            self.sessions.append(session)
-            self.register(session, self.stalled.pop(pick % len(self.stalled)))
+            self.register(self.open_session(), self.stalled.pop(pick % len(self.stalled)))
 
-    def register(self, session: str, memories: list[Memory]) -> None:
+    def register(self, session: str, memories: list[HeldSaves]) -> None:
         expected = self.model.reregister(session, memories)
-        named = [held(m.trajectory_id, *segments(m.content), incarnation=m.incarnation) for m in memories]
+        named = [held(m.trajectory_id, *segments(m.saves), incarnation=m.incarnation) for m in memories]
         answers = self.do(self.store.sessions.reregister(session, named))
         assert [(a.kept, a.saved_token_count) for a in answers] == expected
         self.registered.update(kept for kept, _ in expected)
 
-    def write(self, tokens: int, version: int) -> Written:
-        return Written(tokens, version, next(self.starts))
+    def write(self, tokens: int, version: int) -> Save:
+        return Save(tokens, version, next(self.starts))
 
-    def pick(self, state: str, number: int) -> str | None:
-        ids = self.model.ids(state)
-        return ids[number % len(ids)] if ids else None
+    def ids(self, *states: str, session: str | None = None) -> list[str]:
+        """Trajectories in some state of groups that are not aside, oldest group first."""
+        queued = [by_id for state, by_id in self.model.groups.items() if state is not GroupState.ASIDE]
+        groups = [group for by_id in queued for group in by_id.values()]
+        return [
+            m.trajectory_id
+            for group in sorted(groups, key=lambda group: group.index)
+            for m in group.members
+            if m.state in states and session in (None, m.session)
+        ]
+
+    def pick(self, state: str, number: int) -> tuple[ModelMember | None, str]:
+        """A trajectory that a worker holds in this state, and the worker's session."""
+        members = [m for i in self.ids(state) if (m := self.model.members[i]).session is not None]
+        m = members[number % len(members)] if members else None
+        return m, m.session or "" if m else ""
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(call)

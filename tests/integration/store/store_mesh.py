@@ -38,13 +38,14 @@ def prompt(index: int, tokens: int = 4) -> Prompt:
     return Prompt(prompt_id=str(index), token_ids=ids, verifier="exact", metadata={"answer": str(index)})
 
 
-def group(index: int, needed: int = 2, epoch: int = 0, prompt_tokens: int = 4) -> NewGroup:
+def group(index: int, needed: int = 2, epoch: int = 0, prompt_tokens: int = 4, spare: int = 0) -> NewGroup:
     return NewGroup(
         group_id=f"e{epoch}-{index}",
         prompt=prompt(index, prompt_tokens),
         needed=needed,
         epoch=epoch,
         index=index,
+        spare_members=spare,
     )
 
 
@@ -123,9 +124,9 @@ class Mesh:
         await store.leadership.set_desired(leader, Desired(pool_size=pool_size))
         return cls(store, leader, trainer, await store.sessions.open("worker"))
 
-    async def admit(self, count: int, needed: int = 2) -> int:
+    async def admit(self, count: int, needed: int = 2, spare: int = 0) -> int:
         before = await self.store.leadership.cursor()
-        groups = [group(before.index + i, needed) for i in range(count)]
+        groups = [group(before.index + i, needed, spare=spare) for i in range(count)]
         return await self.store.leadership.admit(
             self.leader, groups, before, Cursor(epoch=0, index=before.index + count)
         )

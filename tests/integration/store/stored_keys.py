@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,7 +12,10 @@ from rollmesh.store.payload import decode_segments
 from rollmesh.store.trajectories import load_chunks
 
 HELD = ("leased", "finished")
-COUNTED = ("leased", "finished", "scored", "unscorable", "dead")
+COUNTED = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
+DISCARDED = ("dead", "surplus")
+"""States without tokens in the queue."""
+NOT_IN_LOSS = ("unscorable", *DISCARDED)
 
 
 @dataclass
@@ -27,11 +31,11 @@ class Record:
 @dataclass
 class Truth:
     groups: dict[str, str] = field(default_factory=dict)
-    """State by group that is open, ready or cut."""
+    """State by group that is open, ready, aside or cut."""
     members: dict[str, Record] = field(default_factory=dict)
     tombstones: set[str] = field(default_factory=set)
     half_gone: dict[str, Record] = field(default_factory=dict)
-    """Members, not deleted yet, of large groups that are gone."""
+    """Members, not deleted or reset yet, of large groups that are gone or begin again."""
     problems: list[str] = field(default_factory=list)
 
     def count(self, state: str) -> int:
@@ -52,7 +56,7 @@ class _Reader:
     async def read(self) -> Truth:
         truth = self.truth
         queues = {name: await self.names("ZRANGE", name) for name in ("pending", "partial", "scoring")}
-        for state, command in (("open", "ZRANGE"), ("ready", "ZRANGE"), ("cut", "HKEYS")):
+        for state, command in (("open", "ZRANGE"), ("ready", "ZRANGE"), ("aside", "ZRANGE"), ("cut", "HKEYS")):
             for gid in await self.names(command, state):
                 if gid in truth.groups:
                     truth.problems.append(f"{gid} is {truth.groups[gid]} and {state}")
@@ -62,24 +66,24 @@ class _Reader:
             truth.problems.append(f"{gid} is {truth.groups[gid]} and gone")
         placed = Counter(i for ids in queues.values() for i in ids)
         truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
+        returning = await self.read_returning()
         for gid in truth.groups:
-            await self.read_group(gid, queues)
+            if gid not in returning:
+                await self.read_group(gid, queues)
         await self.read_half_gone()
         truth.problems += [f"{i} waits, but its group is gone" for i in placed if i not in truth.members]
         await self.check_leases(queues["scoring"])
         await self.check_counters()
         await self.check_steps()
+        await self.check_ready_tokens()
         return truth
 
     async def read_group(self, gid: str, queues: dict[str, list[str]]) -> None:
         truth, state = self.truth, self.truth.groups[gid]
         raw = await self.connection.command("HGETALL", self.keys.of("group", gid))
         group = {k.decode(): v.decode() for k, v in raw.items()}
-        if not group and state == "cut":
-            await self.check_batch_file(gid)
-            return
         if not group:
-            truth.problems.append(f"{gid} is {state} without a record")
+            await self.check_missing_record(gid)
             return
         states: Counter[str] = Counter()
         ids = [f"{gid}.{member}" for member in range(int(group["launched"]))]
@@ -92,20 +96,35 @@ class _Reader:
             truth.members[trajectory_id] = record
             states[record.state] += 1
             for queue in ("pending", "partial"):
-                if (trajectory_id in queues[queue]) != (record.state == queue):
+                if (trajectory_id in queues[queue]) != (record.state == queue and state != "aside"):
                     truth.problems.append(f"{trajectory_id} is {record.state}; in the {queue} queue it is not so")
-            if record.state != "dead" and record.tokens != record.digest.token_count:
+            if record.state not in DISCARDED and record.tokens != record.digest.token_count:
                 truth.problems.append(f"{trajectory_id} has {record.tokens} tokens, in truth {record.digest}")
             noted = fields.get(b"d%d" % record.digest.token_count, str(record.digest).encode()).decode()
             if noted != str(record.digest):
                 truth.problems.append(f"{trajectory_id} has the digest {noted}, in truth {record.digest}")
-        terminal = states["scored"] + states["unscorable"] + states["dead"]
+        terminal = states["scored"] + sum(states[s] for s in NOT_IN_LOSS)
         if ids and (terminal, states["scored"]) != (int(group["terminal"]), int(group["scored"])):
             truth.problems.append(f"{gid}: counters {group} but members {dict(states)}")
-        if state != "open" and terminal != len(ids):
+        if state == "aside" and states["pending"] + states["dead"] + states["unscorable"] != len(ids):
+            truth.problems.append(f"{gid} is set aside with {dict(states)}")
+        if state in ("ready", "cut") and terminal != len(ids):
             truth.problems.append(f"{gid} is {state} with unfinished members {dict(states)}")
         if state == "open" and terminal == len(ids):
             truth.problems.append(f"{gid} is open, but every member is terminal")
+        if state == "open" and "spare" in group and states["scored"] >= int(group["needed"]):
+            truth.problems.append(f"{gid} is open, but the needed members are scored")
+
+    async def read_returning(self) -> set[str]:
+        """Return the large groups whose members are being reset; their records wait in another key."""
+        raw = await self.connection.command("HGETALL", self.keys.single("returning"))
+        for gid, entry in raw.items():
+            if self.truth.groups.get(gid.decode()) not in ("open", "aside"):
+                self.truth.problems.append(f"{gid.decode()} begins again, but is neither open nor aside")
+            ids = [f"{gid.decode()}.{member}" for member in range(json.loads(entry)["members"])]
+            hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in ids])
+            self.truth.half_gone |= {i: _record(h) for i, h in zip(ids, hashes, strict=True) if h}
+        return {gid.decode() for gid in raw}
 
     async def read_half_gone(self) -> None:
         raw = await self.connection.command("HGETALL", self.keys.single("dropped"))
@@ -117,6 +136,12 @@ class _Reader:
                 f"{i} was deleted and is there" for i, h in zip(ids[:first], hashes, strict=False) if h
             ]
             self.truth.half_gone |= {i: _record(h) for i, h in zip(ids, hashes, strict=True) if h}
+
+    async def check_missing_record(self, gid: str) -> None:
+        if self.truth.groups[gid] == "cut":
+            await self.check_batch_file(gid)
+        else:
+            self.truth.problems.append(f"{gid} is {self.truth.groups[gid]} without a record")
 
     async def check_batch_file(self, gid: str) -> None:
         """A cut group without a record is in a confirmed batch file."""
@@ -163,12 +188,25 @@ class _Reader:
                 steps = [
                     r.step
                     for i, r in self.truth.members.items()
-                    if i.rpartition(".")[0] == gid and r.step is not None and r.state not in ("unscorable", "dead")
+                    if i.rpartition(".")[0] == gid and r.step is not None and r.state not in NOT_IN_LOSS
                 ]
                 expected = min(steps) if steps else (None if state == "open" else float("inf"))
                 if kept.pop(gid, None) != expected:
                     self.truth.problems.append(f"{gid}: {queue} does not say {expected}")
             self.truth.problems += [f"{gid} is in {queue} for nothing" for gid in kept]
+
+    async def check_ready_tokens(self) -> None:
+        """The tokens kept for a ready group are those of its scored members."""
+        raw = await self.connection.command("ZRANGE", self.keys.single("ready_tokens"), 0, -1, "WITHSCORES")
+        expected = {
+            gid: sum(
+                r.tokens for i, r in self.truth.members.items() if i.rpartition(".")[0] == gid and r.state == "scored"
+            )
+            for gid, state in self.truth.groups.items()
+            if state == "ready"
+        }
+        if (kept := {gid.decode(): int(tokens) for gid, tokens in raw}) != expected:
+            self.truth.problems.append(f"ready_tokens is {kept}, in truth {expected}")
 
 
 def _record(fields: dict[bytes, bytes]) -> Record:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.mesh import Cursor
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 

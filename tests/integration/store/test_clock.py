@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rollmesh.store import TrajectoryStore
+from rollmesh.types import GeneratorRecord
 
 from .store_mesh import Mesh
 
@@ -22,8 +23,9 @@ async def set_back(store: TrajectoryStore) -> None:
         value = await command("HGET", meta, field)
         if value is not None:
             await command("HSET", meta, field, int(value) + HOUR_MS)
-    for session, _ in await command("ZRANGE", keys.single("sessions"), 0, -1, "WITHSCORES"):
-        await command("ZINCRBY", keys.single("sessions"), HOUR_MS, session)
+    for key in (keys.single("sessions"), keys.single("generator_expiry")):
+        for name in await command("ZRANGE", key, 0, -1):
+            await command("ZINCRBY", key, HOUR_MS, name)
 
 
 async def soon(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -69,3 +71,25 @@ async def test_a_clock_that_was_set_back_does_not_keep_a_dead_leader_in_the_lead
         return await store.leadership.acquire("another") is not None
 
     await soon(leads)
+
+
+async def test_a_clock_that_was_set_back_does_not_keep_a_dead_generator_in_the_registry(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, session_ttl_seconds=TTL)
+    dead = GeneratorRecord(
+        instance_id="dead",
+        address="dead:1",
+        policy_version=0,
+        running_count=0,
+        waiting_count=0,
+        slot_count=8,
+        kv_token_capacity=1024,
+        serving=True,
+    )
+    await store.generators.register(dead, TTL)
+    await set_back(store)
+
+    async def forgotten() -> bool:
+        await store.leadership.reap(mesh.leader)
+        return not await store.generators.live() and (await store.mesh.view()).registered_generators == 0
+
+    await soon(forgotten)

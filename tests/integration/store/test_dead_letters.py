@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.config.load import validate_run_config
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor
@@ -249,6 +249,17 @@ async def test_a_replay_waits_while_the_staleness_bound_allows_no_further_group(
     batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None and [g.group_id for g in batch.groups] == ["e0-0", group_id]
     assert (await read_truth(store)).problems == []
+
+
+async def test_a_replay_waits_while_the_window_is_full(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=4, window_groups=3)
+    await mesh.admit(3)
+    await store.trajectories.lease(mesh.session, 1)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    await store.dead_letters.replay("e0-0.0")
+    assert (await store.mesh.view()).admitted_unconsumed == 3
+    await store.leadership.evict(mesh.leader, ["e0-1"], "stale")
+    assert await store.leadership.admit_replays(mesh.leader, 5) == 1
 
 
 async def test_a_replay_waits_while_the_store_is_full(own_server: EmbeddedServer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import Desired
 from rollmesh.store import ReleaseReason, TrajectoryStore
-from rollmesh.store.queue_types import ForkStatus
+from rollmesh.types import ForkStatus
 
 from .store_mesh import Mesh
 from .stored_keys import read_truth

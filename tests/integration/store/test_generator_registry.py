@@ -7,13 +7,14 @@ import shutil
 
 import pytest
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.types import GeneratorRecord, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.routing import Placement
 
-from .store_mesh import Mesh, prompt
+from .store_mesh import Mesh, prompt, segment
 
 TTL = 600.0
 
@@ -203,3 +204,67 @@ async def test_a_registry_that_has_not_changed_is_not_read(store: TrajectoryStor
     now = 10.0
     await generators.follow(seen)
     assert sorted(generators.records) == ["a", "b", "c"], "read from time to time: records expire silently"
+
+
+async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_their_trajectory_waits(
+    store: TrajectoryStore,
+) -> None:
+    generators = GeneratorPool(store.generators)
+    await store.generators.register(record("behind", version=3), TTL)
+    await generators.refresh()
+    calls = [asyncio.create_task(generators.acquire(held(0, min_version=9)))]
+    await settled()
+    assert generators.unserved_version() is None, "generators know the version that new trajectories need"
+    for number, version in ((1, 5), (2, 4)):
+        ahead = held(number)
+        ahead.add(segment(1, version))
+        calls.append(asyncio.create_task(generators.acquire(ahead)))
+    await settled()
+    assert generators.unserved_version() == 5
+    await store.generators.register(record("level", version=5), TTL)
+    await generators.refresh()
+    await settled()
+    assert generators.unserved_version() is None
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_groups_that_repeat_a_prompt_meet_on_the_generator_that_has_it_in_its_cache(
+    store: TrajectoryStore,
+) -> None:
+    generators = GeneratorPool(store.generators)
+    for name in "abc":
+        await store.generators.register(record(name, slots=64), TTL)
+    await generators.refresh()
+
+    def member(group: int, of: int) -> ActiveTrajectory:
+        name = f"e0-{group}"
+        return ActiveTrajectory(
+            Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(of)),
+        )
+
+    seats: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
+    for group in range(18):
+        slot = await generators.acquire(member(group, of=group % 3))
+        slot.__enter__()
+        seats[group % 3].add(slot.record.instance_id)
+    assert [len(found) for found in seats.values()] == [1, 1, 1]
+    assert len(set.union(*seats.values())) == 3
+
+
+async def test_a_pool_that_places_by_tokens_sends_calls_past_the_one_that_has_grown(store: TrajectoryStore) -> None:
+    generators = GeneratorPool(store.generators, placement=Placement.TOKENS)
+    for name in "ab":
+        await store.generators.register(record(name, slots=64), TTL)
+    await generators.refresh()
+    first = await generators.acquire(held(0))
+    with first:
+        first.grow(512)
+        chosen = []
+        for number in range(1, 9):
+            slot = await generators.acquire(held(number))
+            slot.__enter__()
+            chosen.append(slot.record.instance_id)
+        assert first.record.instance_id not in chosen
+    assert (await generators.acquire(held(9))).record.instance_id == first.record.instance_id

@@ -224,3 +224,15 @@ async def test_a_member_that_an_older_version_left_without_a_score_is_charged_to
     await command("DEL", keys.single("drops"))
     await store.leadership.evict(mesh.leader, ["e0-0"], "stale")
     assert (await store.mesh.counts()).dropped_tokens == {"stale": 5}
+
+
+async def test_a_group_of_one_is_ready_with_one_score_and_dropped_without(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, group_size=1)
+    await mesh.admit(2, needed=1)
+    first, second = await store.trajectories.lease(mesh.session, 2)
+    await mesh.complete(first, 1.0)
+    await mesh.complete(second, None)
+    (replacement,) = await store.trajectories.lease(mesh.session, 2)
+    await mesh.complete(replacement, None)
+    assert [group.group_id for group in (await store.mesh.view()).ready] == ["e0-0"]
+    assert await store.ledger.dropped_groups() == {"e0-1": "too_few_scored"}

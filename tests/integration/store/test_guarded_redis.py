@@ -15,7 +15,7 @@ import pytest
 import redis
 from cryptography.hazmat.primitives import serialization
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.runtime.addresses import free_port
 from rollmesh.store import TrajectoryStore

@@ -64,7 +64,7 @@ async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
 
 async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    words = ("e0-0", 2, 0, 0, b"prompt")
+    words = ("e0-0", 2, 2, 0, 0, b"prompt", "", "", "")
     once = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     twice = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     assert (once, twice) == (1, 1)
@@ -100,11 +100,11 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
     assert await store.policies.get(0) == policy(0)
     assert await store.policies.get(7) is None
     await store.policies.pin(0)
-    assert (await store.policies.pinned(), await store.policies.effective()) == (0, policy(0))
+    assert (await store.policies.pinned(), (await store.policies.outlook()).effective) == (0, policy(0))
     with pytest.raises(Conflict):
         await store.policies.pin(9)
     await store.policies.pin(None)
-    assert await store.policies.effective() == policy(1)
+    assert (await store.policies.outlook()).effective == policy(1)
 
 
 async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore) -> None:
@@ -187,6 +187,19 @@ async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: Tra
     assert renewed >= since
     await store.leadership.set_desired(mesh.leader, desired)
     assert await blocked() == ("", None)
+
+
+async def test_the_desired_state_carries_the_reason_of_the_wait_and_an_older_leader_wrote_none(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    written = Desired(pool_size=3, reason="barrier", paused=True, waiting_for="2 more ready groups of 4")
+    await store.leadership.set_desired(mesh.leader, written)
+    stored = (await store.leadership.desired(), (await store.mesh.view()).desired)
+    assert [(desired, desired.waiting_for) for desired in stored] == [(written, written.waiting_for)] * 2
+    await store.connection.command("HDEL", store.connection.keys.single("desired"), "waiting_for")
+    stored = (await store.leadership.desired(), (await store.mesh.view()).desired)
+    assert [(desired, desired.waiting_for) for desired in stored] == [(written, "")] * 2
 
 
 async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: TrajectoryStore) -> None:

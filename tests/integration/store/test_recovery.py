@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
@@ -290,7 +290,8 @@ async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
     await mesh.complete_all()
     await own_store.recovery.mark_clean_shutdown()
     before = await own_store.recovery.server_run_id()
-    own_server.restart()
+    own_server.stop()
+    own_server.start()
     assert await own_store.recovery.server_run_id() != before
     view = await own_store.mesh.view()
     assert (view.recovering, view.ready_groups) == (False, 2)

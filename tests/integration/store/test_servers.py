@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
@@ -117,7 +117,8 @@ async def test_a_restart_keeps_what_was_written_and_a_kill_too(own_server: Embed
     # Calls go on over a new connection, and the try that finds the old one gone may take its time.
     async with await connect(own_server.url, retry_seconds=60.0) as store:
         await store.connection.command("SET", "kept", "1")
-        await asyncio.to_thread(own_server.restart)
+        await asyncio.to_thread(own_server.stop)
+        await asyncio.to_thread(own_server.start)
         assert await store.connection.command("GET", "kept") == b"1"
         await store.connection.command("SET", "kept", "2")
         await asyncio.to_thread(own_server.kill)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, ReRegistered, TrajectoryStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
 from .store_mesh import Mesh, policy

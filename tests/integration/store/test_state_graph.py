@@ -7,19 +7,25 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from rollmesh.mesh import ResumeOrder
 from rollmesh.store import EmbeddedServer, ReleaseReason
 
 from .queue_machine import QueueMachine
+
+pytestmark = pytest.mark.slow
 
 WALK = {
     "admit": 4,
     "set_pool": 1,
     "evict": 1,
+    "begin_again": 4,
+    "recall": 2,
     "cut": 4,
     "change_leader": 1,
     "publish": 1,
@@ -33,8 +39,9 @@ WALK = {
     "score": 16,
     "complete": 4,
     "release": 3,
-    "fail": 1,
+    "fail": 2,
     "restart": 1,
+    "fork": 1,
     "take_over_scoring": 2,
     "lose_worker": 1,
     "stall": 2,
@@ -47,11 +54,18 @@ WALK = {
 
 def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: EmbeddedServer) -> None:
     QueueMachine.url = server.url
-    machine, rng = QueueMachine(), random.Random(11)
+    machine, rng = QueueMachine(), random.Random(5)
     arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "admit": lambda: {"count": rng.randint(1, 3), "needed": rng.randint(2, 3)},
+        "admit": lambda: {
+            "count": rng.randint(1, 3),
+            "needed": rng.randint(2, 3),
+            "spare": rng.choice([0, 1, 2]),
+            "rank": rng.randrange(128),
+        },
         "set_pool": lambda: {"pool": rng.randint(2, 8), "paused": rng.random() < 0.2},
         "evict": lambda: {"pick": rng.randrange(1000)},
+        "begin_again": lambda: {"pick": rng.randrange(1000), "aside": rng.random() < 0.4},
+        "recall": lambda: {"count": rng.randint(1, 3)},
         "cut": lambda: {"count": rng.randint(1, 3)},
         "whole_step": lambda: {"count": rng.randint(1, 3)},
         "lease": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 4)},
@@ -67,30 +81,31 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "pick": rng.randrange(1000),
         "steps": rng.choices(["append", "restart", "release", "lease", "finish"], k=rng.randint(0, 6)),
     }
-    for name in ("fail", "restart", "redis_restarts", "stall", "wake"):
+    for name in ("fail", "fork", "restart", "redis_restarts", "stall", "wake"):
         arguments[name] = lambda: {"pick": rng.randrange(1000)}
     enabled = {
-        "admit": lambda: len(machine.model.groups) < 8,
-        "cut": lambda: machine.model.ready(),
-        "whole_step": lambda: machine.model.ready() and not machine.model.cut_groups,
-        "claim": lambda: machine.model.cut_groups and not machine.confirmed,
-        "train": lambda: machine.model.cut_groups and machine.confirmed,
-        "roll_back": lambda: rng.random() < 0.4 and not (machine.model.cut_groups and machine.confirmed),
+        "admit": lambda: machine.model.admitted_unconsumed < 8,
+        "cut": lambda: machine.ready(),
+        "whole_step": lambda: machine.ready() and not machine.model.batch,
+        "claim": lambda: machine.model.claim(),
+        "train": lambda: machine.model.batch_is_confirmed,
+        "roll_back": lambda: rng.random() < 0.4 and not machine.model.batch_is_confirmed,
     }
-    machine.begin(filtering=True, pool=6)
+    machine.begin(filtering=True, pool=6, most_members=0, resume=ResumeOrder.NEAREST_END)
     try:
-        for _ in range(1000):
+        for _ in range(1500):
             name = rng.choices(list(WALK), weights=list(WALK.values()))[0]
             if enabled.get(name, lambda: True)():
                 getattr(machine, name)(**arguments.get(name, dict)())
-                machine.the_queue_agrees_with_the_model()
-                machine.the_view_agrees_with_the_model()
-        reached = Counter(machine.model.gone.values())
+                machine.agree()
+        reached = Counter(machine.model.ended.values())
         assert {"consumed", "straggler", "filtered_all_right", "too_few_scored", "rolled_back"} <= reached.keys(), (
             reached
         )
         assert reached["consumed"] >= 8, reached
-        assert min(machine.registered[True], machine.registered[False]) >= 10, machine.registered
+        assert machine.model.dropped_tokens["surplus"] > 0
+        assert min(machine.registered[True], machine.registered[False]) >= 5, machine.registered
+        assert min(machine.begun_again[True], machine.begun_again[False], machine.recalled) >= 3, machine.begun_again
     finally:
         machine.teardown()
 

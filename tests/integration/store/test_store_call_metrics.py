@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.config.services import StoreConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import RunLimits
 from rollmesh.runtime.metrics import Metrics

@@ -13,7 +13,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.scheduling.run_limits import run_limits
+from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.batch_source import BatchSource
@@ -54,7 +54,7 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         # A trainer asks for the cursor when it has its batch and before it writes the file.
         monkeypatch.setattr(run.store.leadership, "cursor", cursor)
         claimed = await batch_source.next(1, 5.0)
-        assert claimed is not None and claimed.settings == _settings(1)
+        assert claimed is not None and claimed.stored.footer.settings == _settings(1)
         elsewhere = run.checkpoints.at(tmp_path / "elsewhere")
         assert elsewhere.write_batch(claimed.batch, Cursor()) == run.checkpoints.batch_footer(1).payload_sha256
 

@@ -17,6 +17,8 @@ from ...unit.trainer.learner.reference import largest_difference, weights_of
 from .rank_process import SECRET, STEPS, VERSIONS, make_trainer, run
 from .two_ranks import run_two_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def numbers(report: Any, path: str = "") -> dict[str, float]:
     """Every number of a report by its path, wall times left out."""

@@ -25,6 +25,8 @@ from .test_kills import assert_every_batch_counts_once
 from .trainer_run import TrainerRun, opened_run, write_run_file
 from .two_ranks import run_two_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -15,7 +15,10 @@ from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import PolicyRecord
 
+from ...unit.checkpoints.ledger import read_ledger
 from .trainer_run import TrainerRun, opened_run, write_run_file
+
+pytestmark = pytest.mark.slow
 
 Moment = Callable[[TrainerRun, int], bool | Awaitable[bool]]
 
@@ -104,9 +107,9 @@ async def assert_every_batch_counts_once(
     queue has the newer one's report of that step, with the same loss.
     """
     steps = run.config.trainer.train_steps
-    ledger = run.checkpoints.ledger()
-    assert (ledger.committed_step, dict(ledger.damaged), dict(ledger.trained_twice)) == (steps, {}, {})
-    assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, steps + 1)}
+    ledger = read_ledger(run.checkpoints)
+    assert (ledger.committed_step, ledger.damaged, ledger.trained_twice) == (steps, {}, {})
+    assert read_ledger(run.checkpoints).groups == {s: run.cuts[s - 1] for s in range(1, steps + 1)}
     records = await run.store.policies.announced()
     assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(steps + 1)]
     for record in records:

@@ -6,13 +6,17 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from rollmesh.config import write_run_config
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import child_environment, service_spec
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
+
+pytestmark = pytest.mark.timeout(900)  # every deadline inside of a test passes first
 
 
 def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
@@ -36,7 +40,7 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_statu
 
         ranks = start_ranks(run)
 
-        assert ranks.wait(120) == EXIT_CONFIG, run.log()[-4000:]
+        assert ranks.wait(START_SECONDS) == EXIT_CONFIG, run.log()[-4000:]
         assert "choose another name" in run.log()
 
 
@@ -45,7 +49,7 @@ async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
 ) -> None:
     async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
         ranks = start_ranks(run)
-        await run.until("two ranks", lambda: len(run.ranks()) == 2, pause=0.01)
+        await run.until("two ranks", lambda: len(run.ranks()) == 2, START_SECONDS, pause=0.01)
 
         run.ranks()[1].kill()
 

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score, TokenDigest
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
 from .test_kills import last_weights
-from .trainer_run import GROUPS, MEMBERS, VOCABULARY, TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, START_SECONDS, VOCABULARY, TrainerRun, opened_run, write_run_file
+
+pytestmark = pytest.mark.slow
 
 STAGES, TOKENS = 3, 6
 
@@ -32,6 +35,7 @@ async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kill
         assert found == expected, pattern
 
 
+@pytest.mark.timeout(900)
 async def test_ranks_continue_from_the_records_of_their_stages(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
@@ -51,7 +55,7 @@ async def _weights_after_stages(
     )
     async with opened_run(config) as run:
         run.start(ranks)
-        await run.until("the initial policy", lambda: _announced(run, 0), pause=0.05)
+        await run.until("the initial policy", lambda: _announced(run, 0), START_SECONDS, pause=0.05)
         batches = await _admit(run)
         session = await run.store.sessions.open("feeder")
         for stage in range(STAGES):
@@ -78,7 +82,7 @@ async def _weights_after_stages(
                 await run.until(kill_at, lambda: any(run.checkpoints.root.glob(kill_at)))
                 run.kill()
                 run.start(ranks)
-            await run.until(f"version {stage + 1}", announced, pause=0.01)
+            await run.until(f"version {stage + 1}", announced, START_SECONDS, pause=0.01)
         await run.until_finished()
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["batch"]["version_span"]["mean"] for line in lines] == [0.0, 1.0, 2.0]

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rollmesh.config.data import RewardConfig
+from rollmesh.config.reward import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.scheduling.run_limits import run_limits
+from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
 from rollmesh.worker.trajectory_scoring import shape
 
-from .trainer_run import GROUPS, MEMBERS, opened_run, write_run_file
+from ...unit.checkpoints.ledger import read_ledger
+from .trainer_run import GROUPS, MEMBERS, START_SECONDS, opened_run, write_run_file
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_run_trains_every_batch_once_and_publishes_every_version(
@@ -48,7 +51,7 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
         state = await run.store.training.state()
         assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(5)]
         assert (state.trained_step, state.committed_step) == (4, 4)
-        assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, 5)}
+        assert read_ledger(run.checkpoints).groups == {s: run.cuts[s - 1] for s in range(1, 5)}
         groups = [g for s in range(1, 5) for g in run.checkpoints.read_batch(s).groups]
         # They were saved in two chunks, by one policy version.
         assert {len(t.segments) for g in groups for t in g.trajectories} == {1}
@@ -123,9 +126,9 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
             assert stopped.train_step >= 2
             assert read_endpoints(run.folder, "trainer") == []
             run.start(fresh=True)
-            await run.until_finished()
+            await run.until_finished(START_SECONDS)
         assert [r.train_step for r in await run.store.policies.announced()] == [0, 1, 2, 3, 4]
-        assert run.checkpoints.ledger().committed_step == 4
+        assert read_ledger(run.checkpoints).committed_step == 4
 
 
 @pytest.mark.parametrize("damage", ["byte", "manifest", "gone"])

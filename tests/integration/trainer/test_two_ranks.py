@@ -13,6 +13,8 @@ from rollmesh.store import EmbeddedServer
 from .test_kills import assert_every_batch_counts_once, last_weights
 from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

@@ -22,7 +22,7 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.scheduling.run_limits import run_limits
+from rollmesh.scheduling import run_limits
 from rollmesh.segments import slice_segment
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.agents.answer_turn import AnswerTurn
-from rollmesh.agents.stop_strings import find_stop, held_back
-from rollmesh.agents.text_stream import TextStream
+from rollmesh.agents.text_stream import TextStream, find_stop, held_back
 from rollmesh.text import Tokenizer
 from rollmesh.types import Segment
 

@@ -55,7 +55,7 @@ def total(name: str, data: LossInput) -> Tensor:
     definition = LOSSES[name]
     result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0))
     weights = AGGREGATIONS[definition.aggregation](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
-    return aggregate(result.loss, data.mask, weights)
+    return aggregate(result.loss, data.mask, weights / weights.sum())
 
 
 def value(name: str, data: LossInput) -> float:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmesh.bench.attack import AttackedRun, Cost, ExpectedEnd, Victim
-from rollmesh.bench.chaos import FAULTS, _regeneration, faults_named, round_config
-from rollmesh.bench.faults import KillService
+from rollmesh.bench.attack import AttackedRun, Victim
+from rollmesh.bench.chaos import _regeneration
+from rollmesh.bench.faults import FAULTS, Cost, ExpectedEnd, faults_named
 from rollmesh.bench.measure import missed
+from rollmesh.bench.processes import short_run_config
 from rollmesh.bench.rounds import Round, read_round, regenerated, regenerated_bound, rounds_table
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
@@ -157,8 +158,8 @@ def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_no
         deadline=time.monotonic() + 60.0,
     )
     scene.strike_holder(Victim(endpoint=killed, rollouts=6), signal.SIGKILL)
-    data = round_config(Path("run"), 1)
-    result = read_round(folder, data, KillService("generator"), scene, (0,), 1.0, "")
+    data = short_run_config(Path("run"), 1)
+    result = read_round(folder, data, faults_named("kill -9 generator")[0], scene, (0,), 1.0, "")
     assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
 
 
@@ -168,7 +169,7 @@ def test_without_a_timeline_there_is_no_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.UNBOUNDED, None)])
 def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost, bound: int | None) -> None:
-    assert regenerated_bound(cost, 5, round_config(Path("run"), 1)) == bound
+    assert regenerated_bound(cost, 5, short_run_config(Path("run"), 1)) == bound
 
 
 def test_only_a_redis_that_is_killed_is_without_a_bound() -> None:

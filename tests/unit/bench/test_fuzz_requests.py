@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rollmesh.bench.fuzz_ports import may_send_grpc, may_send_http
+from rollmesh.bench.fuzz_grpc import may_send_grpc
+from rollmesh.bench.fuzz_http import may_send_http
 from rollmesh.bench.fuzz_values import Values
 from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import reward_service_pb2 as reward

@@ -246,12 +246,12 @@ def test_a_reader_sees_a_torn_policy_until_the_manifest_is_complete(store: Check
 
 def test_prune_keeps_the_newest_the_pinned_and_those_in_use(store: CheckpointStore) -> None:
     records = [publish(store, v) for v in range(8)]
-    removed = store.prune(records, keep_last=2, pinned={0}, in_use={3}, session="abc")
+    removed = store.prune(records, keep_last=2, keep_versions={0, 3}, session="abc")
     assert removed == [records[v].path for v in (1, 2, 4, 5)]
     for version in (0, 3, 6, 7):
         store.open(records[version])
     assert refusal(store, records[1]).reason == Reason.MISSING
-    assert store.prune(records, keep_last=2, pinned={0}, in_use={3}, session="abc") == []
+    assert store.prune(records, keep_last=2, keep_versions={0, 3}, session="abc") == []
 
 
 def test_prune_removes_what_dead_sessions_left_but_not_what_may_still_be_announced(store: CheckpointStore) -> None:
@@ -259,7 +259,7 @@ def test_prune_removes_what_dead_sessions_left_but_not_what_may_still_be_announc
     orphan = publish(store, 2, session="dead", step=2)
     mine = publish(store, 3, session="mine", step=2)
     newer = publish(store, 3, session="newer", step=3)
-    assert store.prune(records, keep_last=8, pinned=(), in_use=(), session="mine") == [orphan.path]
+    assert store.prune(records, keep_last=8, keep_versions=(), session="mine") == [orphan.path]
     store.open(mine)
     store.open(newer)
 

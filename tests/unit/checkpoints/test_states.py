@@ -1,4 +1,4 @@
-"""Trainer state: valid only when committed; and the ledger that it decides."""
+"""Trainer state: valid only when committed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import CURSOR, SECRET, make_batch
+from .checkpoint_samples import SECRET
 
 
 @pytest.fixture
@@ -124,23 +124,3 @@ def test_pruning_keeps_the_newest_committed_and_what_is_being_written(store: Che
         "00000004-abc",
         "00000004-mine",
     ]
-
-
-def test_the_ledger_counts_batches_up_to_the_committed_step(store: CheckpointStore) -> None:
-    for step in (1, 2, 3):
-        store.write_batch(make_batch(step), CURSOR)
-    assert store.trained_groups() == {}
-    save(store, 2)
-    assert store.trained_groups() == {1: ["e0-2", "e0-3"], 2: ["e0-4", "e0-5"]}
-    assert store.ledger().committed_step == 2
-    assert store.ledger().trained_twice == {}
-
-
-def test_the_ledger_names_missing_batches_and_groups_trained_twice(store: CheckpointStore) -> None:
-    store.write_batch(make_batch(1), CURSOR)
-    store.write_batch(make_batch(2, ["e0-2", "e0-9"]), CURSOR)
-    save(store, 3)
-    ledger = store.ledger()
-    assert ledger.trained_twice == {"e0-2": (1, 2)}
-    assert list(ledger.damaged) == [3]
-    assert "missing" in ledger.damaged[3]

@@ -68,7 +68,7 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
     async def command() -> None:
         shutdown = shutdown_event()
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(shutdown.wait(), 5)
+        await asyncio.wait_for(shutdown.wait(), 60)
         waiting.set()
         await asyncio.Event().wait()  # drains, and does not come to an end
 
@@ -76,11 +76,11 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
     inherited = signal.signal(number, signal.SIG_DFL)
     try:
         task = asyncio.create_task(command())
-        await asyncio.wait_for(waiting.wait(), 10)
+        await asyncio.wait_for(waiting.wait(), 60)
         assert not task.done()
         os.kill(os.getpid(), number)
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
     finally:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot
-from rollmesh.gateway.models import MemoryView, Overview, Rates, Staleness
+from rollmesh.gateway.models.live import MemoryView, Overview, Rates, Staleness
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord

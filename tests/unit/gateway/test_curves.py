@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.models import EvaluationView
+from rollmesh.gateway.models.live import EvaluationView
 from rollmesh.runtime.api_errors import BadRequest
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.models import SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.metrics import Metrics
 
@@ -36,7 +36,7 @@ def hub() -> EventHub:
 async def following(stream: AsyncIterator[bytes]) -> tuple[str, int, Any]:
     """Kind, id and data of the next event; comments and retry lines are passed over."""
     while True:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             text = (await anext(stream)).decode()
         fields = dict(line.split(": ", 1) for line in text.strip().splitlines() if not line.startswith(":"))
         assert text.endswith("\n\n")
@@ -97,6 +97,6 @@ async def test_the_end_of_the_gateway_ends_every_stream(hub: EventHub) -> None:
     waiting = asyncio.create_task(anext(stream, None))
     await asyncio.sleep(0)
     hub.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await waiting is None
     assert hub.clients == 0

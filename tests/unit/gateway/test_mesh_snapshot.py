@@ -6,18 +6,25 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config import RunConfig
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, run_state
-from rollmesh.gateway.models import Overview, Rates
+from rollmesh.gateway.models.live import Overview, Rates
 from rollmesh.mesh import Desired
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
 from .samples import counts, generator, look, view
 
-SCHEDULE = resolve_schedule(
-    ScheduleConfig(preset="copris", groups_per_batch=4, group_size=4, pool_size=24, max_staleness=4), 40
+SCHEDULE = Schedule.from_config(
+    RunConfig.model_validate(
+        {
+            "name": "demo",
+            "folder": "runs/demo",
+            "model": {"path": "model"},
+            "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+        }
+    )
 )
 
 
@@ -36,7 +43,8 @@ def built(one: MeshSnapshot, **changes: Any) -> Overview:
 @pytest.mark.parametrize(
     ("one", "state", "waiting_for"),
     [
-        (look(), "running", "more ready groups of 4"),
+        (look(desired=Desired(pool_size=24, waiting_for="4 more ready groups of 4")), "running", "4 more ready groups"),
+        (look(), "running", ""),
         (look(generators=[generator(serving=False)]), "running", "a generator that serves"),
         (look(view=view(policy_version=-1)), "starting", "the trainer to publish the initial policy"),
         (look(view=view(user_paused=True)), "paused", "an operator to resume"),
@@ -48,6 +56,7 @@ def built(one: MeshSnapshot, **changes: Any) -> Overview:
             "paused",
             "an operator to resume",
         ),
+        (look(view=view(launcher_paused=True)), "paused", "the launcher, which evaluates"),
         (look(view=view(recovering=True)), "recovering", "workers to register again"),
         (look(failure="the verifier fails"), "failed", "the verifier fails"),
         (look(view=view(trained_step=40, cut_step=40, is_complete=True, policy_train_step=40)), "complete", ""),

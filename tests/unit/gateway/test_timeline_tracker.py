@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.gateway.models import RolloutSpan, Timeline, TimelineDelta
+from rollmesh.gateway.models.live import RolloutSpan, Timeline, TimelineDelta
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.store.inspection import TrajectoryMark
 

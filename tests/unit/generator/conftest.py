@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
 VOCAB = 61
@@ -109,8 +109,9 @@ async def engine_of(model_folder: ModelMaker) -> AsyncIterator[Callable[..., obj
     engines: list[TorchEngine] = []
 
     async def make(name: str = "qwen2", seed: int = 0, version: int = 0, **options: object) -> TorchEngine:
+        dtype = str(options.pop("dtype", "float32"))
         settings: dict[str, object] = {"slots": 8, "max_context_tokens": 256, "device": "cpu", **options}
-        engine = TorchEngine(TorchEngineOptions(**settings))  # type: ignore[arg-type]
+        engine = TorchEngine(GeneratorConfig(**settings), dtype)  # type: ignore[arg-type]
         engines.append(engine)
         await engine.start(model_folder(name, seed), version)
         return engine

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores, canary_threshold
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.service.publishing import canary_sequences
 
@@ -36,7 +36,7 @@ async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Pat
     trainer.export(tmp_path / "other")
     gaps = {}
     for which in ("own", "other"):
-        engine = TorchEngine(TorchEngineOptions(slots=8, max_context_tokens=64, device="cpu", dtype=dtype))
+        engine = TorchEngine(GeneratorConfig(slots=8, max_context_tokens=64, device="cpu"), dtype)
         await engine.start(tmp_path / which, 0)
         gaps[which] = np.abs(np.concatenate(await engine.score(canary)) - expected).max()
         await engine.aclose()

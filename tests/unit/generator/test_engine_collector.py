@@ -25,6 +25,7 @@ WORKING = EngineStatus(
     decode_step_total=None,
     busy_seconds_total=2.0,
     running_slot_seconds_total=9.0,
+    preemption_total=6,
     held_back_total=7,
     paused=False,
 )
@@ -49,12 +50,12 @@ def test_counters_start_at_zero_and_outlive_the_engine_while_its_load_does_not()
     def scraped(*names: str) -> list[float | None]:
         return [registry.get_sample_value(f"rollmesh_generator_{name}") for name in names]
 
-    counters = ("generated_tokens_total", "prefill_tokens_total", "calls_held_back_total", "cached_token_ratio")
+    counters = ("generated_tokens_total", "preemptions_total", "calls_held_back_total", "cached_token_ratio")
     load = ("running_calls", "waiting_calls", "slots")
     assert scraped(*counters, *load) == [0.0] * 7
     engine.now = WORKING
-    assert scraped(*counters, *load) == [790.0, 60.0, 7.0, 0.4, 5.0, 2.0, 8.0]
+    assert scraped(*counters, *load) == [790.0, 6.0, 7.0, 0.4, 5.0, 2.0, 8.0]
     engine.now = replace(WORKING, generated_token_total=800)
     scraped("generated_tokens_total")
     engine.now = None
-    assert scraped(*counters, *load) == [800.0, 60.0, 7.0, 0.4, 0.0, 0.0, 0.0]
+    assert scraped(*counters, *load) == [800.0, 6.0, 7.0, 0.4, 0.0, 0.0, 0.0]

@@ -18,9 +18,12 @@ from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.policy_watcher import PolicyWatcher
+from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling.next_policy import ReloadRules
+from rollmesh.store.policy_registry import PolicyOutlook
 from rollmesh.types import PolicyRecord
 
 
@@ -64,11 +67,21 @@ class Engine:
         return SimpleNamespace(paused=self.paused)
 
 
+@dataclass
 class Registry:
-    """Has announced every version; the newest is 0."""
+    """Has announced every version up to the newest, and pins none."""
 
-    async def effective(self, instance_id: str) -> PolicyRecord:
-        return await self.get(0)
+    newest: int = 0
+    required: int = 0
+    looks: int = 0
+    """Times that a watcher waited, with nothing to load."""
+
+    async def outlook(self, instance_id: str) -> PolicyOutlook:
+        return PolicyOutlook(newest=await self.get(self.newest), pinned=None, required_version=self.required)
+
+    async def wait(self, after: int, timeout: float) -> None:
+        self.looks += 1
+        await asyncio.sleep(0.001)
 
     async def get(self, version: int) -> PolicyRecord:
         return PolicyRecord(policy_version=version, train_step=version, path=str(version), manifest_digest="")
@@ -94,16 +107,28 @@ def serving_state() -> ServingState:
 
 
 @pytest.fixture
-def watcher(engine: Engine, serving_state: ServingState) -> PolicyWatcher:
-    parts: tuple[Any, ...] = (engine, Registry(), Checkpoints(), serving_state, GeneratorMetrics(Metrics("generator")))
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def rules() -> ReloadRules:
+    return ReloadRules()
+
+
+@pytest.fixture
+def watcher(engine: Engine, serving_state: ServingState, registry: Registry, rules: ReloadRules) -> PolicyWatcher:
+    metrics = GeneratorMetrics(Metrics("generator"))
+    parts: tuple[Any, ...] = (engine, registry, Checkpoints(), serving_state, metrics)
     limits: dict[str, Any] = {"canary": Canary(threshold=0.1, min_change=1e-6), "max_context_tokens": 64}
-    return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)
+    turns = ReloadTurns(None, "g", metrics, at_once=None, ttl=30.0)  # type: ignore[arg-type]
+    return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, rules=rules, turns=turns, **limits)
 
 
 async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, serving_state):
     await watcher.load_version(0)
     asked = asyncio.create_task(watcher.load_version(1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not engine.paused:
             await asyncio.sleep(0.001)
     asked.cancel()
@@ -132,7 +157,7 @@ async def test_a_version_is_known_to_be_in_use_from_before_it_is_read_until_it_s
     await watcher.load_version(0)
     serving_state.changed.clear()
     slow = asyncio.create_task(watcher.load_version(1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not engine.paused:
             await asyncio.sleep(0.001)
     assert serving_state.loading_version == 1
@@ -171,7 +196,37 @@ async def test_a_first_policy_that_the_engine_cannot_load_ends_the_process_and_s
     watcher, engine, error, final
 ):
     engine.start_error = error
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(type(error)) as ended:
             await watcher.run()
     assert ended.value is error and error.final is final
+
+
+@pytest.mark.parametrize("rules", [ReloadRules(every_versions=3, last_train_step=5)])
+async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watcher, engine, registry):
+    engine.may_load.set()
+    running = asyncio.create_task(watcher.run())
+
+    async def looked_twice() -> list[str]:
+        before = registry.looks
+        async with asyncio.timeout(30):
+            while registry.looks < before + 2:
+                assert not running.done()
+                await asyncio.sleep(0.001)
+        return [what for what in engine.told if what != "resume"]
+
+    try:
+        assert await looked_twice() == ["start 0"]
+        registry.newest = 2
+        assert await looked_twice() == ["start 0"]
+        registry.newest = 3
+        assert await looked_twice() == ["start 0", "load 3"]
+        registry.newest = 4
+        assert await looked_twice() == ["start 0", "load 3"]
+        registry.required = 4
+        assert await looked_twice() == ["start 0", "load 3", "load 4"]
+        registry.newest = 5
+        assert await looked_twice() == ["start 0", "load 3", "load 4", "load 5"], "the last one"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

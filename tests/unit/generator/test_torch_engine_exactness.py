@@ -1,4 +1,4 @@
-"""The engine's numbers: against Hugging Face, against itself resumed, alone and in company."""
+"""The engine's numbers beside the engine contract: against Hugging Face, itself resumed, alone and in company."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch import torch_engine
 from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
-from rollmesh.types import FinishReason
 
 from .conftest import CONFIGS, collect, hf_logprobs, make_call, prompt_ids
 
@@ -24,7 +23,7 @@ def _either_multiply(request, monkeypatch):
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tiers(engine_of, model_folder, name):
     engine = await engine_of(name)
-    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), max_new_token_count=150 - 20 * i) for i in range(5)]
+    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), max_new_token_count=100 - 15 * i) for i in range(5)]
     for call, rollout in zip(calls, await asyncio.gather(*(collect(engine, c) for c in calls)), strict=True):
         assert len(rollout.tokens) == call.max_new_token_count
         wanted = hf_logprobs(model_folder(name), np.concatenate((call.context_ids, rollout.tokens)))
@@ -33,8 +32,9 @@ async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tie
 
 @pytest.mark.usefixtures("_either_multiply")
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name):
-    engine = await engine_of(name, forward_token_limit=64)
+async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name, monkeypatch):
+    monkeypatch.setattr(torch_engine, "forward_tokens", lambda _: 64)  # one sequence is longer than a pass
+    engine = await engine_of(name)
     sequences = [prompt_ids(i, count) for i, count in enumerate((40, 3, 17, 1, 100))]
     for ids, scores in zip(sequences, await engine.score(sequences), strict=True):
         assert len(scores) == len(ids) - 1
@@ -51,18 +51,6 @@ async def test_behavior_logprobs_are_of_the_tempered_distribution_and_raw_when_g
     ids = np.concatenate((calls[0].context_ids, rollout.tokens))
     wanted = hf_logprobs(model_folder(), ids, temperature)[len(calls[0].context_ids) - 1 :]
     np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
-
-
-async def test_greedy_takes_the_most_likely_token(engine_of, model_folder):
-    engine = await engine_of()
-    call = make_call(temperature=0.0, max_new_token_count=20)
-    rollout = await collect(engine, call)
-    context = call.context_ids
-    for token in rollout.tokens:
-        candidates = [np.append(context, np.int32(t)) for t in range(61)]
-        scores = [s[-1] for s in await engine.score(candidates)]
-        assert scores[token] >= max(scores) - 1e-6
-        context = np.append(context, token)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -88,9 +76,9 @@ async def test_a_rollout_resumed_on_another_engine_equals_an_uninterrupted_one(e
 async def test_tokens_do_not_depend_on_the_company_of_a_call(engine_of):
     engine = await engine_of(slots=16, max_context_tokens=300)
     calls = [make_call(f"t{i}", prompt_ids(i, 5 + 7 * i), max_new_token_count=30 + 10 * i) for i in range(12)]
-    alone = [await collect(engine, call) for call in calls]
+    alone = [await collect(engine, call) for call in calls[::3]]
     together = await asyncio.gather(*(collect(engine, call) for call in reversed(calls)))
-    for one, other in zip(alone, reversed(together), strict=True):
+    for one, other in zip(alone, together[::-1][::3], strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
@@ -117,20 +105,6 @@ async def test_members_of_a_group_share_the_prefill_of_their_prompt(engine_of, m
         np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
 
 
-async def test_after_keep_kv_no_new_call_copies_a_prompt_of_the_old_version(engine_of, model_folder):
-    engine = await engine_of(slots=4)
-    context = prompt_ids(1, 30)
-    old = asyncio.create_task(collect(engine, make_call("old", context, max_new_token_count=200)))
-    while engine.status().generated_token_total < 20:
-        await asyncio.sleep(0)
-    await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.KEEP_KV)
-    new = await collect(engine, make_call("new", context))
-    assert {(c.policy_version, c.kv_min_version) for c in new.chunks} == {(1, 1)}
-    wanted = hf_logprobs(model_folder("qwen2", seed=1), np.concatenate((context, new.tokens)))[29:]
-    np.testing.assert_allclose(new.logprobs, wanted, atol=1e-4)
-    assert (await old).reason is FinishReason.LENGTH
-
-
 async def test_bfloat16_stays_near_float32(engine_of):
     engine, reference = await engine_of(dtype="bfloat16"), await engine_of()
     sequences = [prompt_ids(i, 50) for i in range(3)]
@@ -138,16 +112,6 @@ async def test_bfloat16_stays_near_float32(engine_of):
         assert np.abs(coarse - fine).mean() < 0.05
     rollout = await collect(engine, make_call())
     assert np.isfinite(rollout.logprobs).all()
-
-
-async def test_top_k_and_top_p_restrict_the_draw_but_not_the_reported_distribution(engine_of):
-    engine = await engine_of()
-    greedy = await collect(engine, make_call("t", temperature=0.0))
-    narrow = await collect(engine, make_call("t", top_k=1))
-    tiny = await collect(engine, make_call("t", top_p=1e-9))
-    np.testing.assert_array_equal(narrow.tokens, greedy.tokens)
-    np.testing.assert_array_equal(tiny.tokens, greedy.tokens)
-    np.testing.assert_allclose(narrow.logprobs, greedy.logprobs, atol=1e-5)
 
 
 async def test_sampled_tokens_follow_the_model_s_distribution(engine_of):

@@ -20,12 +20,13 @@ MAY_CHANGE: dict[str, str] = {
     "data": "max_prompt_tokens",
     "rollout": (
         "agent.idle_timeout_seconds environment_timeout_seconds partial_save_tokens "
-        "chunk_timeout_seconds worker_concurrency"
+        "chunk_timeout_seconds placement worker_concurrency"
     ),
     "reward": "address timeout_seconds workers memory_limit_bytes",
-    "schedule": "pool_size straggler_timeout_seconds max_filtered_in_a_row",
+    "schedule": "cut_order part_groups pool_size straggler_timeout_seconds max_filtered_in_a_row",
     "generator": (
-        "replicas device slots max_context_tokens kv_token_capacity on_new_version canary_threshold "
+        "replicas device slots max_context_tokens kv_token_capacity on_new_version "
+        "reload_at_once reload_every_versions canary_threshold "
         "refused_versions_limit drain_timeout_seconds pace cuda_graphs sglang.url sglang.python sglang.arguments "
         "sglang.environment sglang.interrupt sglang.start_timeout_seconds sglang.request_timeout_seconds "
         "sglang.update_timeout_seconds sglang.admin_key"
@@ -128,3 +129,10 @@ def test_no_document_tells_people_to_change_what_a_run_keeps_without_a_new_run()
                 kept = reason_to_keep(setting)
                 assert kept is None or "new run" in " ".join(point.split()), f"{document}: {setting}: {kept}"
     assert named > 20, "the documents were read"
+
+
+def test_writing_out_the_numbers_of_the_preset_is_no_change_of_the_schedule() -> None:
+    numbers = {"max_staleness": 4, "window_groups": 80, "on_stale": "pace", "spare_groups": 0}
+    assert refused_changes(config({"schedule": numbers}), config()) == {}
+    changed = refused_changes(config(), config({"schedule": {"window_groups": 79, "spare_members": 1}}))
+    assert sorted(changed) == ["schedule.spare_members", "schedule.window_groups"]

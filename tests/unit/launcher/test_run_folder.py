@@ -5,7 +5,8 @@ import pytest
 from pydantic import SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.config.services import CheckpointConfig, EvalConfig
+from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
 

@@ -9,8 +9,8 @@ import pytest
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file, resolve_model
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.presets import expected_staleness, resolve_schedule
-from rollmesh.tasks.sources.source_factory import build_prompt_source
+from rollmesh.scheduling import Schedule
+from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 
 
@@ -29,10 +29,10 @@ def test_the_demo_is_the_recipe(demo: RunConfig) -> None:
 
 
 def test_the_demo_keeps_one_and_a_half_batches_in_flight(demo: RunConfig) -> None:
-    schedule = resolve_schedule(demo.schedule, demo.trainer.train_steps)
+    schedule = Schedule.from_config(demo)
     assert schedule.preset == "copris"
     assert schedule.pool_size == 192
-    assert 1.0 <= expected_staleness(schedule) <= 2.0
+    assert 1.0 <= schedule.expected_staleness <= 2.0
     assert demo.generator.replicas * demo.generator.slots >= schedule.pool_size
 
 

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.reward.pool.handler import RewardHandler
+from rollmesh.reward.pool.worker_process import RewardHandler
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory

@@ -33,7 +33,8 @@ def test_a_socket_gives_frames_then_the_end() -> None:
     with ours, theirs:
         ours.sendall(frame(b"one") + frame(b""))
         ours.shutdown(socket.SHUT_WR)
-        assert [receive_frame(theirs, 10) for _ in range(3)] == [b"one", b"", None]
+        stream = theirs.makefile("rb")
+        assert [receive_frame(stream, 10) for _ in range(3)] == [b"one", b"", None]
 
 
 @pytest.mark.parametrize("torn", [frame(b"three")[:2], frame(b"three")[:6]])
@@ -43,7 +44,7 @@ def test_a_stream_that_ends_inside_a_frame_is_an_error(torn: bytes) -> None:
         ours.sendall(torn)
         ours.close()
         with pytest.raises(FrameError, match="ended inside a frame"):
-            receive_frame(theirs, 10)
+            receive_frame(theirs.makefile("rb"), 10)
 
 
 def test_a_socket_refuses_a_frame_over_the_limit() -> None:
@@ -51,4 +52,4 @@ def test_a_socket_refuses_a_frame_over_the_limit() -> None:
     with ours, theirs:
         ours.sendall(frame(b"too long"))
         with pytest.raises(FrameError, match="the limit is 4"):
-            receive_frame(theirs, 4)
+            receive_frame(theirs.makefile("rb"), 4)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config import RunConfig
 from rollmesh.mesh import MeshView
 from rollmesh.rollout.mesh_metrics import MeshMetrics, unclaimed_staleness
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
 
 VIEW = MeshView(
@@ -62,8 +62,14 @@ def test_groups_that_are_neither_open_nor_ready_are_cut() -> None:
 
 def test_the_limits_of_the_run_stand_beside_what_they_limit() -> None:
     metrics = Metrics("rollout")
-    config = ScheduleConfig(preset="copris", groups_per_batch=4, group_size=4, pool_size=24, max_staleness=3)
-    MeshMetrics(metrics).limits(resolve_schedule(config, train_steps=50))
+    config = {
+        "name": "limits",
+        "folder": "runs/limits",
+        "model": {"path": "model"},
+        "trainer": {"train_steps": 50},
+        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 3},
+    }
+    MeshMetrics(metrics).limits(Schedule.from_config(RunConfig.model_validate(config)))
     assert exported(metrics, "max_staleness_steps") == 3
     assert exported(metrics, "pool_trajectories") == 24
     assert exported(metrics, "batch_groups") == 4

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.config.services import TelemetryConfig
+from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.spans import MOST_LINKS, NOTHING
 from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step

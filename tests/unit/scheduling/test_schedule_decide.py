@@ -19,7 +19,7 @@ def test_pace_waits_for_an_open_group_that_the_step_after_could_not_train():
     waits = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 1)]))
     assert waits.cut is None
     assert waits.blocked
-    assert "train step 1 or older" in waits.waiting_for
+    assert "train step 1 or older" in waits.desired.waiting_for
     goes = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 2)]))
     assert goes.cut == ("e0-5", "e0-6")
     assert not goes.blocked
@@ -72,7 +72,7 @@ def test_the_straggler_timeout_restarts_when_other_groups_block_the_cut():
 def test_the_straggler_timeout_fires_with_fewer_than_a_batch_of_ready_groups(preset):
     """All groups that may be open are; one rollout is left in progress."""
     limited = schedule(preset, straggler_timeout_seconds=60)
-    opened = [group(0), *(group(2 + index) for index in range(limited.capacity_groups - 2))]
+    opened = [group(0), *(group(2 + index) for index in range(limited.window_groups - 2))]
     seen = view(ready=[group(1)], opened=opened, unfinished=1)
     assert decide(limited, seen).admit_groups == 0
     assert decide(limited, blocked_for(59, limited, seen)).evict == ()
@@ -217,12 +217,12 @@ def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
 def test_admission_stops_and_says_why(state, reason):
     decisions = decide(schedule(), view(**state))
     assert decisions.admit_groups == 0
-    assert reason in decisions.waiting_for
+    assert reason in decisions.desired.waiting_for
 
 
 def test_a_full_store_is_named_even_while_rollouts_wait_for_room():
     seen = view(memory_ratio=1.25, opened=[group(0)], unfinished=4)
-    assert "the store is full (125% of maxmemory" in decide(schedule(), seen).waiting_for
+    assert "the store is full (125% of maxmemory" in decide(schedule(), seen).desired.waiting_for
 
 
 def test_a_paused_or_recovering_mesh_cuts_nothing():

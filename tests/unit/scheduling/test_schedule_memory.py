@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduling import decide
@@ -63,6 +63,7 @@ def test_what_the_next_batch_lacks_is_admitted_however_long_it_may_get() -> None
     assert decide(LONG, full).admit_groups == 0, "unless there is no memory left at all"
 
 
+@settings(max_examples=100)
 @given(
     max_memory=st.integers(1 << 20, 1 << 34),
     finished=st.integers(0, 10_000),

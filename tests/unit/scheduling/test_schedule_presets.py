@@ -1,63 +1,182 @@
 import pytest
 
-from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling import AdmissionRule, OnStale, expected_staleness, resolve_schedule
+from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, run_limits
+from rollmesh.scheduling.presets import PRESETS
+
+from .views import RUN, schedule
 
 
 @pytest.mark.parametrize(
     ("preset", "staleness", "pool", "admission", "barrier"),
     [
-        ("sync", 0, 128, AdmissionRule.BATCH, False),
-        ("one_step_off", 1, 128, AdmissionRule.BATCH, False),
+        ("sync", 0, 128, AdmissionRule.WAVE, False),
+        ("one_step_off", 1, 128, AdmissionRule.WAVE, False),
         ("copris", 4, 192, AdmissionRule.POOL, False),
         ("copris_paper", 8, 256, AdmissionRule.POOL, True),
         ("areal", 4, 128, AdmissionRule.CONCURRENCY, False),
+        ("april", 5, 256, AdmissionRule.WAVE, True),
+        ("pipeline", 1, 256, AdmissionRule.POOL, False),
+        ("roll", 1, 256, AdmissionRule.POOL, False),
+        ("dart", 2, 192, AdmissionRule.POOL, False),
     ],
 )
 def test_presets_resolve_to_their_documented_numbers(preset, staleness, pool, admission, barrier):
-    schedule = resolve_schedule(ScheduleConfig(preset=preset, groups_per_batch=16, group_size=8), train_steps=40)
-    assert (schedule.max_staleness, schedule.pool_size) == (staleness, pool)
-    assert (schedule.admission, schedule.barrier) == (admission, barrier)
-    assert schedule.on_stale is OnStale.PACE
-    assert schedule.max_filtered_in_a_row == 160
+    resolved = schedule(preset, groups_per_batch=16, group_size=8)
+    assert (resolved.max_staleness, resolved.pool_size) == (staleness, pool)
+    assert (resolved.admission, resolved.barrier) == (admission, barrier)
+    assert resolved.on_stale is (OnStale.EVICT if preset == "roll" else OnStale.PACE)
+    assert resolved.window_groups == (32 if preset == "dart" else (staleness + 1) * 16)
+    assert (resolved.wave_batches, resolved.spare_groups) == (1, 16 if preset == "april" else 0)
+    assert resolved.max_filtered_in_a_row == 160
+    assert (resolved.longest_trajectory_tokens, resolved.partial_save_tokens) == (512, 64)
 
 
 def test_overrides_replace_the_defaults_of_the_preset():
-    config = ScheduleConfig(
-        preset="copris", groups_per_batch=4, group_size=2, pool_size=10, max_staleness=2, max_filtered_in_a_row=7
-    )
-    schedule = resolve_schedule(config, train_steps=3)
-    assert (schedule.pool_size, schedule.max_staleness, schedule.max_filtered_in_a_row) == (10, 2, 7)
-    assert schedule.pool_groups == 5
-    assert schedule.capacity_groups == 12
+    resolved = schedule(groups_per_batch=4, pool_size=10, max_staleness=2, max_filtered_in_a_row=7, train_steps=3)
+    assert (resolved.pool_size, resolved.max_staleness, resolved.max_filtered_in_a_row) == (10, 2, 7)
+    assert resolved.train_steps == 3
+    assert resolved.pool_groups == 5
+    assert resolved.window_groups == 12
+
+
+NO_EVALUATION = {"before_and_after": False, "every_versions": 0}
+
+
+def test_parts_need_a_batch_that_is_known_before_its_cut():
+    with pytest.raises(ConfigError, match="schedule.part_groups=4: schedule.preset=copris .* take a preset"):
+        schedule("copris", groups_per_batch=16, part_groups=4)
+    assert schedule("sync", groups_per_batch=16, part_groups=4).groups_per_batch == 16
 
 
 def test_an_odd_batch_rounds_the_copris_pool_up_to_whole_groups():
-    schedule = resolve_schedule(ScheduleConfig(preset="copris", groups_per_batch=3, group_size=4), train_steps=1)
-    assert schedule.pool_size == 5 * 4
+    assert schedule(groups_per_batch=3, group_size=4).pool_size == 5 * 4
 
 
 def test_the_default_pool_shrinks_to_a_tight_staleness_bound():
-    config = ScheduleConfig(preset="copris", groups_per_batch=4, group_size=2, max_staleness=0)
-    assert resolve_schedule(config, train_steps=1).pool_size == 8
+    assert schedule(groups_per_batch=4, max_staleness=0).pool_size == 8
 
 
 def test_a_pool_above_the_staleness_capacity_is_refused_and_both_numbers_are_named():
-    config = ScheduleConfig(preset="copris", groups_per_batch=4, group_size=2, pool_size=25, max_staleness=2)
     with pytest.raises(ConfigError, match=r"pool_size=25 .* = 24: with schedule.max_staleness=2"):
-        resolve_schedule(config, train_steps=1)
+        schedule(groups_per_batch=4, pool_size=25, max_staleness=2)
 
 
 @pytest.mark.parametrize(("preset", "fixed"), [("sync", 0), ("one_step_off", 1)])
 def test_a_preset_that_is_its_staleness_refuses_another(preset, fixed):
     with pytest.raises(ConfigError, match=f"is max_staleness={fixed} by definition"):
-        resolve_schedule(ScheduleConfig(preset=preset, max_staleness=3), train_steps=1)
+        schedule(preset, max_staleness=3)
 
 
 @pytest.mark.parametrize(
     ("preset", "pool", "expected"), [("sync", None, 0.0), ("copris", None, 1.5), ("areal", 640, 4.0)]
 )
 def test_expected_staleness_is_littles_law_within_the_bound(preset, pool, expected):
-    config = ScheduleConfig(preset=preset, groups_per_batch=16, group_size=8, pool_size=pool)
-    assert expected_staleness(resolve_schedule(config, train_steps=40)) == expected
+    assert schedule(preset, groups_per_batch=16, group_size=8, pool_size=pool).expected_staleness == expected
+
+
+@pytest.mark.parametrize(("preset", "lag", "staleness"), [("pipeline", 1, 1), ("roll", 6, 2), ("copris", 1, 4)])
+def test_a_window_sets_the_staleness_of_a_preset_whose_source_has_a_lag_in_groups(preset, lag, staleness):
+    resolved = schedule(preset, groups_per_batch=4, window_groups=4 + lag)
+    assert (resolved.window_groups, resolved.max_staleness) == (4 + lag, staleness)
+
+
+def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
+    assert schedule("april", groups_per_batch=4, max_staleness=0).spare_groups == 0
+    assert schedule("april", groups_per_batch=4, window_groups=7).spare_groups == 3
+    with pytest.raises(ConfigError, match="= 1 \\* 4 \\+ 4 = 8 is above the window of 7 groups"):
+        schedule("april", groups_per_batch=4, window_groups=7, spare_groups=4)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "message"),
+    [
+        (
+            "copris",
+            {"window_groups": 3},
+            "=3 is below schedule.groups_per_batch=4.*raise it to at least 4",
+        ),
+        (
+            "copris",
+            {"window_groups": 21},
+            r"=21 is above .*= \(4 \+ 1\) \* 4 = 20.*set at most 20",
+        ),
+        (
+            "copris",
+            {"spare_groups": 1},
+            "=1: schedule.preset=copris opens no waves.*april, flexmarl, one_step_off, rollpacker, streamrl, sync",
+        ),
+        ("areal", {"wave_batches": 2}, "wave_batches=2: schedule.preset=areal opens no waves"),
+        ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups"),
+        ("copris", {"spare_members": 1, "pool_size": 61}, r"pool_size=61 is above .* = 20 \* \(2 \+ 1\) = 60"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        schedule(preset, groups_per_batch=4, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"schedule": {"preset": "sync", "part_groups": 5}}, "=5 does not divide schedule.groups_per_batch=16"),
+        (
+            {"schedule": {"preset": "flexmarl"}, "trainer": {"minibatches": 2}},
+            "part_groups=4 accumulates .* set trainer.minibatches=1 or part_groups=0",
+        ),
+        (
+            {"schedule": {"preset": "april", "part_groups": 4}},
+            "april may cut other groups.*without spare groups",
+        ),
+        (
+            {"schedule": {"preset": "streamrl"}, "checkpoints": {"state_every_steps": 2}},
+            "part_groups=2 with checkpoints.state_every_steps=2.*state_every_steps=1 or part_groups=0",
+        ),
+        (
+            {"schedule": {"preset": "april", "on_stale": "set_aside"}},
+            "on_stale=set_aside with max_staleness=5.*set max_staleness=0",
+        ),
+        (
+            {"schedule": {"preset": "rollpacker", "on_stale": "restart"}},
+            "on_stale=restart with spare_groups=4.*set spare_groups=0",
+        ),
+        (
+            {"schedule": {"preset": "rollpacker"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
+            "spare_members=2: with rollout.program=agent the mesh cannot cut off .* set 0",
+        ),
+    ],
+)
+def test_settings_of_other_sections_that_contradict_the_schedule_are_refused(sections, message):
+    values = RUN.model_dump(mode="json")
+    values = {name: values.get(name) | sections[name] if name in sections else values[name] for name in values}
+    with pytest.raises(ConfigError, match=message):
+        Schedule.from_config(RunConfig.model_validate(values))
+
+
+def test_presets_in_parts_divide_a_batch_of_any_size():
+    assert [schedule("flexmarl", groups_per_batch=size).part_groups for size in (16, 6, 5)] == [4, 3, 5]
+    assert schedule("flexmarl", part_groups=0).part_groups == schedule("sync").part_groups == 0
+
+
+@pytest.mark.parametrize("on_stale", ["evict", "mask_old_segments"])
+def test_only_pace_bounds_the_window_by_the_staleness(on_stale):
+    assert schedule("areal", groups_per_batch=4, window_groups=99, on_stale=on_stale).window_groups == 99
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_stage_end_needs_a_barrier_whatever_the_name_of_the_preset(preset):
+    values = {**RUN.model_dump(mode="json"), "schedule": {"preset": preset}}
+    values["trainer"]["algorithm"]["old_logprobs"] = "stage_end"
+    config = RunConfig.model_validate(values)
+    if PRESETS[preset].barrier:
+        assert Schedule.from_config(config).barrier
+        return
+    with pytest.raises(ConfigError, match=f"a barrier, which schedule.preset={preset} does not have; take copris"):
+        Schedule.from_config(config)
+
+
+def test_the_limits_of_the_queue_have_the_window_and_room_for_a_replacement_of_every_member():
+    values = {**RUN.model_dump(mode="json"), "schedule": {"groups_per_batch": 4, "group_size": 8, "spare_members": 2}}
+    limits = run_limits(RunConfig.model_validate(values))
+    assert (limits.window_groups, limits.most_members) == (20, 20)

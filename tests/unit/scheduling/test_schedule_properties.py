@@ -1,16 +1,22 @@
 """Random meshes: whatever the delays, crashes and leader changes, the promises of the scheduler hold."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.config.schedule import ScheduleConfig
-from rollmesh.scheduling import OnStale, resolve_schedule
+from rollmesh.scheduling import AdmissionRule, OnStale
+from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
+from rollmesh.scheduling.queue_model import GroupState
 
+from .views import schedule
 from .virtual_mesh import VirtualMesh
 
-PRESETS = ("sync", "one_step_off", "copris", "copris_paper", "areal")
+PRESETS = tuple(PRESET_TABLE)
+FIXED_STALENESS = [name for name, preset in PRESET_TABLE.items() if preset.fixed_staleness]
 
 
 @st.composite
@@ -26,22 +32,28 @@ def meshes(
 ):
     preset = draw(st.sampled_from(presets))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
-    staleness = None
-    if preset not in ("sync", "one_step_off"):
-        staleness = draw(st.integers(0, 5))
-    limit = (staleness + 1) * batch * size if staleness is not None else batch * size
-    config = ScheduleConfig(
-        preset=preset,
+    staleness = None if preset in FIXED_STALENESS else draw(st.integers(0, 5))
+    bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
+    window = draw(st.integers(batch, bound * batch))
+    waves = draw(st.integers(1, window // batch)) if PRESET_TABLE[preset].admission is AdmissionRule.WAVE else None
+    spare = draw(st.integers(0, 2))
+    resolved = schedule(
+        preset,
+        draw(st.integers(*train_steps)),
         groups_per_batch=batch,
         group_size=size,
         max_staleness=staleness,
-        pool_size=None if whole_pool else draw(st.integers(1, limit)),
+        window_groups=window,
+        wave_batches=waves,
+        part_groups=0,
+        spare_members=spare,
+        pool_size=None if whole_pool else draw(st.integers(1, window * (size + spare))),
         on_stale=draw(st.sampled_from(on_stale)),
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
     )
     return VirtualMesh(
-        schedule=resolve_schedule(config, train_steps=draw(st.integers(*train_steps))),
+        schedule=resolved,
         rng=random.Random(draw(st.integers(0, 2**32))),
         generators=draw(st.integers(1, 3)),
         mean_length=draw(st.sampled_from((1.0, 4.0, 12.0))),
@@ -58,7 +70,7 @@ def ticks_enough(mesh):
     return 400 + 3000 * mesh.schedule.train_steps
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(meshes())
 def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing(mesh):
     mesh.run(ticks_enough(mesh))
@@ -67,10 +79,11 @@ def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing
     assert len(trained) == len(set(trained))
     assert set(mesh.evicted.values()) <= {"run_complete"}
     assert max(mesh.staleness_seen) <= mesh.schedule.max_staleness
+    assert mesh.surplus == 0 or mesh.schedule.spare_members > 0
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal"), on_stale=("evict",)))
+@given(meshes(presets=("copris", "areal", "roll"), on_stale=("evict",)))
 def test_evict_keeps_the_bound_by_dropping_and_says_why(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete", "stale"}
@@ -110,6 +123,47 @@ def test_one_stuck_rollout_halts_no_preset(mesh, stuck_group):
     assert set(mesh.evicted.values()) <= allowed
 
 
+def in_waves(mesh, on_stale, spare_groups):
+    """Turn a mesh with a barrier into waves of one batch at staleness 0, each with spare groups that miss the cut."""
+    mesh.schedule = replace(
+        mesh.schedule,
+        admission=AdmissionRule.WAVE,
+        wave_batches=1,
+        spare_groups=spare_groups,
+        window_groups=mesh.schedule.groups_per_batch + spare_groups,
+        max_staleness=0,
+        on_stale=OnStale(on_stale),
+    )
+    mesh.queue.limits = replace(mesh.queue.limits, max_staleness=0)
+    return mesh
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    meshes(presets=("copris_paper",), least_size=2, whole_pool=True),
+    st.sampled_from(("restart", "set_aside")),
+    st.integers(0, 3),
+)
+def test_in_waves_every_group_that_begins_again_ends_and_no_stale_token_is_trained(mesh, on_stale, spare_groups):
+    in_waves(mesh, on_stale, min(spare_groups, mesh.schedule.groups_per_batch)).run(ticks_enough(mesh))
+    ends = Counter(mesh.queue.ended.values())
+    assert ends.total() == mesh.queue.admitted, "every admitted group has ended"
+    assert ends.keys() <= {"consumed", "run_complete", "filtered_all_right"}
+    assert ends["consumed"] == mesh.schedule.train_steps * mesh.schedule.groups_per_batch
+    assert set(mesh.staleness_seen) == {0}
+
+
+@pytest.mark.parametrize("on_stale", ["restart", "set_aside"])
+def test_spare_groups_of_a_wave_begin_again_and_those_set_aside_fill_long_rounds(on_stale):
+    rules = schedule("copris_paper", 12, groups_per_batch=3, group_size=2, max_staleness=0)
+    mesh = in_waves(VirtualMesh(schedule=rules, rng=random.Random(5)), on_stale, 2)
+    mesh.run(ticks_enough(mesh))
+    assert mesh.begun_again.total() >= 10
+    assert (mesh.recalled >= 3) == (on_stale == "set_aside"), mesh.recalled
+    trained = {gid for batch in mesh.batches for gid in batch}
+    assert trained & mesh.begun_again.keys()
+
+
 class ArealStalenessManager:
     """AReaL's capacity rule, written from the formula: (eta + v + 1) * B - (accepted + running), and its pool."""
 
@@ -120,14 +174,29 @@ class ArealStalenessManager:
         return min(self.max_concurrent - running, (self.eta + version + 1) * self.batch - (accepted + running))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(meshes(presets=("areal",), crashes=False, train_steps=(12, 20)))
 def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
-    schedule = mesh.schedule
-    manager = ArealStalenessManager(schedule.max_staleness, schedule.groups_per_batch, schedule.pool_groups)
-    while mesh.trained_step + schedule.max_staleness + 2 < schedule.train_steps:
-        running = len(mesh.in_state("open"))
-        accepted = len(mesh.in_state("ready", "cut")) + mesh.trained_step * schedule.groups_per_batch
-        expected = max(0, manager.capacity(mesh.versions[-1], accepted, running))
+    rules = mesh.schedule
+    rules = mesh.schedule = replace(rules, window_groups=(rules.max_staleness + 1) * rules.groups_per_batch)
+    manager = ArealStalenessManager(rules.max_staleness, rules.groups_per_batch, rules.pool_groups)
+    while mesh.queue.trained_step + rules.max_staleness + 2 < rules.train_steps:
+        running = mesh.count(GroupState.OPEN)
+        accepted = mesh.count(GroupState.READY, GroupState.CUT) + mesh.queue.trained_step * rules.groups_per_batch
+        expected = max(0, manager.capacity(mesh.queue.version_steps[-1], accepted, running))
         assert mesh.tick().admit_groups == expected
-    assert mesh.trained_step >= 4
+    assert mesh.queue.trained_step >= 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes(presets=("pipeline", "roll"), crashes=False, train_steps=(12, 20), whole_pool=True))
+def test_a_lag_in_groups_admits_exactly_what_the_counter_of_submitted_groups_admits(mesh):
+    """PipelineRL: submitted < ceil(max_lag / attempts) + (v + 1) * B; ROLL: running + completed < ceil(alpha * B) +
+    (v + 1) * B. Filtered groups are refunded, and the two formulas have the same lag: window_groups - B.
+    """
+    rules = mesh.schedule
+    while mesh.queue.trained_step + rules.max_staleness + 2 < rules.train_steps:
+        submitted = mesh.queue.admitted_unconsumed + mesh.queue.trained_step * rules.groups_per_batch
+        most = rules.window_groups + mesh.queue.version_steps[-1] * rules.groups_per_batch
+        assert mesh.tick().admit_groups == max(0, most - submitted)
+    assert mesh.queue.trained_step >= 4

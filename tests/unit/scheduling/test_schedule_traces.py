@@ -6,7 +6,10 @@ trajectories) and what must follow (groups to admit, whether the batch is cut, w
 
 import pytest
 
+from rollmesh.mesh import Eviction
 from rollmesh.scheduling import decide
+from rollmesh.scheduling.admission import room
+from rollmesh.scheduling.presets import PRESETS
 
 from .views import group, schedule, view
 
@@ -61,12 +64,73 @@ AREAL = [
     (0, 1, 0, 0, 2, 0, 0, False, False),  # min(2, 0)
     (1, 1, 1, 0, 2, 0, 2, True, False),  # min(2, 6 - 4)
 ]
+# B groups and B spare ones, pool of 8 trajectories (4 groups), stages of one policy
+APRIL = [
+    (0, 0, 0, 0, 0, 0, 4, False, False),  # over_sampling_batch_size = 2 * B prompts
+    (0, 0, 0, 3, 1, 6, 0, False, False),  # one group is complete; remaining = 3 >= B, so nothing is submitted
+    (0, 0, 0, 2, 2, 3, 0, True, True),  # B complete: abort the others and keep their tokens
+    (0, 1, 0, 2, 0, 3, 0, False, True),
+    (1, 1, 0, 2, 0, 3, 0, False, True),  # trained, not announced
+    (1, 1, 1, 2, 0, 3, 2, False, False),  # the buffer of partial groups first, then prompts up to 2 * B
+]
+# max_lag of 1 sample: ceil(1 / 2) + B = 3 groups before the first update, then B for every announced version
+PIPELINE = [
+    (0, 0, 0, 0, 0, 0, 3, False, False),
+    (0, 0, 0, 2, 1, 3, 0, False, False),  # 3 submitted of 3
+    (0, 0, 0, 1, 2, 1, 0, True, False),
+    (0, 1, 0, 1, 0, 1, 0, False, False),  # no version has arrived: 3 submitted of 3
+    (1, 1, 0, 1, 0, 1, 0, False, False),
+    (1, 1, 1, 1, 0, 1, 2, False, False),  # version 1: 3 submitted of 5
+]
+# alpha = 1: capacity ceil(B * alpha) + B = 4, then B a step; admitted while running + completed < capacity
+ROLL = [
+    (0, 0, 0, 0, 0, 0, 4, False, False),
+    (0, 0, 0, 2, 2, 3, 0, True, False),  # 2 running + 2 completed
+    (0, 1, 0, 2, 0, 3, 0, False, False),  # completed is cumulative: 2 + 2 of 4
+    (1, 1, 0, 2, 0, 3, 0, False, False),
+    (1, 1, 1, 2, 0, 3, 2, False, False),  # advance_step: 2 + 2 of 6
+    (1, 1, 1, 2, 2, 4, 0, True, False),  # 2 + 4 of 6
+]
+# pool of 6 trajectories (3 groups), no more than one batch of lag
+DART = [
+    (0, 0, 0, 0, 0, 0, 4, False, False),  # 3 + 2 for the pool, 2 * B for the lag
+    (0, 0, 0, 2, 1, 2, 1, False, False),  # a free slot takes the next trajectory, whatever its group: min(4 - 3, 5 - 2)
+    (0, 0, 0, 2, 2, 3, 0, True, False),
+    (0, 1, 0, 2, 0, 3, 0, False, False),  # min(4 - 4, 5 - 2)
+    (1, 1, 1, 2, 0, 3, 2, False, False),  # min(4 - 2, 5 - 2)
+]
+# B groups and 1 spare one of 3 members each: a short round; what it leaves waits for a long round
+ROLLPACKER = [
+    (0, 0, 0, 0, 0, 0, 3, False, False),  # ceil(1.25 * 2) prompts
+    (0, 0, 0, 2, 1, 5, 0, False, False),
+    (0, 0, 0, 1, 2, 2, 0, True, True),  # the first two prompts are complete: the third is aborted
+    (0, 1, 0, 1, 0, 2, 0, False, True),  # and set aside, at the barrier
+    (1, 1, 0, 0, 0, 0, 0, False, True),
+    (1, 1, 1, 0, 0, 0, 3, False, False),  # fewer than B are aside: another short round
+]
+# waves of two batches: the second wave opens once batch 2 is cut
+WAVES = [
+    (0, 0, 0, 0, 0, 0, 4, False, False),
+    (0, 0, 0, 2, 2, 4, 0, True, False),
+    (0, 1, 0, 2, 0, 4, 0, False, False),  # the first batch of the wave is cut: 2 more groups are its rest
+    (1, 1, 1, 0, 2, 0, 0, True, False),
+    (1, 2, 1, 0, 0, 0, 2, False, False),  # the next wave: min(4 - 0, capacity 4 - 2)
+    (2, 2, 2, 2, 0, 4, 2, False, False),
+]
 TRACES = [
     ("sync", {}, SYNC),
     ("one_step_off", {}, ONE_STEP_OFF),
     ("copris", {}, COPRIS),
     ("copris_paper", {}, COPRIS_PAPER),
     ("areal", {"max_staleness": 1}, AREAL),
+    ("april", {}, APRIL),
+    ("pipeline", {"window_groups": 3}, PIPELINE),
+    ("roll", {}, ROLL),
+    ("dart", {}, DART),
+    ("one_step_off", {"wave_batches": 2}, WAVES),
+    ("rollpacker", {}, ROLLPACKER),
+    ("streamrl", {}, ONE_STEP_OFF),  # the start order and the parts are no decisions of the leader
+    ("flexmarl", {}, SYNC),
 ]
 
 
@@ -96,10 +160,41 @@ def test_the_preset_follows_its_papers_trace(preset, overrides, row):
     assert decisions.desired.paused == paused
     assert not decisions.evict
     assert not decisions.fail
-    assert bool(decisions.waiting_for) != cuts
+    assert bool(decisions.desired.waiting_for) != cuts
 
 
 def test_every_call_of_a_paper_stage_runs_on_the_stages_own_policy():
     seen = view(trained_step=3, cut_step=3, policy_version=3, policy_train_step=3)
     assert decide(schedule("copris_paper"), seen).desired.interrupt_below_version == 3
     assert decide(schedule("copris"), seen).desired.interrupt_below_version == 0
+
+
+def test_every_preset_has_a_trace():
+    assert {preset for preset, _, _ in TRACES} == set(PRESETS)
+
+
+def test_a_wave_of_four_batches_shrinks_by_each_cut_and_begins_again():
+    rules = schedule("april", wave_batches=4, spare_groups=1)
+    rooms = [room(rules, view(trained_step=cut, cut_step=cut)) for cut in range(6)]
+    assert rooms == [9, 7, 5, 3, 9, 7]
+
+
+def test_spare_groups_are_opened_for_the_last_batch_too():
+    last = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
+    assert decide(schedule("april", train_steps=4), view(**last)).admit_groups == 4
+
+
+def test_spare_members_count_in_the_pool():
+    rules = schedule(spare_members=1)
+    assert (rules.pool_size, rules.pool_groups) == (3 * 3, 3)
+    assert decide(rules, view(opened=[group(0), group(1), group(2)], unfinished=7)).admit_groups == 2
+
+
+def test_roll_cuts_the_oldest_groups_first_and_evicts_those_beyond_alpha():
+    at_3 = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
+    ready = [group(0, 3), group(1, 3), group(2, 2)]
+    assert decide(schedule("roll", max_staleness=2), view(**at_3, ready=ready)).cut == ("e0-2", "e0-0")
+    assert decide(schedule("copris", max_staleness=2), view(**at_3, ready=ready)).cut == ("e0-0", "e0-1")
+    late = decide(schedule("roll"), view(**at_3, ready=ready, opened=[group(3, 1)]))
+    assert late.cut == ("e0-2", "e0-0")
+    assert late.evict == (Eviction(group_id="e0-3", reason="stale"),)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from rollmesh.config import RunConfig
 from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import GroupView, MeshView
-from rollmesh.scheduling import Schedule, resolve_schedule
+from rollmesh.scheduling import Schedule
+
+RUN = RunConfig.model_validate({"name": "views", "folder": "runs/views", "model": {"path": "model"}})
 
 
 def schedule(preset: str = "copris", train_steps: int = 100, **overrides: object) -> Schedule:
-    config = ScheduleConfig.model_validate({"preset": preset, "groups_per_batch": 2, "group_size": 2, **overrides})
-    return resolve_schedule(config, train_steps)
+    section = ScheduleConfig.model_validate({"preset": preset, "groups_per_batch": 2, "group_size": 2, **overrides})
+    # A copy is not validated again: the scheduler also works with groups of one, which no advantage accepts.
+    trainer = TrainerConfig(train_steps=train_steps)
+    return Schedule.from_config(RUN.model_copy(update={"schedule": section, "trainer": trainer}))
 
 
-def group(index: int, min_train_step: int | None = 0) -> GroupView:
-    return GroupView(group_id=f"e0-{index}", admission_index=index, min_train_step=min_train_step)
+def group(index: int, min_train_step: int | None = 0, tokens: int = 0) -> GroupView:
+    return GroupView(group_id=f"e0-{index}", admission_index=index, min_train_step=min_train_step, token_count=tokens)
 
 
 def view(

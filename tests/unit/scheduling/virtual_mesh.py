@@ -1,41 +1,41 @@
-"""A mesh in memory, one tick at a time: random lengths, lagging generators, crashes, slow publishing.
+"""A mesh on the queue model, one tick at a time: random lengths, lagging generators, crashes, slow publishing.
 
-It keeps the promises of the real store (pool, versions that only rise) and checks those of the scheduler (staleness,
-capacity, backlog) wherever they could break. A leader that dies between two decisions is a leader that applies only
-the first few of them: ``decide`` is called afresh every tick anyway.
+The queue keeps the store's promises; this driver checks those of the scheduler (pool, staleness, capacity, backlog)
+wherever they could break. A leader that dies between two decisions is a leader that applies only the first few of them:
+``decide`` is called afresh every tick anyway.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from rollmesh.mesh import Decisions, Desired, GroupView, MeshView
+from rollmesh.mesh import Decisions, RunLimits
 from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, decide, needs_groups
+from rollmesh.scheduling.orders import CutOrder
+from rollmesh.scheduling.queue_model import GroupState, ModelGroup, ModelMember, QueueModel, Save
+
+WORKERS = 3
+
+
+NEVER = 1 << 30
+"""Length of a rollout that never ends: it saves its first token, then nothing more."""
 
 
 @dataclass
 class Rollout:
-    tokens_left: int
-    state: str = "pending"
+    """What the worker and its generator know of one trajectory."""
+
+    length: int
+    reward_ticks: int
+    reward: float
+    sampled: int = 0
     generator: int | None = None
-    oldest_step: int | None = None
     newest_version: int = 0
     floor: int = 0
-    reward_ticks: int = 0
-
-
-@dataclass
-class MeshGroup:
-    index: int
-    members: list[Rollout]
-    state: str = "open"
-
-    @property
-    def min_step(self) -> int | None:
-        steps = [m.oldest_step for m in self.members if m.oldest_step is not None]
-        return min(steps, default=None)
+    waits_for_reward: int = 0
 
 
 @dataclass
@@ -51,87 +51,63 @@ class VirtualMesh:
     filter_chance: float = 0.0
     leader_crash_chance: float = 0.0
     stuck_group: int | None = None
-    """Admission index of the group whose first rollout never ends."""
-    now: float = 0.0
-    groups: dict[str, MeshGroup] = field(default_factory=dict)
-    """Those that are open, ready or cut, in the order of their admission."""
-    admitted: int = 0
-    finished: int = 0
-    """Rollouts that ever finished."""
-    versions: list[int] = field(default_factory=lambda: [0])
-    trained_step: int = 0
-    cut_step: int = 0
-    desired: Desired | None = None
-    blocked_by: str = ""
-    blocked_since: float | None = None
-    filtered_in_a_row: int = 0
+    """Admission index, from 0, of the group whose first rollout never ends."""
+    queue: QueueModel = field(init=False)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    """Of the groups that are open, by trajectory."""
     batches: list[list[str]] = field(default_factory=list)
     staleness_seen: list[int] = field(default_factory=list)
-    evicted: dict[str, str] = field(default_factory=dict)
+    begun_again: Counter[str] = field(default_factory=Counter)
+    """Number of times that a group was restarted or set aside."""
+    recalled: int = 0
     trace: list[tuple[int, Decisions]] = field(default_factory=list)
     training: int | None = None
     publishing: list[int] = field(default_factory=list)
     serving: list[int] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)
+    names: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.serving = [0] * self.generators
-
-    # -- what the leader sees ------------------------------------------------------------------------------------
-    def in_state(self, *states: str) -> list[tuple[str, MeshGroup]]:
-        return [(gid, g) for gid, g in self.groups.items() if g.state in states]
-
-    def rollouts(self, *states: str) -> list[Rollout]:
-        return [m for g in self.groups.values() if g.state == "open" for m in g.members if m.state in states]
-
-    def view(self) -> MeshView:
-        prefix = 2 * self.schedule.groups_per_batch
-        rollouts = Counter(m.state for _, g in self.in_state("open") for m in g.members)
-
-        def seen(state: str) -> list[GroupView]:
-            return [
-                GroupView(group_id=gid, admission_index=g.index, min_train_step=g.min_step)
-                for gid, g in self.in_state(state)
-            ]
-
-        def by_age(group: GroupView) -> tuple[float, int]:
-            return (float("inf") if group.min_train_step is None else group.min_train_step, group.admission_index)
-
-        ready, opened = seen("ready"), seen("open")
-        counts: dict[int, int] = {}
-        for group in (*ready, *opened):
-            if group.min_train_step is not None:
-                counts[group.min_train_step] = counts.get(group.min_train_step, 0) + 1
-        oldest = [g for g in sorted(ready, key=by_age)[:prefix] if g not in ready[:prefix]]
-        return MeshView(
-            now=self.now,
-            trained_step=self.trained_step,
-            cut_step=self.cut_step,
-            policy_version=len(self.versions) - 1,
-            policy_train_step=self.versions[-1],
-            admitted_unconsumed=len(self.groups),
-            open_groups=len(opened),
-            ready_groups=len(ready),
-            ready=(*ready[:prefix], *oldest),
-            stalest_open=tuple(sorted(opened, key=by_age)[:prefix]),
-            unclaimed_by_step=tuple(sorted(counts.items())),
-            pending=rollouts["pending"],
-            partial=rollouts["partial"],
-            leased=rollouts["leased"],
-            finished=rollouts["finished"],
-            memory_ratio=0.0,
-            filtered_in_a_row=self.filtered_in_a_row,
-            blocked_by=self.blocked_by,
-            blocked_since=self.blocked_since,
-            registered_generators=self.generators,
-            finished_total=self.finished,
-            recovering=False,
-            user_paused=False,
-            is_complete=self.trained_step >= self.schedule.train_steps,
+        rules = self.schedule
+        self.queue = QueueModel(
+            RunLimits(
+                group_size=rules.group_size,
+                groups_per_batch=rules.groups_per_batch,
+                max_staleness=rules.max_staleness,
+                max_attempts=1 << 30,
+                session_ttl_seconds=30.0,
+                filter_zero_variance=rules.group_size > 1,
+                mask_old_segments=rules.on_stale is OnStale.MASK_OLD_SEGMENTS,
+                train_steps=rules.train_steps,
+            )
         )
+        self.queue.registered_generators = self.generators
+        self.queue.announce(0)
+        self.serving = [0] * self.generators
+        for _ in range(WORKERS):
+            self.open_worker()
+
+    @property
+    def surplus(self) -> int:
+        """Number of trajectories cut off because enough others of their group were scored."""
+        return self.queue.totals["surplus_total"]
+
+    @property
+    def evicted(self) -> dict[str, str]:
+        """Reason by group that the leader has dropped."""
+        kept = ("consumed", "filtered_all_right")
+        return {gid: reason for gid, reason in self.queue.ended.items() if reason not in kept}
+
+    def count(self, *states: GroupState) -> int:
+        return sum(len(self.queue.groups[state]) for state in states)
+
+    def members(self, state: str) -> list[ModelMember]:
+        opened = self.queue.groups[GroupState.OPEN].values()
+        return [m for group in list(opened) for m in group.members if m.state == state]
 
     # -- one tick --------------------------------------------------------------------------------------------------
     def tick(self) -> Decisions:
-        self.now += 1
+        self.queue.now += 1
         decisions = self.lead()
         self.lease()
         self.generate()
@@ -143,65 +119,89 @@ class VirtualMesh:
         return decisions
 
     def lead(self) -> Decisions:
-        view = self.view()
+        view = self.queue.view(shortest=self.schedule.cut_order is CutOrder.SHORTEST)
         decisions = decide(self.schedule, view)
-        unlisted = replace(view, listed=False, ready=(), stalest_open=())
+        unlisted = self.queue.view(groups=False)
+        assert unlisted == replace(view, listed=False, ready=(), stalest_open=(), aside=())
         if not needs_groups(self.schedule, unlisted):
             assert decide(self.schedule, unlisted) == decisions
         assert not decisions.fail, decisions.fail
-        self.trace.append((int(self.now), decisions))
-        steps = [self.apply_desired, self.apply_evictions, self.apply_cut, self.apply_admission]
+        self.trace.append((int(self.queue.now), decisions))
+        steps = [
+            self.apply_desired,
+            self.apply_evictions,
+            self.apply_fates,
+            self.apply_cut,
+            self.apply_recall,
+            self.apply_admission,
+        ]
         lived = len(steps) if self.rng.random() >= self.leader_crash_chance else self.rng.randrange(len(steps))
         for step in steps[:lived]:
             step(decisions)
         return decisions
 
     def apply_desired(self, decisions: Decisions) -> None:
-        self.desired = decisions.desired
-        if decisions.blocked_by != self.blocked_by:
-            self.blocked_by = decisions.blocked_by
-            self.blocked_since = self.now if decisions.blocked else None
+        self.queue.set_desired(decisions.desired, decisions.blocked_by)
         if decisions.desired.paused:
-            for rollout in self.rollouts("leased"):
-                self.park(rollout)
+            for member in self.members("leased"):
+                self.save(member, self.rollouts[member.trajectory_id])
+                self.park(member, free_attempt=True)
 
     def apply_evictions(self, decisions: Decisions) -> None:
         for eviction in decisions.evict:
-            del self.groups[eviction.group_id]
-            self.evicted[eviction.group_id] = eviction.reason
+            assert self.queue.evict([eviction.group_id], eviction.reason) == 1
+
+    def apply_fates(self, decisions: Decisions) -> None:
+        for ids, aside in ((decisions.restart, False), (decisions.set_aside, True)):
+            assert set(self.queue.begin_again(ids, aside=aside)) == set(ids)
+            for gid in ids:
+                self.begun_again[gid] += 1
+                group = self.queue.find_group(gid)
+                for member in group.members if group else ():
+                    rollout = self.rollouts[member.trajectory_id]
+                    self.rollouts[member.trajectory_id] = replace(
+                        rollout, sampled=0, generator=None, newest_version=0, floor=0
+                    )
+
+    def apply_recall(self, decisions: Decisions) -> None:
+        if decisions.recall:
+            self.recalled += self.queue.recall(self.queue.cut_step + 1, decisions.recall)
 
     def apply_cut(self, decisions: Decisions) -> None:
         if decisions.cut is None:
             return
-        assert len(set(decisions.cut)) == self.schedule.groups_per_batch
-        for gid in decisions.cut:
-            group = self.groups[gid]
-            assert group.state == "ready"
-            assert group.min_step is not None
-            self.staleness_seen.append(self.cut_step - group.min_step)
-            if self.schedule.on_stale is not OnStale.MASK_OLD_SEGMENTS:
-                assert self.cut_step - group.min_step <= self.schedule.max_staleness
-            group.state = "cut"
+        assert len(decisions.cut) == self.schedule.groups_per_batch
+        steps = [self.queue.groups[GroupState.READY][gid].step for gid in decisions.cut]
+        self.queue.cut(self.queue.cut_step + 1, decisions.cut)
+        for step in steps:
+            assert step is not None
+            self.staleness_seen.append(self.queue.cut_step - 1 - step)
         self.batches.append(list(decisions.cut))
-        self.cut_step += 1
-        self.blocked_by, self.blocked_since = "", None
 
     def apply_admission(self, decisions: Decisions) -> None:
+        n = self.schedule.launched_members
         for _ in range(decisions.admit_groups):
-            index = self.admitted
-            self.admitted += 1
-            members = [Rollout(tokens_left=self.length()) for _ in range(self.schedule.group_size)]
-            if index == self.stuck_group:
-                members[0].tokens_left = 1 << 30
-            self.groups[f"e0-{index}"] = MeshGroup(index, members)
-        unfinished = len(self.rollouts("pending", "partial", "leased"))
-        assert len(self.groups) <= self.schedule.capacity_groups
-        n = self.schedule.group_size
+            self.admit()
+        waiting = len(self.queue.pending) + len(self.queue.partial)
+        unfinished = waiting + self.queue.leased
+        assert self.queue.admitted_unconsumed <= self.schedule.window_groups
         if decisions.admit_groups and self.schedule.admission is AdmissionRule.POOL:
-            ahead = len(self.in_state("ready")) + unfinished / n
+            ahead = self.count(GroupState.READY) + unfinished / n
             assert ahead <= self.schedule.pool_groups + self.schedule.groups_per_batch
-        bound = self.schedule.pool_size + (self.schedule.groups_per_batch + 2) * n
+        wave = self.schedule.wave_batches * self.schedule.groups_per_batch + self.schedule.spare_groups
+        bound = self.schedule.pool_size + (wave + 2) * n
         assert unfinished <= bound, f"{unfinished} unfinished trajectories, bound {bound}"
+
+    def admit(self) -> None:
+        index = self.queue.admitted
+        group = self.queue.admit(f"e0-{index}", self.schedule.group_size, spare=self.schedule.spare_members)
+        filtered = self.rng.random() < self.filter_chance
+        for number, member in enumerate(group.members):
+            self.rollouts[member.trajectory_id] = Rollout(
+                length=NEVER if (index, number) == (self.stuck_group, 0) else self.length(),
+                reward_ticks=self.rng.randrange(3),
+                reward=1.0 if filtered else float(number),
+            )
 
     def length(self) -> int:
         if self.rng.random() < 0.05:
@@ -209,82 +209,101 @@ class VirtualMesh:
         return 1 + int(self.rng.expovariate(1 / self.mean_length))
 
     def lease(self) -> None:
-        if self.desired is None or self.desired.paused:
-            return
-        free = self.desired.pool_size - len(self.rollouts("leased"))
-        for rollout in (self.rollouts("partial") + self.rollouts("pending"))[: max(0, free)]:
-            rollout.state = "leased"
-            rollout.floor = self.desired.start_at_version if rollout.oldest_step is None else rollout.newest_version
-            rollout.floor = max(rollout.floor, self.desired.interrupt_below_version)
-        assert len(self.rollouts("leased")) <= self.schedule.pool_size
+        desired = self.queue.desired
+        for member in (m for worker in self.workers for m in self.queue.lease(worker, 1 << 30)):
+            rollout = self.rollouts[member.trajectory_id]
+            rollout.sampled = member.tokens
+            rollout.floor = rollout.newest_version if member.tokens else self.queue.start_at_version
+            rollout.floor = max(rollout.floor, desired.interrupt_below_version)
+        assert self.queue.leased <= self.schedule.pool_size
 
     def generate(self) -> None:
-        for rollout in self.rollouts("leased"):
+        for member in self.members("leased"):
+            rollout = self.rollouts[member.trajectory_id]
             if rollout.generator is None:
                 able = [i for i, version in enumerate(self.serving) if version >= rollout.floor]
                 if not able:
                     continue
                 rollout.generator = self.rng.choice(able)
+            if rollout.length == NEVER and rollout.sampled:
+                continue
             version = self.serving[rollout.generator]
-            step = self.versions[version]
-            rollout.oldest_step = step if rollout.oldest_step is None else min(rollout.oldest_step, step)
+            self.queue.begin(member.session or "", member.trajectory_id, version)
             rollout.newest_version = max(rollout.newest_version, version)
-            rollout.tokens_left -= 1
-            if rollout.tokens_left <= 0:
-                rollout.state, rollout.generator = "finished", None
-                self.finished += 1
-                rollout.reward_ticks = self.rng.randrange(3)
+            rollout.sampled += 1
+            if rollout.sampled >= rollout.length:
+                rollout.generator, rollout.waits_for_reward = None, rollout.reward_ticks
+                save = Save(rollout.sampled - member.tokens, version)
+                assert self.queue.finish(member.session or "", member.trajectory_id, save).ok
+            elif self.rng.random() < 0.5 or rollout.length == NEVER:
+                self.save(member, rollout)
+
+    def save(self, member: ModelMember, rollout: Rollout) -> None:
+        """Save the tokens that the worker has and the queue has not."""
+        save = Save(rollout.sampled - member.tokens, rollout.newest_version)
+        assert self.queue.append(member.session or "", member.trajectory_id, save).ok
 
     def score(self) -> None:
-        for gid, group in self.in_state("open"):
-            for member in group.members:
-                if member.state == "finished":
-                    member.reward_ticks -= 1
-                    if member.reward_ticks < 0:
-                        member.state = "scored"
-            if all(m.state == "scored" for m in group.members):
-                filtered = self.rng.random() < self.filter_chance
-                group.state = "ready"
-                if filtered:
-                    del self.groups[gid]
-                self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0
+        for worker in self.workers:
+            self.queue.lease_scoring(worker, 1 << 30)
+        for member in self.members("finished"):
+            rollout = self.rollouts[member.trajectory_id]
+            rollout.waits_for_reward -= 1
+            # The score of another member may have cut this one off.
+            if rollout.waits_for_reward < 0 and member.state == "finished":
+                assert self.queue.score(member.session or "", member.trajectory_id, rollout.reward).ok
 
     def train(self) -> None:
-        if self.publishing and self.publishing[0] <= self.now:
+        queue, now = self.queue, int(self.queue.now)
+        if self.publishing and self.publishing[0] <= now:
             self.publishing.pop(0)
-            self.versions.append(len(self.versions))
-        if self.training is None and self.cut_step > self.trained_step:
-            self.training = int(self.now) + self.rng.randint(0, self.train_ticks)
-        if self.training is not None and self.training <= self.now:
+            queue.announce(queue.version_steps[-1] + 1)
+        if self.training is None and queue.batch:
+            self.training = now + self.rng.randint(0, self.train_ticks)
+        if self.training is not None and self.training <= now:
             self.training = None
-            self.trained_step += 1
-            for gid in self.batches[self.trained_step - 1]:
-                assert self.groups.pop(gid).state == "cut"
-            self.publishing.append(int(self.now) + self.rng.randint(0, self.publish_ticks))
+            assert [group.group_id for group in queue.claim()] == self.batches[-1]
+            queue.confirm_batch_file()
+            queue.report_trained()
+            self.publishing.append(now + self.rng.randint(0, self.publish_ticks))
 
     def reload(self) -> None:
-        newest = len(self.versions) - 1
         for i, version in enumerate(self.serving):
-            if version < newest and self.rng.random() < self.reload_chance:
-                self.serving[i] = newest
+            if version < self.queue.policy_version and self.rng.random() < self.reload_chance:
+                self.serving[i] = self.queue.policy_version
 
-    def park(self, rollout: Rollout) -> None:
-        rollout.generator = None
-        rollout.state = "pending" if rollout.oldest_step is None else "partial"
+    def park(self, member: ModelMember, *, free_attempt: bool) -> None:
+        self.rollouts[member.trajectory_id].generator = None
+        assert self.queue.release(member.session or "", member.trajectory_id, free_attempt=free_attempt)
+
+    def open_worker(self) -> None:
+        self.workers.append(f"worker-{next(self.names)}")
+        self.queue.open_session(self.workers[-1])
 
     def crash(self) -> None:
-        """A worker dies: its rollouts are leased again; some had not saved a token."""
-        for rollout in self.rollouts("leased"):
-            if self.rng.random() < 0.5:
-                if self.rng.random() < 0.3:
-                    rollout.oldest_step, rollout.newest_version = None, 0
-                self.park(rollout)
+        """A worker dies: its trajectories are leased again, without the tokens that were not saved."""
+        worker = self.workers.pop(self.rng.randrange(len(self.workers)))
+        for held in self.queue.held_by(worker):
+            self.rollouts[held.trajectory_id].generator = None
+        self.queue.close_session(worker, free_attempt=False)
+        self.open_worker()
+
+    def check_counts(self) -> None:
+        """The counters of the queue are those of its members."""
+        groups: list[ModelGroup] = [
+            g for state, by_id in self.queue.groups.items() if state is not GroupState.ASIDE for g in by_id.values()
+        ]
+        found = Counter(m.state for g in groups for m in g.members)
+        waiting = {"pending": len(self.queue.pending), "partial": len(self.queue.partial)}
+        assert +found == +Counter({**self.queue.counts, **waiting})
+        steps = [g.step for g in groups if g.state is not GroupState.CUT and g.step is not None]
+        assert +self.queue.unclaimed == Counter(steps)
 
     def run(self, ticks: int) -> None:
         """Tick until every group has ended; fails when that takes more than ``ticks``."""
         for _ in range(ticks):
             self.tick()
-            ended = self.trained_step >= self.schedule.train_steps
-            if ended and not self.groups:
+            if self.queue.trained_step >= self.schedule.train_steps and not any(self.queue.groups.values()):
+                self.check_counts()
                 return
-        raise AssertionError(f"not done after {ticks} ticks: {self.view()} {self.trace[-1]}")
+        raise AssertionError(f"not done after {ticks} ticks: {self.queue.view()} {self.trace[-1]}")

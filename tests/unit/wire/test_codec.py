@@ -121,6 +121,26 @@ def test_a_malformed_segment_is_refused_with_the_field_named(message: pb.Segment
         codec.segment_from_pb(message)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, b"bytes", np.int64(3), float("nan"), float("inf"), 10**400, "\ud800", {1: "a number as a key"}],
+    ids=lambda value: repr(value)[:20],
+)
+def test_metadata_that_is_not_json_is_refused_with_the_prompt_named(value: object) -> None:
+    prompt = Prompt(
+        prompt_id="row-7", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata={"rows": [value]}
+    )
+    with pytest.raises(DataError, match="prompt row-7: metadata: .*; use JSON values"):
+        codec.prompt_to_pb(prompt)
+
+
+def test_a_number_that_json_does_not_have_is_refused_when_read() -> None:
+    message = pb.Prompt(prompt_id="row-7")
+    message.metadata["answer"] = float("nan")
+    with pytest.raises(DataError, match="prompt row-7: metadata: "):
+        codec.prompt_from_pb(message)
+
+
 def test_numbers_of_the_metadata_keep_their_kind() -> None:
     metadata = {"answer": 42, "share": 0.5, "rows": [[1, 2.25], {"n": -3}], "huge": 1e300, "yes": True, "none": None}
     prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata=metadata)

@@ -57,7 +57,7 @@ class Registry:
 
 
 class Generator:
-    """A GenerationPort whose calls end as a script says: after so many tokens, interrupted or broken."""
+    """A stand-in for ``GenerationClient`` whose calls end after so many tokens, interrupted or broken."""
 
     def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: ActiveTrajectory) -> None:
         self._script = list(script)
@@ -178,7 +178,7 @@ async def test_a_small_bound_costs_no_further_calls_and_a_full_context_ends_the_
     held = make_held()
     generator = Generator([], held)
     caller = await make_caller(generator, 16)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reason = await caller.sample(held, CONTEXT, SamplingParams(), save=save)
     assert reason is FinishReason.LENGTH
     assert held.token_count == CONTEXT - PROMPT
@@ -203,7 +203,7 @@ async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_o
     acknowledger.saved(RECORD, "b", 7)
     acknowledger.saved(RECORD, "a", 12)
     go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(generator.acknowledged) < 2:
             await asyncio.sleep(0)
     assert generator.acknowledged == [{"a": 5}, {"a": 12, "b": 7}]

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from rollmesh.types import GeneratorRecord, VersionNeed
-from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, can_serve
+from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Placement, can_serve
 
 
-def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
+def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0, capacity=1024, used=0):
     return GeneratorRecord(
         instance_id=name,
         address=f"{name}:1",
@@ -16,8 +16,9 @@ def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
         running_count=running,
         waiting_count=waiting,
         slot_count=slots,
-        kv_token_capacity=1024,
+        kv_token_capacity=capacity,
         serving=serving,
+        kv_tokens_used=used,
     )
 
 
@@ -73,6 +74,56 @@ def test_a_group_stays_together_while_load_allows():
     assert chosen(records, {"home": 2}, VersionNeed(min_version=9), preferred="home") is None
 
 
+def by_tokens(records, contexts):
+    """Candidates with one call for each number of context tokens."""
+    found = Candidates(Placement.TOKENS)
+    found.update({record.instance_id: record for record in records})
+    for name, tokens in contexts.items():
+        for count in tokens:
+            found.occupy(name, count)
+    return found
+
+
+def test_by_tokens_the_generator_with_the_emptiest_cache_is_chosen_however_many_calls_it_has():
+    records = [generator("few long", slots=8), generator("many short", slots=8)]
+    found = by_tokens(records, {"few long": [400, 300], "many short": [40] * 6})
+    assert found.choose(VersionNeed()).instance_id == "many short"
+    # 700 of 1024 tokens beside 240 of 256: the share of the cache counts.
+    small = [generator("few long", slots=8), generator("many short", slots=8, capacity=256)]
+    found = by_tokens(small, {"few long": [400, 300], "many short": [40] * 6})
+    assert found.choose(VersionNeed()).instance_id == "few long"
+
+
+def test_by_tokens_equally_full_caches_are_told_apart_by_calls_and_then_by_what_they_report():
+    records = [generator("a", used=512), generator("b", used=128), generator("c", used=128)]
+    found = by_tokens(records, {"b": [8], "c": [7, 8]})
+    assert found.choose(VersionNeed()).instance_id == "a", "8 and 15 tokens are less than 1/32 of the cache"
+    found = by_tokens(records, {"a": [8], "b": [8], "c": [8]})
+    assert found.choose(VersionNeed()).instance_id == "b"
+
+
+def test_by_tokens_a_call_counts_with_what_it_has_sampled_and_no_longer_once_it_has_left():
+    found = by_tokens([generator("a"), generator("b")], {"a": [100], "b": [200]})
+    assert found.choose(VersionNeed()).instance_id == "a"
+    for _ in range(30):
+        found.grow("a", 8)
+    assert found.choose(VersionNeed()).instance_id == "b"
+    found.leave("a", 340)
+    assert found.choose(VersionNeed()).instance_id == "a"
+
+
+def test_by_tokens_a_prompt_stays_with_its_cache_while_that_is_hardly_fuller_and_a_slot_is_free():
+    records = [generator("home", slots=2), generator("other", slots=2)]
+    assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), preferred="home").instance_id == "home"
+    assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), preferred="home").instance_id == "other"
+    assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), preferred="home").instance_id == "other"
+
+
+def test_by_tokens_a_generator_that_does_not_tell_its_capacity_is_loaded_by_calls():
+    found = by_tokens([generator("unknown", capacity=0), generator("known")], {"unknown": [1], "known": [200]})
+    assert found.choose(VersionNeed()).instance_id == "unknown"
+
+
 @given(
     st.lists(
         st.builds(
@@ -104,10 +155,12 @@ def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_versio
 class CandidatesMachine(RuleBasedStateMachine):
     """The choice is always the least loaded of all generators that can serve."""
 
+    placement = Placement.CALLS
+
     def __init__(self):
         super().__init__()
-        self.candidates = Candidates()
-        self.records, self.calls = {}, Counter()
+        self.candidates = Candidates(self.placement)
+        self.records, self.calls = {}, []
 
     @rule(
         name=st.sampled_from("abcdef"),
@@ -115,9 +168,13 @@ class CandidatesMachine(RuleBasedStateMachine):
         slots=st.integers(0, 3),
         serving=st.booleans(),
         running=st.integers(0, 3),
+        capacity=st.sampled_from([0, 64, 128]),
+        used=st.integers(0, 3),
     )
-    def register(self, name, version, slots, serving, running):
-        self.records[name] = generator(name, version, slots=slots, serving=serving, running=running)
+    def register(self, name, version, slots, serving, running, capacity, used):
+        self.records[name] = generator(
+            name, version, slots=slots, serving=serving, running=running, capacity=capacity, used=used
+        )
         self.candidates.update(self.records)
 
     @rule(name=st.sampled_from("abcdef"))
@@ -125,17 +182,23 @@ class CandidatesMachine(RuleBasedStateMachine):
         self.records.pop(name, None)
         self.candidates.update(self.records)
 
-    @rule(name=st.sampled_from("abcdef"))
-    def occupy(self, name):
-        self.calls[name] += 1
-        self.candidates.occupy(name)
+    @rule(name=st.sampled_from("abcdef"), tokens=st.integers(0, 40))
+    def occupy(self, name, tokens):
+        self.calls.append([name, tokens])
+        self.candidates.occupy(name, tokens)
 
-    @precondition(lambda self: self.calls.total())
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data(), tokens=st.integers(0, 9))
+    def grow(self, data, tokens):
+        call = data.draw(st.sampled_from(self.calls))
+        call[1] += tokens
+        self.candidates.grow(call[0], tokens)
+
+    @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def leave(self, data):
-        name = data.draw(st.sampled_from(sorted(self.calls.elements())))
-        self.calls[name] -= 1
-        self.candidates.leave(name)
+        call = self.calls.pop(data.draw(st.integers(0, len(self.calls) - 1)))
+        self.candidates.leave(*call)
 
     @rule(
         need=st.builds(VersionNeed, min_version=st.integers(0, 4), pinned_version=st.none() | st.integers(0, 4)),
@@ -145,14 +208,30 @@ class CandidatesMachine(RuleBasedStateMachine):
         fitting = [r for r in self.records.values() if can_serve(r, need) and r.instance_id not in avoided]
         best = min(fitting, key=self.cost, default=None)
         assert self.candidates.choose(need, avoided=avoided) is best
-        free = sum(max(0, r.slot_count - self.calls[r.instance_id]) for r in fitting)
+        counts = Counter(name for name, _ in self.calls)
+        free = sum(max(0, r.slot_count - counts[r.instance_id]) for r in fitting)
         assert self.candidates.free_slots(need, avoided) == free
 
     def cost(self, record):
         slots = max(1, record.slot_count)
-        reported = (record.running_count + record.waiting_count) / slots
-        return self.calls[record.instance_id] / slots, reported, record.instance_id
+        contexts = [tokens for name, tokens in self.calls if name == record.instance_id]
+        calls, reported = len(contexts) / slots, (record.running_count + record.waiting_count) / slots
+        load = calls
+        if self.placement is Placement.TOKENS and record.kv_token_capacity:
+            load = sum(contexts) * 32 // record.kv_token_capacity
+            reported = record.kv_tokens_used / record.kv_token_capacity
+            load /= 32
+        return load, calls, reported, record.instance_id
 
 
+class CandidatesByTokensMachine(CandidatesMachine):
+    """The same for caches that fill."""
+
+    placement = Placement.TOKENS
+
+
+MACHINE_SETTINGS = settings(max_examples=50, stateful_step_count=50, deadline=None)
 TestCandidates = CandidatesMachine.TestCase
-TestCandidates.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestCandidates.settings = MACHINE_SETTINGS
+TestCandidatesByTokens = CandidatesByTokensMachine.TestCase
+TestCandidatesByTokens.settings = MACHINE_SETTINGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,9 +91,17 @@ def _more_than_once(kind: str, counts: Counter[str]) -> Iterator[str]:
         yield f"{len(twice)} {kind}(s) were trained more than once: {', '.join(twice[:5])}"
 
 
+_SPARE_SHARES = {"rollpacker": 0.25}
+"""Spare members of the presets that have them by default, as a share of group_size."""
+
+
 def _members(run: RunFiles) -> Iterator[str]:
     """Check that groups have all their members, and batches all their groups."""
     schedule = run.config["schedule"]
+    spare = schedule.get("spare_members")
+    if spare is None:
+        spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * schedule["group_size"])
+    launched = schedule["group_size"] + spare
     absent = 0
     for step, batch in run.batches.items():
         if len(batch.groups) != schedule["groups_per_batch"]:
@@ -101,8 +110,8 @@ def _members(run: RunFiles) -> Iterator[str]:
             indices = {t.member for t in members}
             absent += schedule["group_size"] - len(indices)
             is_invalid = any(t.group_id != group or not t.scored or not t.written for t in members)
-            if is_invalid or len(indices) != len(members) or not indices <= set(range(schedule["group_size"])):
-                yield f"group {group} of train step {step} has members other than 0 to {schedule['group_size'] - 1}"
+            if is_invalid or len(indices) != len(members) or not indices <= set(range(launched)):
+                yield f"group {group} of train step {step} has members other than 0 to {launched - 1}"
     totals = run.metrics[-1]["mesh"]["totals"] if run.metrics else {}
     if absent > totals.get("unscorable_total", 0):
         yield f"{absent} member(s) of groups are missing, of which {totals.get('unscorable_total', 0)} had no score"

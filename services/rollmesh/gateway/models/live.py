@@ -37,6 +37,10 @@ class GeneratorView(ApiModel):
     """Maximum number of calls in progress."""
     kv_token_capacity: int
     """Tokens of its KV cache."""
+    kv_tokens_used: int = 0
+    """Tokens in its KV cache."""
+    preemptions: int = 0
+    """Calls that lost their cache because it was full, since the process started."""
 
 
 class StalenessBin(ApiModel):
@@ -173,9 +177,9 @@ class Overview(ApiModel):
     pool_size: int
     """Maximum number of trajectories in progress."""
     trajectories: dict[str, int]
-    """Trajectories by state: pending, partial, leased, finished, scored, unscorable, dead."""
+    """Trajectories by state: pending, partial, leased, finished, scored, unscorable, dead, surplus."""
     groups: dict[str, int]
-    """Groups by state: open, ready, cut."""
+    """Groups by state: open, ready, cut, aside (waiting to begin again)."""
     staleness: Staleness
     """Staleness histograms."""
     drops: list[DropView]

@@ -14,6 +14,11 @@ const load = (one) => {
   ];
 };
 
+const cache = (one) => {
+  const lost = one.preemptions > 0 ? `, ${plural(one.preemptions, "preemption")}` : "";
+  return `${short(one.kv_tokens_used)} of ${short(one.kv_token_capacity)} tokens${lost}`;
+};
+
 const behind = (one) =>
   one.versions_behind > 0
     ? [versionTag(one.policy_version), ` \u2212${one.versions_behind}`]
@@ -33,7 +38,7 @@ export class GeneratorTable {
       built("serving", (one) => [one.serving, one.reason], serving, { left: true, wrap: true }),
       built("version", (one) => [one.policy_version, one.versions_behind], behind, { left: true }),
       built("calls in slots", (one) => [one.running, one.slots, one.waiting], load),
-      text("KV cache", (one) => `${short(one.kv_token_capacity)} tokens`, { minor: true }),
+      text("KV cache", cache, { minor: true }),
       text("instance", (one) => one.instance_id.slice(0, 8), { minor: true }),
     ],
     "Live generators",

@@ -3,8 +3,8 @@ import { byId } from "./dom.js";
 import { count, plural, short, words } from "./format.js";
 import { Bars } from "./bars.js";
 
-const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead"];
-const GROUPS = ["open", "ready", "cut"];
+const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead", "surplus"];
+const GROUPS = ["open", "ready", "cut", "aside"];
 const MOST_BINS = 14;
 
 export class QueuePanels {

@@ -13,7 +13,7 @@ from rollmesh.types import LOWEST_TEMPERATURE, GenerationCall, Int32Array, Sampl
 def check_call(call: GenerationCall, *, vocab_size: int, longest: int) -> int:
     """Check a call against the model and a context of ``longest`` tokens; returns its budget of new tokens.
 
-    DataError names the field, the value and the limit. A single id outside the vocabulary would crash an SGLang server.
+    DataError names the field, the value and the limit. One id outside the vocabulary could crash a server.
     """
     ids = call.context_ids
     if len(ids) == 0:

@@ -1,17 +1,16 @@
-"""The engine protocol: the interface between the generator service and torch, SGLang or a test double."""
+"""The engine protocol: the interface between the generator service and any engine, and its declaration."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError
-from rollmesh.types import Chunk as Chunk
-from rollmesh.types import Float32Array, Int32Array
-from rollmesh.types import GenerationCall as GenerationCall
+from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
 
 
 class OnNewVersion(StrEnum):
@@ -32,28 +31,30 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """Load and lifetime counters of an engine; counters never decrease."""
+    """Load and lifetime counters of an engine; counters never decrease. The defaults are those before it starts."""
 
-    policy_version: int
-    running_count: int
-    waiting_count: int
-    slot_count: int
-    kv_tokens_used: int
-    kv_token_capacity: int
-    generated_token_total: int
-    prefill_token_total: int
-    reprefill_token_total: int
+    policy_version: int = -1
+    running_count: int = 0
+    waiting_count: int = 0
+    slot_count: int = 0
+    kv_tokens_used: int = 0
+    kv_token_capacity: int = 0
+    generated_token_total: int = 0
+    prefill_token_total: int = 0
+    reprefill_token_total: int = 0
     """Prefilled tokens that this or another generator already sampled (resumed contexts)."""
-    cached_token_total: int
-    decode_step_total: int | None
+    cached_token_total: int = 0
+    decode_step_total: int | None = 0
     """Decode steps; None if the engine cannot count them."""
-    busy_seconds_total: float
+    busy_seconds_total: float = 0.0
     """Seconds spent in prefill and decode."""
-    running_slot_seconds_total: float
+    running_slot_seconds_total: float = 0.0
     """Integral of running calls over time: numerator of the bubble ratio."""
-    held_back_total: int
+    preemption_total: int = 0
+    """Calls that lost their cache because it was full; a pause or a load is none."""
+    held_back_total: int = 0
     """Times a call was held because its caller was late to save the tokens."""
-    paused: bool
+    paused: bool = False
 
 
 class Engine(Protocol):
@@ -109,3 +110,16 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """End running calls as ``interrupted`` and stop the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDeclaration:
+    """Registry entry of an engine; its module imports the engine and its libraries only inside ``build``.
+
+    The engine's section of the run file declares its fields, secrets, defaults and rules (``config.section``).
+    """
+
+    build: Callable[[RunConfig, int], Engine]
+    """Build the engine of the run's generator with this index, not started."""
+    check_machine: Callable[[RunConfig], None] = lambda _: None
+    """Raise ConfigError unless a generator of the run can start on this machine."""

@@ -62,16 +62,12 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     )
 
 
-def write_plots(run_folder: Path) -> tuple[Path, ...]:
-    """Draw every plot into ``plots/`` of the run folder, as SVG and PNG; return the files.
+def write_plots(run: RecordedRun) -> list[tuple[PlotSpec, Path]]:
+    """Draw every plot into ``plots/`` of the run folder, as SVG and PNG; return each with its SVG file.
 
-    Raises ConfigError when matplotlib is not installed, DataError for a missing folder.
+    Raises ConfigError when matplotlib is not installed.
     """
-    specs = plot_specs(RecordedRun(run_folder))
-    folder = run_folder / "plots"
+    folder = run.path / "plots"
     folder.mkdir(exist_ok=True)
-    files: list[Path] = []
     with style.style():
-        for spec in specs:
-            files.extend(style.save(spec.draw(), folder, spec.name))
-    return tuple(files)
+        return [(spec, style.save(spec.draw(), folder, spec.name)[0]) for spec in plot_specs(run)]

@@ -56,13 +56,12 @@ def in_flight_plot(timeline: TimelineSeries) -> Figure:
     """Draw running calls stacked by policy version, with a colour ramp from old to new."""
     figure = s.new_figure(width=s.WIDE, height=3.1)
     (axes,) = s.panels(figure, (1,))
-    series = timeline.in_flight
     start, unit, label = _clock(timeline.time)
-    time, running = binned(timeline.time, series.running)
-    _, slots = binned(timeline.time, series.slots)
+    time, running = binned(timeline.time, timeline.running)
+    _, slots = binned(timeline.time, timeline.slots)
     clock = (time - start) / unit
     base = np.zeros(len(clock))
-    for row, colour in zip(running, s.version_colours(series.versions), strict=True):
+    for row, colour in zip(running, s.version_colours(timeline.versions), strict=True):
         # Draw only the range with running calls (and one moment around it), to limit the file size of long runs.
         visible = np.convolve(row > 0, np.ones(3), "same") > 0
         axes.fill_between(clock, base, base + row, where=visible, color=colour, linewidth=0, interpolate=False)
@@ -74,8 +73,8 @@ def in_flight_plot(timeline: TimelineSeries) -> Figure:
     axes.set_title("Rollouts in flight by policy version")
     s.finish(axes, x=label, y="running calls", zero=True)
     s.legend(axes)
-    if series.versions:
-        s.version_bar(figure, axes, series.versions)
+    if timeline.versions:
+        s.version_bar(figure, axes, timeline.versions)
     return figure
 
 

@@ -38,54 +38,11 @@ CSS_VARIABLES: Mapping[str, str] = {
     GRID: "var(--plot-grid)",
     SURFACE: "var(--surface)",
 }
-"""Colours that follow the page's light or dark scheme when a plot is part of the page."""
+"""Colours of ``plots.mplstyle`` that follow the page's light or dark scheme when a plot is part of the page."""
 
 WIDTH = 4.9
 WIDE = 9.6
 """Widths in inches: of a plot in one column, and of a plot over the whole page."""
-
-_RC: Any = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GRID,
-    "axes.grid": True,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 9.0,
-    "axes.linewidth": 1.0,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 9.0,
-    "axes.titlesize": 11.0,
-    "axes.titleweight": "bold",
-    "figure.autolayout": False,
-    "figure.constrained_layout.use": False,
-    "figure.facecolor": SURFACE,
-    "axes.facecolor": "none",
-    "font.family": ["sans-serif"],
-    "font.size": 9.0,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.labelcolor": INK,
-    "legend.handlelength": 1.4,
-    "legend.borderaxespad": 0.0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "savefig.facecolor": SURFACE,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rollmesh",
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.major.pad": 5,
-    "ytick.major.pad": 5,
-}
 
 
 def style() -> Any:
@@ -97,7 +54,7 @@ def style() -> Any:
         import matplotlib
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'rollmesh[report]'") from error
-    return matplotlib.rc_context(_RC)
+    return matplotlib.rc_context(fname=Path(__file__).with_name("plots.mplstyle"))
 
 
 def new_figure(width: float = WIDTH, height: float = 3.1) -> Figure:

@@ -87,12 +87,10 @@ def kill_worker(pid: int, uid: int | None) -> None:
 
 def kill_uid(uid: int) -> None:
     """Kill every process of a worker's uid, even if they fork fast."""
-    child = os.fork()
-    if child == 0:
+
+    def kill_all() -> None:
         # With that uid, kill(-1) reaches exactly the processes that the worker left behind.
-        try:
-            identity.become(uid)
-            os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+        identity.become(uid)
+        os.kill(-1, signal.SIGKILL)
+
+    identity.succeeds_in_child(kill_all)

@@ -5,8 +5,8 @@ Workers run untrusted code, so their data is never unpickled and its lengths are
 
 from __future__ import annotations
 
-import socket
 import struct
+from typing import BinaryIO
 
 LARGEST_REQUEST_BYTES = 64 << 20
 LARGEST_REPLY_BYTES = 1 << 20
@@ -44,27 +44,15 @@ def frame(payload: bytes) -> bytes:
     return _HEADER.pack(len(payload)) + payload
 
 
-def receive_frame(connection: socket.socket, largest_bytes: int) -> bytes | None:
+def receive_frame(stream: BinaryIO, largest_bytes: int) -> bytes | None:
     """Block until a whole frame has arrived; return None if the peer has closed the connection between frames."""
-    header = _receive(connection, _HEADER.size)
+    header = stream.read(_HEADER.size)
     if not header:
         return None
-    (size,) = _HEADER.unpack(header)
+    size = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else 0
     if size > largest_bytes:
         raise FrameError(f"frame of {size} bytes, the limit is {largest_bytes}")
-    payload = _receive(connection, size)
-    if len(payload) < size:
+    payload = stream.read(size)
+    if len(header) < _HEADER.size or len(payload) < size:
         raise FrameError("the stream ended inside a frame")
     return payload
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        received = connection.recv(min(size - len(data), 1 << 20))
-        if not received:
-            if data:
-                raise FrameError("the stream ended inside a frame")
-            break
-        data += received
-    return bytes(data)

@@ -22,10 +22,8 @@ from typing import Any, NoReturn
 
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.reward.pool.confinement import WorkerConfinement, kill_worker, prepare
-from rollmesh.reward.pool.handler import RewardHandler
-from rollmesh.reward.pool.isolation import probe_worker
 from rollmesh.reward.pool.orphan_reaper import start_orphan_reaper, stop_orphan_reaper
-from rollmesh.reward.pool.worker_process import run_worker
+from rollmesh.reward.pool.worker_process import RewardHandler, run_worker
 from rollmesh.reward.pool.worker_spec import WorkerSpec
 from rollmesh.tasks.sandbox import kernel, leftovers
 from rollmesh.tasks.sandbox.command import remove_folders_of
@@ -98,14 +96,13 @@ class Template:
             self._become_worker(connection, birth)
         connection.close()
         self._workers[pid] = birth
-        self._send({"op": "spawned", "slot": slot, "pid": pid})
+        _send(self._control, {"op": "spawned", "slot": slot, "pid": pid})
 
     def _become_worker(self, connection: socket.socket, birth: int) -> NoReturn:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
             run_worker(
                 connection,
@@ -114,7 +111,6 @@ class Template:
                 birth,
                 timeout_seconds=self._spec.timeout_seconds,
                 item_count=self._spec.items_per_worker,
-                probe=lambda: probe_worker(self._confinement, birth),
             )
             status = 0
         except BrokenPipeError:
@@ -149,10 +145,7 @@ class Template:
                 # A worker adopts its orphans; after its exit they become unknown children of this process.
                 leftovers.clear(frozenset(filter(None, (*self._workers, self._reaper))))
                 remove_folders_of(pid)
-                self._send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        _send(self._control, message)
+                _send(self._control, {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
 
 def _send(control: socket.socket, message: Mapping[str, Any]) -> None:

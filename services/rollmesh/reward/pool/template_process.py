@@ -56,6 +56,7 @@ class TemplateProcess:
                 pass_fds=(template_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment,
+                start_new_session=True,  # a signal to the service's group must not end it before the drain
             )
         template = TemplateProcess(process, service_end)
         asyncio.get_running_loop().add_reader(service_end.fileno(), template._read_messages)

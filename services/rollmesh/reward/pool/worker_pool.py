@@ -11,13 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollmesh.errors import RollmeshError
 from rollmesh.reward.pool.template_process import TemplateLost, TemplateProcess
 from rollmesh.reward.pool.worker_connection import WorkerConnection, WorkerDied, WorkerTimedOut
 from rollmesh.reward.pool.worker_process import PROBE, SCORE
 from rollmesh.reward.pool.worker_spec import WorkerSpec
+from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
 from rollmesh.runtime.tasks import cancel_and_wait
@@ -25,19 +25,6 @@ from rollmesh.runtime.tasks import cancel_and_wait
 _PROBE_SECONDS = 30.0
 _TEMPLATE_ATTEMPTS = 5
 _BACKOFF = Backoff(first_seconds=0.1)
-
-
-class PoolObserver(Protocol):
-    """Observer of a pool's events, for metrics."""
-
-    def queued(self, waiting: int) -> None:
-        """Record the number of answers that wait for a worker."""
-
-    def started(self, queue_seconds: float) -> None:
-        """Record the queue time of an answer that a worker starts."""
-
-    def replaced(self, reason: str) -> None:
-        """Count a worker that must be replaced: ``timed_out``, ``died`` or ``retired``."""
 
 
 @dataclass(slots=True)
@@ -52,12 +39,12 @@ class WorkerPool:
     """Pool that runs requests in worker processes; use as an async context manager."""
 
     def __init__(
-        self, spec: WorkerSpec, size: int, observer: PoolObserver, on_failure: Callable[[BaseException], None]
+        self, spec: WorkerSpec, size: int, metrics: RewardMetrics, on_failure: Callable[[BaseException], None]
     ) -> None:
         """``on_failure`` is called if the pool cannot recover; later requests fail."""
         self._spec = spec
         self._size = size
-        self._observer = observer
+        self._metrics = metrics
         self._on_failure = on_failure
         self._log = get_logger("pool")
         self._template: TemplateProcess | None = None
@@ -112,7 +99,7 @@ class WorkerPool:
         self._jobs.put_nowait(
             _Job(request=request, timeout_seconds=timeout_seconds, queued_at=time.monotonic(), result=result)
         )
-        self._observer.queued(self._jobs.qsize())
+        self._metrics.queued(self._jobs.qsize())
         return await result
 
     async def _run_slot(self, slot: int) -> None:
@@ -122,7 +109,7 @@ class WorkerPool:
                 # The next worker is forked before a job arrives.
                 worker = await self._usable_worker(slot, worker)
                 job = await self._jobs.get()
-                self._observer.queued(self._jobs.qsize())
+                self._metrics.queued(self._jobs.qsize())
                 if job.result.done():  # its caller has cancelled it
                     continue
                 try:
@@ -136,13 +123,13 @@ class WorkerPool:
                 await worker.end()
 
     async def _serve(self, job: _Job, worker: WorkerConnection) -> None:
-        self._observer.started(time.monotonic() - job.queued_at)
+        self._metrics.started(time.monotonic() - job.queued_at)
         try:
             answer = await worker.request_answer(job.request, job.timeout_seconds)
         except (WorkerTimedOut, WorkerDied) as error:
             if not job.result.done():
                 job.result.set_exception(error)
-            self._observer.replaced("timed_out" if isinstance(error, WorkerTimedOut) else "died")
+            self._metrics.replaced("timed_out" if isinstance(error, WorkerTimedOut) else "died")
         except asyncio.CancelledError:
             job.result.cancel()
             raise
@@ -155,7 +142,7 @@ class WorkerPool:
             if not worker.closed:
                 return worker
             if not worker.ended:
-                self._observer.replaced("retired")
+                self._metrics.replaced("retired")
                 await worker.end()
         return await self._open(slot)
 

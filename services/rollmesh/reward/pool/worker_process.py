@@ -1,49 +1,98 @@
-"""Main loop of one worker process: confine the process, then score one answer after another."""
+"""A worker process: confines itself, then scores one answer after another, bytes in and bytes out."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any
 
+from rollmesh.errors import DataError, VerifierError
+from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.confinement import WorkerConfinement, allow_cpu, confine_worker
+from rollmesh.reward.pool.isolation import probe_worker
 from rollmesh.reward.pool.pipe_frames import LARGEST_REQUEST_BYTES, frame, receive_frame
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
+from rollmesh.text import Tokenizer
+from rollmesh.types import OutcomeKind, Prompt, RewardOutcome
+from rollmesh.wire.reward_messages import ScoreItem, outcome_to_bytes, score_item_from_bytes
 
 SCORE = b"S"
 PROBE = b"P"
 
 
-class Handler(Protocol):
-    """Function that turns one request into one reply; never raises."""
+class RewardHandler:
+    """Scorer of one answer at a time, with the verifiers loaded before the process was confined."""
 
-    needs_replacement: bool
-    """True if the process must be replaced."""
+    def __init__(self, tokenizer: Tokenizer, verifiers: Mapping[str, Verifier], default: str) -> None:
+        """``default`` is the verifier of prompts without a verifier."""
+        self._tokenizer = tokenizer
+        self._verifiers = verifiers
+        self._default = default
+        self.needs_replacement = False
+        """True if the process must be replaced because it ran out of memory."""
 
-    def __call__(self, payload: bytes) -> bytes: ...
+    def __call__(self, payload: bytes) -> bytes:
+        """Score one encoded item; never raises."""
+        try:
+            return outcome_to_bytes(self._score(score_item_from_bytes(payload)))
+        except DataError as error:
+            return outcome_to_bytes(verifier_error(str(error)))
+        except MemoryError:
+            self.needs_replacement = True
+            return outcome_to_bytes(
+                verifier_error("MemoryError: the verifier process exceeded reward.memory_limit_bytes")
+            )
+        except ValueError as error:  # the name of a part is not valid protobuf text
+            return outcome_to_bytes(verifier_error(f"the reward cannot be encoded: {error}"))
+
+    def _score(self, item: ScoreItem) -> RewardOutcome:
+        name = item.prompt.verifier or self._default
+        verifier = self._verifiers.get(name)
+        if verifier is None:
+            return verifier_error(f"this run has no verifier {name!r}; it has {', '.join(sorted(self._verifiers))}")
+        response = self._tokenizer.decode(item.response_ids)
+        metadata = prompt_metadata(item.prompt, verifier, self._tokenizer)
+        try:
+            reward = checked_reward(verifier.verify(response, metadata), name)
+        except TimeoutError as error:
+            return timed_out(str(error) or f"{name}: the verifier's time limit expired", verifier.timeout_means_wrong)
+        except VerifierError as error:
+            return verifier_error(str(error))
+        except MemoryError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a verifier becomes an outcome
+            return verifier_error(f"{name}: {type(error).__name__}: {error}")
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
+
+
+def prompt_metadata(prompt: Prompt, verifier: Verifier, tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """Return the prompt's metadata, with the prompt's text if the verifier requires it."""
+    if not getattr(verifier, "needs_prompt", False):
+        return prompt.metadata
+    return {**prompt.metadata, "prompt": tokenizer.decode(prompt.token_ids)}
 
 
 def run_worker(
     connection: socket.socket,
-    handler: Handler,
+    handler: RewardHandler,
     confinement: WorkerConfinement,
     birth: int,
     *,
     timeout_seconds: float,
     item_count: int,
-    probe: Callable[[], dict[str, object]],
 ) -> None:
     """Serve up to ``item_count`` requests, or until the service disconnects or the handler needs a replacement."""
     confine_worker(confinement, birth)
+    requests = connection.makefile("rb")
     for _ in range(item_count):
-        request = receive_frame(connection, LARGEST_REQUEST_BYTES + 1)
+        request = receive_frame(requests, LARGEST_REQUEST_BYTES + 1)
         if request is None:
             return
-        kind, payload = request[:1], request[1:]
-        if kind == PROBE:
-            connection.sendall(frame(json.dumps(probe()).encode()))
+        if request[:1] == PROBE:
+            connection.sendall(frame(json.dumps(probe_worker(confinement, birth)).encode()))
             continue
         allow_cpu(timeout_seconds)
-        connection.sendall(frame(handler(payload)))
+        connection.sendall(frame(handler(request[1:])))
         if handler.needs_replacement:
             return

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollmesh.config import RunConfig
-from rollmesh.config.data import CountdownSource, JsonlSource, PythonSource, ReasoningGymSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
@@ -63,12 +62,10 @@ def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...
     """Return the names of verifiers that this run's prompts may name, without the default: (required, optional)."""
     required: set[str] = set()
     optional: set[str] = set()
-    for source in (config.data.source, config.data.evaluation_source):
-        if isinstance(source, CountdownSource):
-            required.add("countdown")
-        elif isinstance(source, ReasoningGymSource):
-            required.add("reasoning_gym")
-        elif isinstance(source, PythonSource) or (isinstance(source, JsonlSource) and source.verifier_field):
+    for source in config.data.sources.values():
+        if source.task_verifier:
+            required.add(source.task_verifier)
+        elif source.rows_name_verifiers:
             optional |= set(BUILT_IN) - _NEEDS_OPTIONS
     required.discard(config.reward.verifier)
     optional -= required | {config.reward.verifier}

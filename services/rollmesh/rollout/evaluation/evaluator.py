@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollmesh.config.services import EvalConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.rollout.evaluation.pinned_generator import Pin
 from rollmesh.rollout.rollout_metrics import RolloutMetrics

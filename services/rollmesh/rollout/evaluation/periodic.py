@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.config.services import EvalConfig
+from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.evaluation_requests import Evaluations, due_versions, evaluation_floor, evaluation_request

@@ -1,8 +1,9 @@
 #!lua
--- uses: core counters fence roles
+-- uses: core counters fence places roles
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
---   id, needed, epoch, index, prompt bytes ('' when it was uploaded under its own key).
+--   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key), prompt id ('' without
+--   history), expected tokens ('' when unknown), start rank ('' for admission order).
 -- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')
@@ -17,23 +18,27 @@ local floor_epoch, floor_index = tonumber(meta[6] or '-1'), tonumber(meta[7] or 
 local function known(gid, epoch, index)
   if epoch < floor_epoch or (epoch == floor_epoch and index <= floor_index) then return true end
   return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid) or call('HEXISTS', K.cut, gid) == 1
+    or call('HEXISTS', K.returning, gid) == 1
 end
 
 -- Every group is checked before the first write, so a lost upload leaves the whole call without effect.
 local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
-  local at = 8 + group * 5
-  local gid, needed, prompt = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 4]
-  if not named[gid] and not known(gid, tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])) then
+  local at = 8 + group * 9
+  local gid, prompt = ARGV[at], ARGV[at + 5]
+  if not named[gid] and not known(gid, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])) then
     if prompt == '' and call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
     named[gid] = true
-    new[#new + 1] = {id = gid, needed = needed, prompt = prompt}
+    new[#new + 1] = {
+      id = gid, needed = tonumber(ARGV[at + 1]), launched = tonumber(ARGV[at + 2]), prompt = prompt,
+      prompt_id = ARGV[at + 6], expected = ARGV[at + 7], rank = ARGV[at + 8] ~= '' and ARGV[at + 8] or nil,
+    }
   end
 end
 
 local sequence, opened = tonumber(meta[5] or '0'), #new
 for _, group in ipairs(new) do
-  local gid, needed = group.id, group.needed
+  local gid = group.id
   if group.prompt ~= '' then
     call('SET', prompt_key(gid), group.prompt)
   else
@@ -42,12 +47,16 @@ for _, group in ipairs(new) do
   end
   count('prompt_bytes_total', call('STRLEN', prompt_key(gid)))
   sequence = sequence + 1
-  call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
-    'member_steps', 1)
+  call('HSET', group_key(gid), 'index', sequence, 'needed', group.needed, 'launched', group.launched, 'scored', 0,
+    'terminal', 0, 'member_steps', 1)
+  if group.launched > group.needed then call('HSET', group_key(gid), 'spare', group.launched - group.needed) end
+  if group.prompt_id ~= '' then call('HSET', group_key(gid), 'prompt', group.prompt_id) end
+  if group.expected ~= '' then call('HSET', group_key(gid), 'expected', group.expected) end
+  if group.rank then call('HSET', group_key(gid), 'rank', group.rank) end
   call('ZADD', K.open, sequence, gid)
   local members = {}
-  for member = 0, needed - 1 do
-    members[#members + 1] = sequence * 4096 + member
+  for member = 0, group.launched - 1 do
+    members[#members + 1] = start_place(sequence, group.rank, member)
     members[#members + 1] = gid .. '.' .. member
   end
   call('ZADD', K.pending, unpack(members))

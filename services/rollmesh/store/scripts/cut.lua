@@ -34,6 +34,7 @@ for _, gid in ipairs(gids) do
 end
 call('ZREM', K.ready, unpack(gids))
 call('ZREM', K.ready_steps, unpack(gids))
+call('ZREM', K.ready_tokens, unpack(gids))
 call('HSET', K.cut, unpack(marks))
 call('RPUSH', batch_groups_key(step), unpack(gids))
 call('HSET', K.meta, 'cut_step', step)

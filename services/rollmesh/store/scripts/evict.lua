@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- uses: core counters drop fence group roles
--- Drops open or ready groups. ARGV: leader, reason, group ids. Returns the number of dropped groups.
+-- Drops open and ready groups, and groups that were set aside. ARGV: leader, reason, group ids. Returns the number of
+-- dropped groups.
 require_leader(ARGV[1])
 refuse_while_recovering('evict')
 local dropped = 0
@@ -8,10 +9,8 @@ for at = 3, #ARGV do
   local gid = ARGV[at]
   if not call('HGET', K.cut, gid) and not call('ZSCORE', K.tombstones, gid) then
     local group = load_group(gid)
-    if group then
-      drop_group(group, ARGV[2])
-      dropped = dropped + 1
-    end
+    if group then drop_group(group, ARGV[2]) end
+    if group or drop_returning(gid, ARGV[2]) then dropped = dropped + 1 end
   end
 end
 count('evicted_total', dropped)

@@ -1,18 +1,19 @@
 #!lua
 -- uses: core counters fence group roles
 -- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
--- that the trajectory does not contain. A group has at most 2 * `needed` members, replacements included, and the pool at
+-- that the trajectory does not contain. A group has at most `most_members` members, replacements included, and the pool at
 -- most pool_size. ARGV: session, trajectory, nonce.
--- Returns a map: `status`, and of a new member `id`, `birth` and `since`, the time of its lease in ms. A retry with
--- the same nonce gets the same member.
+-- Returns a map: `status`, and of a new member `id`, `birth`, `incarnation` and `since`, the time of its lease in ms. A
+-- retry with the same nonce gets the same member.
 local session, parent = ARGV[1], ARGV[2]
 require_session(session)
 local v = call('HMGET', trajectory_key(parent), 'session', 'state', 'fork_nonce', 'fork')
 if v[1] ~= session or v[2] ~= S.leased then return {map = {status = 'lost'}} end
 if v[3] == ARGV[3] then
-  local child = call('HMGET', trajectory_key(v[4]), 'session', 'state', 'birth', 'since')
+  local child = call('HMGET', trajectory_key(v[4]), 'session', 'state', 'birth', 'since', 'incarnation')
   if child[1] == session and child[2] == S.leased then
-    return {map = {status = 'forked', id = v[4], birth = tonumber(child[3]), since = tonumber(child[4])}}
+    return {map = {status = 'forked', id = v[4], birth = tonumber(child[3]), since = tonumber(child[4]),
+      incarnation = tonumber(child[5] or '0')}}
   end
 end
 if recovering() then return {map = {status = 'paused'}} end
@@ -24,13 +25,14 @@ if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '
 end
 local group = load_group(group_of(parent))
 if not group then return {map = {status = 'lost'}} end
-if group.launched >= 2 * group.needed then return {map = {status = 'group_full'}} end
+if group.launched >= most_members(group.needed) then return {map = {status = 'group_full'}} end
 touch(group)
 local member = group.launched
 group.launched = member + 1
+local incarnation = group.incarnation or '0'
 local id, birth, since = group.id .. '.' .. member, math.max(0, tonumber(meta[2] or '0')), now()
 call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order_of(group.index, member),
-  'attempts', 1, 'mark', 0, 'tokens', 0, 'birth', birth, 'since', since)
+  'attempts', 1, 'mark', 0, 'tokens', 0, 'birth', birth, 'since', since, 'incarnation', incarnation)
 call('HSET', trajectory_key(parent), 'fork_nonce', ARGV[3], 'fork', id)
 call('SADD', held_key(session), id)
 count('leased', 1)
@@ -38,4 +40,4 @@ count('leases_total', 1)
 count('forks_total', 1)
 flush_groups()
 flush_counts()
-return {map = {status = 'forked', id = id, birth = birth, since = since}}
+return {map = {status = 'forked', id = id, birth = birth, since = since, incarnation = tonumber(incarnation)}}

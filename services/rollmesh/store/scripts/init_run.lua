@@ -1,20 +1,23 @@
 #!lua flags=allow-oom
 -- uses: core fence
--- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Every service
--- starts with this script, so it must run when memory is short: memory is freed by training a batch, and the trainer
--- restarts too. ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
+-- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Of the limits
+-- that an older release did not write, the sizes are added, and the others must be 0. Every service starts with this
+-- script, so it must run when memory is short: memory is freed by training a batch, and the trainer restarts too.
+-- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
-  local old, longer = {}, nil
+  local old, changed = {}, {}
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
-    if ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0) then
-      longer = ARGV[at + 1]
-    elseif old[ARGV[at]] ~= ARGV[at + 1] then
-      fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. tostring(old[ARGV[at]]) .. ', not ' .. ARGV[at + 1])
+    local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
+    local size = ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
+    if longer or (size and not old[ARGV[at]]) then
+      changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
+    elseif (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
+      fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. (old[ARGV[at]] or '0') .. ', not ' .. ARGV[at + 1])
     end
   end
-  if longer then call('HSET', K.limits, 'train_steps', longer) end
+  if #changed > 0 then call('HSET', K.limits, unpack(changed)) end
   return 0
 end
 call('HSET', K.limits, unpack(ARGV, 2))

@@ -1,7 +1,8 @@
 #!lua
 -- uses: bury core counters drop fence group roles
--- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories of the oldest group first,
--- then pending ones in admission order. ARGV: session, nonce, limit, maximum number of pending ones among them.
+-- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order of the run,
+-- by default those of the oldest group first, then pending ones in its start order (lib/places.lua).
+-- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
 -- first lease in ms. All values but `new` are text, which avoids a conversion of numbers at every step.
 local session = ARGV[1]
@@ -22,6 +23,7 @@ local leased, held, buried = {}, {}, 0
 -- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
 local MOST_BURIALS = most_burials()
 
+-- The field `order` is for clients of an older release.
 local function take(id, order)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since', 'incarnation')
   local attempts, tokens, since = '1', v[3] or '0', v[5] or now_text

@@ -22,11 +22,14 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
     call('HDEL', K.cut, gid)
     call('ZADD', K.ready, group.index, gid)
     call('ZADD', K.ready_steps, group.step or '+inf', gid)
+    call('ZADD', K.ready_tokens, group.tokens, gid)
   end
 end
 call('UNLINK', batch_groups_key(step))
 call('HDEL', K.replays, unpack(gids))
-for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, unpack(gids)) end
+for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside}) do
+  call('ZREM', queue, unpack(gids))
+end
 if trained then
   call('HDEL', K.cut, unpack(gids))
   call('ZADD', K.tombstones, unpack(marks))

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: core counters drop group save_status settle
+-- uses: core counters drop group history save_status settle
 -- Records outcomes, finished -> scored | unscorable, and the group's next state. The script allocates little and completes
 -- batches, which frees memory, so it must run when memory is short.
 -- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes.
@@ -29,7 +29,9 @@ local function apply(id, scored, reward, outcome)
   if scored then
     touch(group)
     group.terminal, group.scored = group.terminal + 1, group.scored + 1
+    group.tokens = group.tokens + tonumber(v[3])
     local value = tonumber(reward)
+    add_member_facts(group, id, value, tonumber(v[3]))
     if not group.low or value < tonumber(group.low) then group.low = reward end
     if not group.high or value > tonumber(group.high) then group.high = reward end
   else

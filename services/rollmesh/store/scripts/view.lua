@@ -1,14 +1,17 @@
 #!lua flags=allow-oom
 -- uses: core fence
--- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups.
--- Returns a map. `ready` has (id, index, step) of each ready group, `open` the same of the open groups with the
--- smallest step (those without tokens last), `unclaimed` has (step, groups) over all open and ready groups with tokens.
+-- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups;
+-- '1' to list the ready groups with the fewest tokens too.
+-- Returns a map. `ready` has (id, index, step, tokens) of each ready group, `open` (id, index, step) of the open groups
+-- with the smallest step (those without tokens last), `unclaimed` (step, groups) over all open and ready groups with
+-- tokens, `aside` the ids of the oldest groups that were set aside.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
-  'failure_leader', 'leader', 'launcher_paused')
-local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version')
+  'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled')
+local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version',
+  'waiting_for')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
   'prompt_bytes_total', 'prompts_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
@@ -25,9 +28,14 @@ if finished_total > 0 then
 end
 local ratio = limit > 0 and tostring(expected / limit) or '0'
 
+-- Groups recalled for the next batch.
+local recalled = tonumber(meta[14]) == tonumber(meta[2]) + 1 and meta[15] or '0'
+
 -- During a rollback nothing can be cut, so the leader gets no ready groups.
 local ready, ids, seen = {}, {}, {}
-for _, key in ipairs((meta[9] or bound == 0) and {} or {K.ready, K.ready_steps}) do
+local lists = (meta[9] or bound == 0) and {} or {K.ready, K.ready_steps}
+if #lists > 0 and ARGV[2] == '1' then lists[3] = K.ready_tokens end
+for _, key in ipairs(lists) do
   for _, gid in ipairs(call('ZRANGE', key, 0, bound - 1)) do
     if not seen[gid] then
       seen[gid] = true
@@ -39,8 +47,11 @@ for first = 1, #ids, 1000 do
   local last = math.min(first + 999, #ids)
   local indexes = call('ZMSCORE', K.ready, unpack(ids, first, last))
   local steps = call('ZMSCORE', K.ready_steps, unpack(ids, first, last))
+  -- A group of an older release has no entry.
+  local tokens = call('ZMSCORE', K.ready_tokens, unpack(ids, first, last))
   for at = first, last do
-    ready[#ready + 1] = {ids[at], indexes[at - first + 1], steps[at - first + 1]}
+    local n = at - first + 1
+    ready[#ready + 1] = {ids[at], indexes[n], steps[n], tokens[n] or '0'}
   end
 end
 
@@ -82,6 +93,8 @@ return {map = {
   finished_total = finished_total, prompt_bytes_total = counts[5] or '0', prompts_total = counts[6] or '0',
   generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'),
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
-  reason = desired[4] or '', start_at_version = desired[5] or '0',
+  reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
   settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
+  aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
+  aside = bound > 0 and call('ZRANGE', K.aside, 0, bound - 1) or {},
 }}

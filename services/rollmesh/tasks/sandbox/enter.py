@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -132,6 +132,7 @@ def _private_scratch(size_bytes: int) -> str | None:
 @lru_cache(maxsize=8)
 def strongest_isolation(uid: int | None) -> Isolation:
     """Return the strongest isolation that this process can have as ``uid`` (None: unchanged), tested in children."""
+    interpreter = os.path.realpath(sys.executable)
     limits = ResourceLimits(address_space_bytes=0, cpu_seconds=0, process_count=0, file_bytes=0, open_file_count=0)
     for isolation in Isolation:
         with tempfile.TemporaryDirectory(prefix="rollmesh-isolation-", ignore_cleanup_errors=True) as folder:
@@ -145,21 +146,12 @@ def strongest_isolation(uid: int | None) -> Isolation:
                 folder=folder,
                 scratch_bytes=_TRIAL_SCRATCH_BYTES,
             )
-            if isolation is Isolation.NONE or _succeeds(trial):
+            if isolation is Isolation.NONE or identity.succeeds_in_child(partial(_try, trial, interpreter)):
                 return isolation
     raise AssertionError("Isolation.NONE has no requirements")
 
 
-def _succeeds(trial: Confinement) -> bool:
-    interpreter = os.path.realpath(sys.executable)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _build(trial)
-            status = 0 if os.access(interpreter, os.X_OK) else 1
-        except OSError:
-            status = 1
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
+def _try(trial: Confinement, interpreter: str) -> None:
+    _build(trial)
+    if not os.access(interpreter, os.X_OK):
+        raise PermissionError(f"{interpreter}: not executable in this isolation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rollmesh.tasks.sandbox import kernel
@@ -43,11 +44,16 @@ def can_become(uid: int) -> bool:
     """Tell whether ``become(uid)`` works, by a test in a child: root may lack the capability or the uid."""
     if not is_root():
         return False
+    return succeeds_in_child(lambda: become(uid))
+
+
+def succeeds_in_child(action: Callable[[], None]) -> bool:
+    """Run ``action`` in a forked child; return True if it raises no error."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            become(uid)
+            action()
             status = 0
         finally:
             os._exit(status)

@@ -41,11 +41,9 @@ class AgentPrompts:
 
     @property
     def epoch_size(self) -> int:
-        """Number of prompts in one epoch."""
         return self._source.epoch_size
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """Return the prompt at a cursor position."""
         prompt = self._source.prompt(epoch, index)
         text = self._tokenizer.decode(prompt.token_ids, special_tokens=MESSAGES in prompt.metadata)
         ids = prompt.token_ids if self._contexts == "task" else prompt.token_ids[:1]

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.source_protocol import Split
+from rollmesh.tasks.sources.source_protocol import SourceSettings, Split
 from rollmesh.types import Prompt
 
 SMALLEST_DIGIT = 1
@@ -96,7 +97,6 @@ class CountdownPrompts:
         split: Split = "train",
         min_numbers: int = 5,
         max_numbers: int = 8,
-        verifier: str = "countdown",
     ) -> None:
         """Create a source; ``encode`` turns text into token ids. Raises ConfigError for impossible sizes."""
         if not 2 <= min_numbers <= max_numbers <= LARGEST_DIGIT:
@@ -108,7 +108,6 @@ class CountdownPrompts:
         self._key = f"countdown:{split}:{seed}"
         self._split: Split = split
         self._sizes = (min_numbers, max_numbers)
-        self._verifier = verifier
 
     @property
     def epoch_size(self) -> int:
@@ -123,14 +122,24 @@ class CountdownPrompts:
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """Return the prompt at a cursor position, int32 [prompt_tokens]. Raises IndexError outside the epoch."""
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",
             token_ids=np.asarray(self._encode(puzzle.text), np.int32),
-            verifier=self._verifier,
+            verifier="countdown",
             metadata={"numbers": list(puzzle.numbers), "target": puzzle.target},
         )
+
+
+def open_countdown(source: CountdownSource, settings: SourceSettings) -> CountdownPrompts:
+    """Open the prompts of a run."""
+    return CountdownPrompts(
+        lambda text: settings.tokenizer.encode(text).tolist(),
+        seed=settings.seed,
+        split=settings.split,
+        min_numbers=source.min_numbers,
+        max_numbers=source.max_numbers,
+    )
 
 
 def _below(rng: random.Random, bound: int) -> int:

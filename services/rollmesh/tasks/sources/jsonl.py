@@ -9,8 +9,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from rollmesh.config.data import JsonlSource
 from rollmesh.errors import DataError
-from rollmesh.tasks.sources.row import Row
+from rollmesh.tasks.sources.row import Row, table_format
+from rollmesh.tasks.sources.rows import RowPrompts
+from rollmesh.tasks.sources.source_protocol import SourceSettings
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -42,7 +45,6 @@ class JsonlRows:
         return len(self._starts)
 
     def row(self, number: int) -> Row:
-        """Read and parse one row."""
         line_number = int(self._lines[number])
         where = f"{self._path}:{line_number}"
         fields = _parse(self._line(int(self._starts[number])), where)
@@ -57,6 +59,11 @@ class JsonlRows:
                 return file.readline()
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+
+
+def open_jsonl(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
+    """Open the file of a run; the rows are checked here."""
+    return RowPrompts(JsonlRows(source.path), table_format(source), settings)
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollmesh.config.data import ParquetSource
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.row import Row
+from rollmesh.tasks.sources.row import Row, table_format
+from rollmesh.tasks.sources.rows import RowPrompts
+from rollmesh.tasks.sources.source_protocol import SourceSettings
 
 
 class ParquetRows:
@@ -29,7 +32,11 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def row(self, number: int) -> Row:
-        """Return one row as Python values."""
         fields = self._table.slice(number, 1).to_pylist()[0]
         where = f"{self._path}: row {number + 1}"
         return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{number + 1}")
+
+
+def open_parquet(source: ParquetSource, settings: SourceSettings) -> RowPrompts:
+    """Open the table of a run; the rows are checked here."""
+    return RowPrompts(ParquetRows(source.path), table_format(source), settings)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rollmesh.config.data import PythonSource
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.loading import load_target
-from rollmesh.tasks.sources.row import Row
+from rollmesh.tasks.sources.row import Row, RowFormat
+from rollmesh.tasks.sources.rows import RowPrompts
+from rollmesh.tasks.sources.source_protocol import SourceSettings
 
 
 class PythonRows:
@@ -43,3 +46,9 @@ class PythonRows:
         if not isinstance(fields, Mapping):
             raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
         return Row(fields=fields, where=where, prompt_id=where)
+
+
+def open_python(source: PythonSource, settings: SourceSettings) -> RowPrompts:
+    """Call the function of a run; its rows are checked here."""
+    form = RowFormat(answer_required=False, verifier_field="verifier", verifier_required=False, chat=source.chat)
+    return RowPrompts(PythonRows(source.target, source.options), form, settings)

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rollmesh.config.data import ReasoningGymSource
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.entries import entry_to_text
 from rollmesh.tasks.sources.permutation import epoch_order
 from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
-from rollmesh.tasks.sources.source_protocol import Split
-from rollmesh.text import Tokenizer
+from rollmesh.tasks.sources.source_protocol import SourceSettings, Split
 from rollmesh.types import Prompt
 
 _SEED_SPAN = 2**30
@@ -25,49 +25,34 @@ class ReasoningGymPrompts:
     generated for evaluation is trained on by position. Small tasks can still repeat a question.
     """
 
-    def __init__(
-        self,
-        task: str,
-        options: Mapping[str, Any],
-        form: RowFormat,
-        tokenizer: Tokenizer,
-        *,
-        size: int,
-        seed: int,
-        split: Split = "train",
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, source: ReasoningGymSource, settings: SourceSettings) -> None:
         """Create the items. Raises ConfigError for an unknown task, for wrong options, or without the extra."""
-        self._task = task
-        self._options = dict(options)
-        self._form = form
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._shuffle = shuffle
-        self._items = create_task(task, {**options, "size": size, "seed": _first_seed(seed, split, size)})
+        self._source = source
+        self._settings = settings
+        self._form = RowFormat(answer_field=None, verifier_field="verifier", chat=source.chat)
+        seed = _first_seed(settings.seed, settings.split, source.size)
+        self._items = create_task(source.task, {**source.options, "size": source.size, "seed": seed})
 
     @property
     def epoch_size(self) -> int:
-        """Number of items in one epoch."""
         return len(self._items)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """Return the prompt at a cursor position. Raises IndexError outside the epoch."""
-        size = len(self._items)
+        size, task = len(self._items), self._source.task
         if epoch < 0 or not 0 <= index < size:
-            raise IndexError(f"reasoning_gym {self._task}: no position (epoch {epoch}, index {index})")
-        number = int(epoch_order(size, self._seed, epoch)[index]) if self._shuffle else index
+            raise IndexError(f"reasoning_gym {task}: no position (epoch {epoch}, index {index})")
+        number = int(epoch_order(size, self._settings.seed, epoch)[index]) if self._settings.shuffle else index
         entry = self._items[number]
         fields = {
             "prompt": entry["question"],
             "verifier": "reasoning_gym",
-            "task": self._task,
-            "options": json.dumps(self._options, sort_keys=True),
+            "task": task,
+            "options": json.dumps(self._source.options, sort_keys=True),
             "entry": entry_to_text(entry),
         }
-        where = f"{self._task}:{number}"
+        where = f"{task}:{number}"
         row = Row(fields=fields, where=f"reasoning_gym {where}", prompt_id=where)
-        return prompt_from_row(row, self._form, self._tokenizer)
+        return prompt_from_row(row, self._form, self._settings)
 
 
 def create_task(task: str, options: Mapping[str, Any]) -> Any:

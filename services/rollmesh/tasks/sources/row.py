@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.config.data import JsonlSource
 from rollmesh.errors import DataError
+from rollmesh.tasks.sources.source_protocol import SourceSettings
+from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Prompt
@@ -33,9 +36,16 @@ class RowFormat:
     verifier_field: str | None = None
     verifier_required: bool = True
     chat: bool = False
-    keep_messages: bool = False
-    """True to put the chat messages into the metadata, for agents that send them."""
-    max_prompt_tokens: int
+
+
+def table_format(source: JsonlSource) -> RowFormat:
+    """Return the format of the rows of a file."""
+    return RowFormat(
+        prompt_field=source.prompt_field,
+        answer_field=source.answer_field,
+        verifier_field=source.verifier_field,
+        chat=source.chat,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +57,23 @@ class Row:
     prompt_id: str
 
 
-def prompt_from_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Prompt:
+def prompt_from_row(row: Row, form: RowFormat, settings: SourceSettings) -> Prompt:
     """Build the prompt. Raises DataError with the row and the field."""
-    token_ids = _token_ids(row, form, tokenizer)
+    token_ids = _token_ids(row, form, settings.tokenizer)
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: field {form.prompt_field!r}: the prompt has no tokens")
-    if len(token_ids) > form.max_prompt_tokens:
+    if len(token_ids) > settings.max_prompt_tokens:
         raise DataError(
             f"{row.where}: field {form.prompt_field!r}: the prompt has {len(token_ids)} tokens, more than "
-            f"data.max_prompt_tokens={form.max_prompt_tokens}; raise it or drop the row"
+            f"data.max_prompt_tokens={settings.max_prompt_tokens}; raise it or drop the row"
         )
     metadata = _metadata(row, form)
-    if form.keep_messages and (messages := _chat(prompt_value(row, form), form)) is not None:
+    if settings.keep_messages and (messages := _chat(prompt_value(row, form), form)) is not None:
         metadata[MESSAGES] = [_json_value(m, f"{row.where}: field {form.prompt_field!r}") for m in messages]
     return Prompt(prompt_id=row.prompt_id, token_ids=token_ids, verifier=_verifier(row, form), metadata=metadata)
 
 
-def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
+def check_row(row: Row, form: RowFormat, settings: SourceSettings) -> None:
     """Raise DataError for a row that ``prompt_from_row`` would reject.
 
     Short plain prompts are not tokenised: a tokenizer writes at most about one token per byte, so they must fit.
@@ -71,11 +81,11 @@ def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
     value = prompt_value(row, form)
     if isinstance(value, str) and not form.chat and value.strip():
         slack = 16
-        if len(value.encode()) + slack <= form.max_prompt_tokens:
+        if len(value.encode()) + slack <= settings.max_prompt_tokens:
             _verifier(row, form)
             _metadata(row, form)
             return
-    prompt_from_row(row, form, tokenizer)
+    prompt_from_row(row, form, settings)
 
 
 def prompt_value(row: Row, form: RowFormat) -> Any:
@@ -97,7 +107,7 @@ def _token_ids(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Int32Array:
             return _given_ids(value, tokenizer)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    raise DataError(f"{where}: expected text, chat messages or token ids, got {_short(value)}")
+    raise DataError(f"{where}: expected text, chat messages or token ids, got {short_repr(value)}")
 
 
 def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
@@ -112,7 +122,7 @@ def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
 def _messages(value: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(f"message {number} needs role and content as text, got {_short(message)}")
+            raise DataError(f"message {number} needs role and content as text, got {short_repr(message)}")
     if not any(message["content"].strip() for message in value):
         raise DataError("the prompt is empty")
     return value
@@ -132,7 +142,7 @@ def _verifier(row: Row, form: RowFormat) -> str:
     # A dataset may choose a built-in verifier, but may not name code to run.
     if name not in BUILT_IN:
         raise DataError(
-            f"{row.where}: field {form.verifier_field!r}: unknown verifier {_short(name)}; "
+            f"{row.where}: field {form.verifier_field!r}: unknown verifier {short_repr(name)}; "
             f"a row can name {', '.join(sorted(BUILT_IN))}"
         )
     return str(name)
@@ -177,13 +187,8 @@ def _json_value(value: Any, where: str) -> Any:
         return [_json_value(item, f"{where}[{at}]") for at, item in enumerate(value)]
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise DataError(f"{where}: keys must be text, got {_short(list(value))}")
+            raise DataError(f"{where}: keys must be text, got {short_repr(list(value))}")
         return {key: _json_value(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, date | time | Decimal):
         return str(value)
     raise DataError(f"{where}: {type(value).__name__} is not a JSON value; convert or drop the field")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

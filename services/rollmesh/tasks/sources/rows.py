@@ -13,8 +13,7 @@ import numpy.typing as npt
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
 from rollmesh.tasks.sources.row import Row, RowFormat, check_row, prompt_from_row, prompt_value
-from rollmesh.tasks.sources.source_protocol import OnChecked, Split
-from rollmesh.text import Tokenizer
+from rollmesh.tasks.sources.source_protocol import OnChecked, SourceSettings, Split
 from rollmesh.types import Prompt
 
 _ROWS_PER_REPORT = 1024
@@ -38,33 +37,18 @@ class RowPrompts:
     Rows whose prompts are equal are held out together, so an evaluation prompt is never trained on.
     """
 
-    def __init__(
-        self,
-        reader: RowReader,
-        form: RowFormat,
-        tokenizer: Tokenizer,
-        *,
-        seed: int,
-        split: Split = "train",
-        shuffle: bool = True,
-        held_out_ratio: float = 0.0,
-        on_checked: OnChecked | None = None,
-    ) -> None:
-        """Check all rows; ``held_out_ratio`` is the share of distinct prompts in the eval split.
-
-        With ``held_out_ratio`` 0 the train split and the eval split have all rows each. Raises DataError for the first
-        bad row, and if the split has no rows.
-        """
+    def __init__(self, reader: RowReader, form: RowFormat, settings: SourceSettings) -> None:
+        """Check all rows. Raises DataError for the first bad row, and if the split has no rows."""
         self._reader = reader
         self._form = form
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._shuffle = shuffle or split == "eval"
-        hashes = np.fromiter(self._checked(on_checked), np.uint64, len(reader))
-        self._rows = _rows_of_split(hashes, split, held_out_ratio)
+        self._settings = settings
+        split = settings.split
+        self._shuffle = settings.shuffle or split == "eval"
+        hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, len(reader))
+        self._rows = _rows_of_split(hashes, split, settings.held_out_ratio)
         if len(self._rows) == 0:
             problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
-            raise DataError(f"{reader.name}: {problem} (data.held_out_ratio={held_out_ratio})")
+            raise DataError(f"{reader.name}: {problem} (data.held_out_ratio={settings.held_out_ratio})")
 
     @property
     def epoch_size(self) -> int:
@@ -72,11 +56,10 @@ class RowPrompts:
         return len(self._rows)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """Return the prompt at a cursor position. Raises IndexError outside the epoch."""
         if epoch < 0 or not 0 <= index < len(self._rows):
             raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
-        at = int(epoch_order(len(self._rows), self._seed, epoch)[index]) if self._shuffle else index
-        return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._tokenizer)
+        at = int(epoch_order(len(self._rows), self._settings.seed, epoch)[index]) if self._shuffle else index
+        return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._settings)
 
     def _checked(self, on_checked: OnChecked | None) -> Iterator[int]:
         for number in range(len(self._reader)):
@@ -86,7 +69,7 @@ class RowPrompts:
 
     def _check(self, number: int) -> int:
         row = self._reader.row(number)
-        check_row(row, self._form, self._tokenizer)
+        check_row(row, self._form, self._settings)
         content = json.dumps(prompt_value(row, self._form), sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 

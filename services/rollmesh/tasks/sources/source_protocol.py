@@ -1,10 +1,12 @@
-"""Protocol of prompt sources."""
+"""Protocol of prompt sources, and the settings that do not depend on the kind of source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 
 Split = Literal["train", "eval"]
@@ -13,6 +15,22 @@ Split = Literal["train", "eval"]
 
 OnChecked = Callable[[int, int], None]
 """Callback while a source is opened: rows checked so far and rows in total. It may raise to stop the check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """Settings of a source that do not depend on its kind."""
+
+    tokenizer: Tokenizer
+    seed: int
+    split: Split
+    shuffle: bool
+    max_prompt_tokens: int
+    held_out_ratio: float
+    """Share of a table's distinct prompts in the eval split; 0 puts all rows into both splits."""
+    keep_messages: bool
+    """True to put the messages of chat prompts into their metadata, for agents that send them."""
+    on_checked: OnChecked | None
 
 
 class PromptSource(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError, VerifierError
-from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_tag, reference_text
+from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_match, last_tag, reference_text
 
 _NO_PRONOUN = r"(?!I[ \t]+[a-z])"
 """Excludes the pronoun I: a letter I before a word."""
@@ -59,9 +59,6 @@ class ChoiceVerifier:
 
     def _last_letter(self, text: str) -> str | None:
         for pattern in (self._phrase, self._alone):
-            found = None
-            for match in pattern.finditer(text):
-                found = match
-            if found is not None:
+            if (found := last_match(pattern, text)) is not None:
                 return found[1]
         return None

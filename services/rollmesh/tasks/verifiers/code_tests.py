@@ -1,11 +1,13 @@
-"""Tests of a code prompt, in the forms of public data sets."""
+"""Tests of a code prompt, in the forms of public data sets, and the comparison of their values."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from rollmesh.errors import VerifierError
@@ -105,6 +107,19 @@ def same_output(expected: str, got: str) -> bool:
     return _trimmed(expected) == _trimmed(got)
 
 
+def read_value(encoded: Any) -> Any:
+    """Return one value that ``code_runner`` reports; an object of another type becomes one that equals no other.
+
+    Raises any Exception for a report that the runner would not write.
+    """
+    if isinstance(encoded, list):
+        return [read_value(item) for item in encoded]
+    if isinstance(encoded, dict):
+        ((kind, content),) = encoded.items()
+        return _READERS[kind](content)
+    return encoded
+
+
 def _trimmed(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
@@ -122,3 +137,18 @@ def _call(test: Mapping[str, Any], where: str) -> CallTest:
     if not isinstance(args, list) or not isinstance(kwargs, Mapping):
         raise VerifierError(f"{where}: args must be a list and kwargs a mapping")
     return CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"])
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "tuple": lambda items: tuple(map(read_value, items)),
+    "set": lambda items: set(map(read_value, items)),
+    "frozenset": lambda items: frozenset(map(read_value, items)),
+    "dict": lambda pairs: {read_value(key): read_value(value) for key, value in pairs},
+    "iterator": lambda items: iter([read_value(item) for item in items]),
+    "range": lambda bounds: range(*bounds),
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+    "other": lambda _: object(),
+}

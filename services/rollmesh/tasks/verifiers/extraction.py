@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,11 @@ def last_number(response: str) -> str | None:
         if len(match[0]) <= _LONGEST_NUMBER and _NUMBER.fullmatch(match[0]):
             found = match[0]
     return found.replace("\u2212", "-") if found is not None else None
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern; None without one."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def last_boxed(response: str) -> str | None:

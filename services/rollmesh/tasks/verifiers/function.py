@@ -25,7 +25,6 @@ class FunctionVerifier:
         self._function = partial(function, **options)
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
-        """Score one response."""
         return self._function(response, prompt_metadata)
 
 

@@ -14,7 +14,7 @@ import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.runtime.retry import Backoff
-from rollmesh.tasks.verifiers.extraction import last_number
+from rollmesh.tasks.verifiers.extraction import last_match, last_number
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
@@ -150,10 +150,7 @@ class HttpJudgeVerifier:
             if number is None:
                 raise ValueError(f"no number in {text[:80]!r}")
             return float(number.replace(",", ""))
-        found = None
-        for match in self._score_pattern.finditer(text):
-            found = match
-        if found is None:
+        if (found := last_match(self._score_pattern, text)) is None:
             raise ValueError(f"{self._score_pattern.pattern!r} does not match {text[:80]!r}")
         return float(found[1])
 

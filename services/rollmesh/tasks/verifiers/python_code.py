@@ -15,8 +15,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
-from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, same_output, same_value
-from rollmesh.tasks.verifiers.code_values import read_value
+from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, read_value, same_output, same_value
+from rollmesh.tasks.verifiers.extraction import last_match
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LONGEST_CODE = 200_000
@@ -136,9 +136,7 @@ class PythonCodeVerifier:
 
 def extract_code(response: str) -> str:
     """Return the last fenced block, or the whole response."""
-    found = None
-    for match in _FENCE.finditer(response[-2 * LONGEST_CODE :]):
-        found = match
+    found = last_match(_FENCE, response[-2 * LONGEST_CODE :])
     return found[1] if found is not None else response
 
 

@@ -63,7 +63,7 @@ def checked_reward(result: object, verifier: str) -> RewardParts:
 
 def _finite(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise VerifierError(f"{where}: returned {_short(value)} ({type(value).__name__}), expected a finite number")
+        raise VerifierError(f"{where}: returned {short_repr(value)} ({type(value).__name__}), expected a finite number")
     try:
         number = float(value)
     except OverflowError as error:
@@ -73,6 +73,7 @@ def _finite(value: object, where: str) -> float:
     return number
 
 
-def _short(value: object) -> str:
+def short_repr(value: object) -> str:
+    """Return the repr of a value, cut for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -97,6 +97,8 @@ class GradientPass:
     """Loss, scores and counts of one minibatch. The gradient is in the parameters."""
 
     loss: float
+    weight: float
+    """Sum of the aggregation weights before the division, the divisor of the whole minibatch."""
     logprobs: Float64Array  # [tokens] of the flat batch, 0 outside the minibatch
     entropy: Float64Array  # [tokens]
     microbatches: int
@@ -110,13 +112,18 @@ def accumulate_gradient(
     batch: TrainBatch,
     columns: TokenColumns,
     sequences: Int64Array,
+    *,
+    divisor: float | None = None,
 ) -> GradientPass:
     """Add the gradient of a minibatch to the parameters, micro-batch by micro-batch.
 
-    The aggregation weights are computed over the whole minibatch, so the sum does not depend on the split.
+    The aggregation weights are computed over the whole minibatch, so the sum does not depend on the split. ``divisor``
+    replaces their sum: 1 for a part of a minibatch, whose sum is not known yet.
     """
     member = np.isin(batch.sequence_index, sequences) & batch.policy_mask
     weights = recipe.aggregation(torch.from_numpy(member), columns.sequence_index, batch.trajectory_count)
+    weight = float(weights.sum())
+    weights = weights / (max(1.0, weight) if divisor is None else divisor)
     values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
     totals = torch.zeros(3, dtype=torch.float64)
     for micro in compute.share(batch, sequences):
@@ -139,6 +146,7 @@ def accumulate_gradient(
     sum_over_ranks(totals, compute.world)
     return GradientPass(
         loss=float(totals[0]),
+        weight=weight,
         logprobs=values[0].numpy(),
         entropy=values[1].numpy(),
         microbatches=int(totals[1]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,22 +25,18 @@ class Fp32Copy:
     def __init__(self, model: PolicyModel, source: Path, compute: Compute) -> None:
         self._model = model
         self._source = source
-        self._compute = replace(compute, autocast=False, mixed_shards=False)
-        self._copy: PolicyModel | None = None
-
-    @property
-    def compute(self) -> Compute:
+        self.compute: Final = replace(compute, autocast=False, mixed_shards=False)
         """Compute settings for scoring with ``current``."""
-        return self._compute
+        self._copy: PolicyModel | None = None
 
     @torch.no_grad()
     def current(self) -> PolicyModel:
         """Copy the current weights and return the copy. The first call loads it."""
         if self._copy is None:
             dtype = next(self._model.parameters()).dtype
-            self._copy = load_policy_model(self._source, dtype=dtype, device=self._compute.device)
+            self._copy = load_policy_model(self._source, dtype=dtype, device=self.compute.device)
             self._copy.requires_grad_(False)
-            shard(self._copy, self._copy.causal_lm, self._compute.world, mixed=False)
+            shard(self._copy, self._copy.causal_lm, self.compute.world, mixed=False)
         for target, current in zip(self._copy.parameters(), self._model.parameters(), strict=True):
             _local(target).copy_(_local(current))
         return self._copy

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, TokenColumns, accumulate_gradient
+from rollmesh.trainer.learner.forward_backward import (
+    Compute,
+    GradientPass,
+    LossRecipe,
+    TokenColumns,
+    accumulate_gradient,
+)
 from rollmesh.trainer.learner.optimizer import apply_update
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
@@ -71,4 +77,27 @@ def run_minibatches(
         forward_tokens=sum(p.forward_tokens for p in passes),
         gradient_seconds=gradient_seconds,
         update_seconds=update_seconds,
+    )
+
+
+def finish_parts(
+    model: PolicyModel, optimizer: torch.optim.AdamW, done: GradientPass, seconds: float, *, max_grad_norm: float
+) -> Updates:
+    """Run the optimizer step of a batch whose gradient is in the parameters, not yet divided by its weight."""
+    begin = time.perf_counter()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(max(1.0, done.weight))
+    norm, updated = apply_update(optimizer, max_grad_norm)
+    return Updates(
+        logprobs=done.logprobs,
+        entropy=done.entropy,
+        before_any_update=np.ones(len(done.logprobs), np.bool_),
+        loss=done.loss,
+        grad_norm=norm,
+        applied=(updated,),
+        microbatches=done.microbatches,
+        forward_tokens=done.forward_tokens,
+        gradient_seconds=seconds,
+        update_seconds=time.perf_counter() - begin,
     )

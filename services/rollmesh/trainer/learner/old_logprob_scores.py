@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs
 from rollmesh.errors import CheckpointError
-from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import shard, sum_over_ranks
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
@@ -22,56 +22,33 @@ PolicyFolder = Callable[[int], Path | None]
 """Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """Trainer-side log-probabilities, for the tokens that have one."""
-
-    logprobs: Float64Array  # [tokens]
-    available: BoolArray  # [tokens]
-    own: BoolArray  # [tokens], taken as the detached value of the gradient pass, without a separate forward pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denominator:
-    """Chosen old log-probabilities, the denominator of the ratios."""
-
-    old: OldLogprobs
-    own: BoolArray  # [tokens]
-
-
+@dataclass(eq=False)
 class OldLogprobScorer:
     """Runner of the forward passes that an old-logprob source requires."""
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        compute: Compute,
-        stage: StageRecord,
-        policy_folder: PolicyFolder | None,
-    ) -> None:
-        self._model = model
-        self._compute = compute
-        self._stage = stage
-        self._policy_folder = policy_folder
-        self._reference: tuple[int, PolicyModel] | None = None
+    _model: PolicyModel
+    _compute: Compute
+    _stage: StageRecord
+    _policy_folder: PolicyFolder | None
+    _reference: tuple[int, PolicyModel] | None = field(default=None, init=False)
 
     def denominator(
         self, batch: TrainBatch, source: OldLogprobSource, current_version: int, *, one_minibatch: bool
-    ) -> Denominator:
+    ) -> tuple[OldLogprobs, BoolArray]:
         """Compute the old log-probability of every token from ``source``.
 
         With one minibatch the gradient pass runs on the weights at the start of the step, so its own log-probabilities
-        are used instead of a separate pass.
+        are used instead of a separate pass. The second result, [tokens], is True for these tokens.
         """
-        found = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch)
+        logprobs, available, own = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch)
         old = source.choose(
             behavior=torch.from_numpy(batch.behavior_logprobs.astype(np.float64)),
-            trainer=torch.from_numpy(found.logprobs),
-            available=torch.from_numpy(found.available),
+            trainer=torch.from_numpy(logprobs),
+            available=torch.from_numpy(available),
             pure=torch.from_numpy(batch.pure),
             policy=torch.from_numpy(batch.policy_mask),
         )
-        return Denominator(old=old, own=found.own & old.from_trainer.numpy())
+        return old, own & old.from_trainer.numpy()
 
     def reference(self, batch: TrainBatch, version: int) -> Float64Array:
         """Score a batch under a pinned version, [tokens]. Raises CheckpointError if the version is not kept."""
@@ -84,12 +61,13 @@ class OldLogprobScorer:
 
     def _gather(
         self, batch: TrainBatch, trainer_logprobs: TrainerLogprobs, current_version: int, one_minibatch: bool
-    ) -> Gathered:
+    ) -> tuple[Float64Array, BoolArray, BoolArray]:
+        """Return trainer-side logprobs, where they exist, and where the gradient pass gives them; [tokens] each."""
         tokens = len(batch.token_ids)
         no_token = np.zeros(tokens, np.bool_)
         zeros = np.zeros(tokens, np.float64)
         if trainer_logprobs is TrainerLogprobs.NONE:
-            return Gathered(logprobs=zeros, available=no_token, own=no_token)
+            return zeros, no_token, no_token
         now = (
             batch.policy_mask
             if trainer_logprobs is TrainerLogprobs.STEP_START
@@ -107,7 +85,7 @@ class OldLogprobScorer:
             values, available = np.where(earlier, recorded, values), available | earlier
         elif trainer_logprobs is TrainerLogprobs.SNAPSHOT:
             values, available = self._snapshots(batch, current_version, values, available)
-        return Gathered(logprobs=values, available=available, own=own)
+        return values, available, own
 
     def _snapshots(
         self, batch: TrainBatch, current_version: int, values: Float64Array, available: BoolArray
@@ -142,5 +120,6 @@ class OldLogprobScorer:
             return load_policy_model(folder, dtype=dtype, device=self._compute.device)
         except CheckpointError as error:
             # The version was pruned between the look-up and the read. The source falls back and counts the tokens.
-            get_logger("old_logprob_scores").warning("policy_not_loaded", policy_version=version, message=str(error))
+            log = structlog.get_logger(component="old_logprob_scores")
+            log.warning("policy_not_loaded", policy_version=version, message=str(error))
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -58,18 +57,13 @@ def set_hyperparameters(
         group.update(lr=rate, betas=betas, weight_decay=weight_decay if decays else 0.0)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Clip the gradients to ``max_norm`` over all ranks; return the norm before clipping, which may not be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
 def apply_update(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[float, bool]:
-    """Clip, step and clear the gradients; return (gradient norm, True if the weights were updated).
+    """Clip over all ranks, step and clear the gradients; return (norm before clipping, True if weights were updated).
 
     A gradient that is not finite is skipped: one broken batch must not destroy the policy.
     """
-    norm = clip_gradients([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+    total = torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     updated = math.isfinite(norm)
     if updated:
         optimizer.step()

@@ -25,11 +25,19 @@ from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World, pick_device, shard, whole
-from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
+from rollmesh.trainer.learner.forward_backward import (
+    Compute,
+    LossRecipe,
+    TokenColumns,
+    accumulate_gradient,
+    judge_tokens,
+    score_batch,
+)
 from rollmesh.trainer.learner.fp32_copy import Fp32Copy
-from rollmesh.trainer.learner.minibatches import Updates, run_minibatches
+from rollmesh.trainer.learner.minibatches import Updates, finish_parts, run_minibatches
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, PolicyFolder
 from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.parts import Part, Parts, digests
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model, write_policy_folder
 from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
@@ -38,7 +46,7 @@ from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, ste
 from rollmesh.trainer.learner.step_statistics import TokenResults, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches
-from rollmesh.types import Batch, Float32Array, Int32Array, Trajectory
+from rollmesh.types import Batch, Float32Array, Group, Int32Array, Trajectory
 
 _STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
 _NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -69,6 +77,7 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(model, config)
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
+        self._parts = Parts()
         self._fp32_copy = Fp32Copy(model, source, compute)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder)
 
@@ -143,28 +152,17 @@ class PolicyTrainer:
         """
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
-        clock = time.perf_counter()
         settings = settings or self.settings(batch.train_step)
         recipe = settings.recipe or self._recipe
         loss = loss_recipe(recipe.algorithm)
         flat = _flatten(batch, train_step_of_version, recipe)
-        minibatches = split_minibatches(flat, recipe.minibatches)
-        columns, old = self._columns(
-            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
-        )
-        scoring_seconds = time.perf_counter() - clock
         rate = settings.learning_rate
         set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        done = run_minibatches(
-            self._model,
-            self._optimizer,
-            self._compute,
-            loss,
-            flat,
-            columns,
-            minibatches,
-            max_grad_norm=recipe.max_grad_norm,
-        )
+        if not self._parts.fit(batch, settings):
+            self.forget_parts()
+        early = len(self._parts.group_ids)
+        update = self._update_from_parts if early else self._update
+        columns, old, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
         clock = time.perf_counter()
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
@@ -179,6 +177,7 @@ class PolicyTrainer:
             trailing_skipped_updates=done.trailing_skipped,
             microbatches=done.microbatches,
             forward_tokens=done.forward_tokens,
+            groups_before_cut=early,
             batch=batch_stats(flat),
             policy=policy_stats(
                 flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
@@ -190,6 +189,47 @@ class PolicyTrainer:
                 "statistics": time.perf_counter() - clock,
             },
         )
+
+    @property
+    def accumulated_group_ids(self) -> frozenset[str]:
+        """Groups of the next batch whose gradient is in the parameters."""
+        return frozenset(self._parts.group_ids)
+
+    def accumulate(self, groups: Sequence[Group], train_step_of_version: Mapping[int, int]) -> None:
+        """Add the gradient of a part of the next batch to the parameters, before the batch is cut.
+
+        ``train`` continues from it if the batch has these groups with equal contents and the settings of the run file;
+        otherwise it computes the whole batch. Not for several minibatches: the weights must stay fixed. Raises
+        DataError; then all parts are dropped.
+        """
+        try:
+            self._accumulate(groups, train_step_of_version)
+        except BaseException:
+            # An interrupted pass may have added some of its gradient.
+            self._parts.clear()
+            self._optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _accumulate(self, groups: Sequence[Group], train_step_of_version: Mapping[int, int]) -> None:
+        step = self.train_step + 1
+        settings, begin = self.settings(step), time.perf_counter()
+        recipe = settings.recipe or self._recipe
+        flat = _flatten(Batch(train_step=step, groups=tuple(groups)), train_step_of_version, recipe)
+        columns, old = self._columns(
+            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=True
+        )
+        every = np.arange(flat.trajectory_count)
+        loss = loss_recipe(recipe.algorithm)
+        done = accumulate_gradient(self._model, self._compute, loss, flat, columns, every, divisor=1.0)
+        seconds = time.perf_counter() - begin
+        part = Part(digests=digests(groups), flat=flat, columns=columns, old=old, done=done, seconds=seconds)
+        self._parts.add(part, settings)
+
+    def forget_parts(self) -> None:
+        """Drop the gradients of all parts: their batch is not trained on these weights."""
+        if self._parts.group_ids:
+            self._parts.clear()
+            self._optimizer.zero_grad(set_to_none=True)
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Score each token given its predecessors: float32 [tokens - 1] per sequence of >= 2 tokens.
@@ -282,12 +322,58 @@ class PolicyTrainer:
     def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
         """Restore ``state_extra`` after its ``tensors_to_fill`` are ``filled``."""
         self.train_step = int(extra["train_step"])
+        self.forget_parts()
         values = filled.get(_STAGE_TENSOR, torch.empty(0))
         self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
 
-    def forget_stages(self) -> None:
-        """Drop all stage records: after a rollback their trajectories are not trained on."""
+    def forget_unfinished(self) -> None:
+        """Drop stage records and parts: after a rollback their trajectories are not trained on."""
         self._stage.keep(())
+        self.forget_parts()
+
+    def _update(
+        self,
+        batch: Batch,
+        flat: TrainBatch,
+        train_step_of_version: Mapping[int, int],
+        settings: StepSettings,
+        loss: LossRecipe,
+    ) -> tuple[TokenColumns, OldLogprobs, Updates, float]:
+        """Compute old and reference logprobs of a batch, then its updates; the last result is the scoring time."""
+        begin, recipe = time.perf_counter(), settings.recipe or self._recipe
+        minibatches = split_minibatches(flat, recipe.minibatches)
+        columns, old = self._columns(
+            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
+        )
+        scored = time.perf_counter()
+        done = run_minibatches(
+            self._model,
+            self._optimizer,
+            self._compute,
+            loss,
+            flat,
+            columns,
+            minibatches,
+            max_grad_norm=recipe.max_grad_norm,
+        )
+        return columns, old, done, scored - begin
+
+    def _update_from_parts(
+        self,
+        batch: Batch,
+        flat: TrainBatch,
+        train_step_of_version: Mapping[int, int],
+        settings: StepSettings,
+        loss: LossRecipe,
+    ) -> tuple[TokenColumns, OldLogprobs, Updates, float]:
+        """Accumulate the groups that are in no part, then update once with the gradient of all parts."""
+        if rest := self._parts.rest(batch):
+            self._accumulate(rest, train_step_of_version)
+        whole, seconds = self._parts.whole(flat), self._parts.seconds
+        recipe = settings.recipe or self._recipe
+        done = finish_parts(self._model, self._optimizer, whole.done, seconds, max_grad_norm=recipe.max_grad_norm)
+        self._parts.clear()
+        return self._token_columns(flat, whole.old, whole.own, whole.reference_logprobs), whole.old, done, 0.0
 
     def _columns(
         self,
@@ -301,20 +387,23 @@ class PolicyTrainer:
         current = current_version(train_step_of_version, flat.train_step - 1)
         algorithm, reference = recipe.algorithm, None
         source = SOURCES[algorithm.old_logprobs]
-        denominator = self._old_logprob_scorer.denominator(flat, source, current, one_minibatch=one_minibatch)
+        old, own = self._old_logprob_scorer.denominator(flat, source, current, one_minibatch=one_minibatch)
         if algorithm.kl_coefficient > 0:
             version = algorithm.kl_reference_version if reference_version is None else reference_version
             reference = torch.from_numpy(self._old_logprob_scorer.reference(flat, version))
-        columns = TokenColumns(
-            old_logprobs=denominator.old.values,
-            own=torch.from_numpy(denominator.own),
+        return self._token_columns(flat, old, torch.from_numpy(own), reference), old
+
+    @staticmethod
+    def _token_columns(flat: TrainBatch, old: OldLogprobs, own: Tensor, reference: Tensor | None) -> TokenColumns:
+        return TokenColumns(
+            old_logprobs=old.values,
+            own=own,
             behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
             advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
             mask=torch.from_numpy(flat.loss_mask),
             sequence_index=torch.from_numpy(flat.sequence_index),
             reference_logprobs=reference,
         )
-        return columns, denominator.old
 
 
 def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:

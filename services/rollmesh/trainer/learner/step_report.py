@@ -115,6 +115,8 @@ class StepReport:
     microbatches: int
     forward_tokens: int
     """Tokens in the forward passes of the gradient, prompts included."""
+    groups_before_cut: int
+    """Groups whose gradient was computed before the batch was cut (schedule.part_groups)."""
     seconds: Mapping[str, float]
     """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
     batch: BatchStats

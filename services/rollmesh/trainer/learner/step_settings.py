@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollmesh.algorithms.aggregation import AGGREGATIONS
-from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES, LossDefinition
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.loading import load_target
 from rollmesh.trainer.learner.forward_backward import LossRecipe
 from rollmesh.trainer.learner.optimizer import learning_rate
 
@@ -15,7 +18,7 @@ from rollmesh.trainer.learner.optimizer import learning_rate
 def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
     """Return the recipe of the run file, which is the same for every train step."""
     algorithm = config.algorithm
-    definition = LOSSES[algorithm.loss]
+    definition = _loss(algorithm.loss)
     options = definition.options(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
     filled = {
         "clip_low": options.clip_low,
@@ -50,7 +53,7 @@ def differing_settings(recorded: StepSettings | None, present: StepSettings) -> 
 
 def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
     """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
-    definition = LOSSES[config.loss]
+    definition = _loss(config.loss)
     return LossRecipe(
         loss=definition.loss,
         options=definition.options(
@@ -62,6 +65,16 @@ def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
         aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
         kl_coefficient=config.kl_coefficient,
     )
+
+
+def _loss(name: str) -> LossDefinition:
+    """Return a registered loss, or the loss of a user's code with the defaults of ppo_clip."""
+    if name in LOSSES:
+        return LOSSES[name]
+    function = load_target(name, "trainer.algorithm.loss")
+    if not callable(function):
+        raise ConfigError(f"trainer.algorithm.loss: {name} must be a function of (LossInput, LossOptions)")
+    return replace(LOSSES["ppo_clip"], loss=function)
 
 
 def _flat(settings: StepSettings) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         all_right_groups=right,
         all_wrong_groups=wrong,
         truncated_share=float(batch.truncated.mean()),
-        off_policy_token_share=_share(batch.staleness[mask] > 0),
-        mixed_cache_token_share=_share(~batch.pure[mask]),
+        off_policy_token_share=_mean(batch.staleness[mask] > 0),
+        mixed_cache_token_share=_mean(~batch.pure[mask]),
         version_span=_spread(_version_span(batch)),
         token_staleness=_spread(batch.staleness[mask].astype(np.int64)),
         trajectory_staleness=_spread(batch.loss_staleness()[in_loss]),
@@ -123,10 +123,10 @@ def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
         std=float(ratio.std()),
         min=float(ratio.min()),
         max=float(ratio.max()),
-        clipped_high=_share(clip == ClipReason.HIGH),
-        clipped_low=_share(clip == ClipReason.LOW),
-        clipped_dual=_share(clip == ClipReason.DUAL),
-        truncated=_share(clip == ClipReason.TRUNCATED),
+        clipped_high=_mean(clip == ClipReason.HIGH),
+        clipped_low=_mean(clip == ClipReason.LOW),
+        clipped_dual=_mean(clip == ClipReason.DUAL),
+        truncated=_mean(clip == ClipReason.TRUNCATED),
     )
 
 
@@ -163,9 +163,5 @@ def _gap(values: Float64Array) -> GapStats:
     return GapStats(tokens=len(values), mean=_mean(values), max=float(values.max()) if len(values) else 0.0)
 
 
-def _share(values: BoolArray) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-def _mean(values: Float64Array) -> float:
+def _mean(values: BoolArray | Float64Array) -> float:
     return float(values.mean()) if len(values) else 0.0

@@ -14,7 +14,7 @@ import torch
 from rollmesh.algorithms.advantages.advantage_registry import Advantage
 from rollmesh.algorithms.masks import stale_mask
 from rollmesh.errors import DataError
-from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, SegmentSource, Trajectory
+from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -87,7 +87,8 @@ def build_train_batch(
     version, a repeated trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch
     without a reward.
     """
-    members = [(g, t) for g, group in enumerate(batch.groups) for t in _scored(group)]
+    # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
+    members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
     total = sum(len(group.trajectories) for group in batch.groups)
     if not members:
         raise DataError(f"batch {batch.train_step}: none of its {total} trajectories has a reward")
@@ -127,11 +128,6 @@ def split_minibatches(batch: TrainBatch, count: int) -> list[Int64Array]:
     edges = np.linspace(0, batch.group_count, count + 1).round().astype(np.int64)
     minibatches = [np.flatnonzero((batch.group_index >= a) & (batch.group_index < b)) for a, b in pairwise(edges)]
     return [minibatch for minibatch in minibatches if len(minibatch)]
-
-
-def _scored(group: Group) -> list[Trajectory]:
-    # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
-    return [t for t in group.trajectories if t.outcome is not None]
 
 
 def _verdict(trajectory: Trajectory) -> float:

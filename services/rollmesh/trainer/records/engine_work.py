@@ -1,18 +1,69 @@
-"""Work of the engines between two train steps: the share of re-prefill, and the share of idle slot time.
+"""Work of the engines: sampled tokens of the whole run, and re-prefill and idle slot time between two train steps.
 
 Every generator registers the totals of its process with each heartbeat, and immediately after it loads a policy. The
 trainer reads them between steps and during steps, so only the last seconds of a crashed generator are lost.
+
+Goodput is the share of the sampled tokens that was trained on. Both totals, of trained and of sampled tokens, are part
+of the trainer's state. They are saved and restored with the weights, so an empty Redis does not reduce them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from rollmesh.trainer.records.goodput import MAX_REMEMBERED, GeneratedTokens
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 _NAMES = ("prefill_tokens", "reprefill_tokens", "running_slot_seconds", "slot_seconds")
+_MOST_REMEMBERED = 10_000
+"""Maximum number of generators whose totals are stored: all current ones, and many that may return."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GeneratedTokens:
+    """Tokens that the generators of a run have sampled, from the total that each generator registers."""
+
+    total: int | None = 0
+    """Total since the start of the run; None if an older release started the run or serves a generator in it."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """Registered total by instance, the least recently seen first."""
+
+    def add(self, records: Sequence[GeneratorRecord]) -> None:
+        """Add the tokens since the last observation of each generator, by this trainer or a previous one."""
+        for record in records:
+            now = record.work.generated_tokens
+            if now is None:
+                if record.work.prefill_tokens:
+                    self.total = None
+                continue
+            before = self.seen.pop(record.instance_id, 0)
+            # A restored Redis may have an older record.
+            self.seen[record.instance_id] = max(now, before)
+            if self.total is not None:
+                self.total += max(0, now - before)
+        for instance_id in list(self.seen)[:-_MOST_REMEMBERED]:
+            del self.seen[instance_id]
+
+    def goodput(self, trained_tokens: int) -> float | None:
+        """Return trained tokens per sampled token, 0..1; None if it is unknown.
+
+        A total below the trained tokens is incomplete: it lacks generators that were never observed.
+        """
+        if not self.total or trained_tokens > self.total:
+            return None
+        return trained_tokens / self.total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a copy for the trainer state. ``seen`` is a list of pairs, because the state sorts object keys."""
+        return {"total": self.total, "seen": [list(pair) for pair in self.seen.items()]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None, *, trained_tokens: int) -> Self:
+        """Restore from ``to_json``; None is the state of an older release that had trained ``trained_tokens``."""
+        if data is None:
+            return cls(total=None if trained_tokens else 0)
+        return cls(total=data["total"], seen=dict(data["seen"]))
 
 
 class EngineWork:
@@ -47,7 +98,7 @@ class EngineWork:
                 self._done[name] += getattr(record.work, name) - getattr(before, name)
             self._seen[record.instance_id] = record.work
         # A generator may be missing for a while (Redis unreachable). Its earlier work must not count twice.
-        for instance_id in list(self._seen)[:-MAX_REMEMBERED]:
+        for instance_id in list(self._seen)[:-_MOST_REMEMBERED]:
             del self._seen[instance_id]
 
     def _taken(self) -> dict[str, float]:

@@ -91,7 +91,6 @@ class TensorBoardTracker:
         self._writer = writer
 
     def close(self) -> None:
-        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -131,7 +130,6 @@ class WandbTracker:
         )
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
         self._run.log({"train_step": train_step, **numbers})
 
     def close(self) -> None:

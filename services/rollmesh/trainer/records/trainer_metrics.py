@@ -26,6 +26,7 @@ class TrainerMetrics:
     """Counters, gauges and histograms of one trainer process."""
 
     def __init__(self, m: Metrics) -> None:
+        deciles = {"length_decile": [str(decile) for decile in range(DECILES)]}
         self.train_step = m.gauge("rollmesh_trainer_train_step", "Batches the policy has been trained on.")
         self.committed_step = m.gauge("rollmesh_trainer_committed_step", "Train step of the newest committed state.")
         self.policy_version = m.gauge("rollmesh_trainer_policy_version", "Newest announced policy version.")
@@ -37,34 +38,37 @@ class TrainerMetrics:
         self.fallbacks = m.counter(
             "rollmesh_trainer_old_logprob_fallbacks_total",
             "Tokens whose old logprob fell back to the sampler's.",
-            ["reason"],
+            {"reason": FALLBACK_REASONS},
         )
         self.zero_variance = m.counter(
-            "rollmesh_trainer_zero_variance_groups_total", "Groups whose rewards were all equal.", ["outcome"]
+            "rollmesh_trainer_zero_variance_groups_total",
+            "Groups whose rewards were all equal.",
+            {"outcome": ("all_right", "all_wrong")},
         )
         self.published = m.counter("rollmesh_trainer_published_policies_total", "Policies announced.")
         self.groups = m.counter(
             "rollmesh_trainer_groups_total",
             "Groups trained on, by length decile of their longest trajectory.",
-            ["length_decile"],
+            deciles,
         )
         self._dropped = Growth(
             m.counter(
                 "rollmesh_trainer_dropped_groups_total",
                 "Groups that left the queue untrained while this trainer ran, by length decile.",
-                ["length_decile"],
+                deciles,
             )
         )
         self._wasted = Growth(
             m.counter(
                 "rollmesh_trainer_wasted_tokens_total",
-                "Saved tokens discarded while this trainer ran: of dropped groups, unscorable and dead members.",
-                ["reason"],
+                "Saved tokens discarded while this trainer ran: of dropped groups, and of unscorable, dead or surplus "
+                "members.",
+                {"reason": WASTE_REASONS},
             )
         )
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
-            "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", ["reason"]
+            "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": Reason}
         )
         self.free_bytes = m.gauge(
             "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
@@ -75,7 +79,7 @@ class TrainerMetrics:
             "Re-assertions of the trained steps: at startup and after a Redis restart.",
         )
         self.phase_seconds = m.histogram(
-            "rollmesh_trainer_phase_seconds", "Wall time of a step's phases.", labels=["phase"]
+            "rollmesh_trainer_phase_seconds", "Wall time of a step's phases.", labels={"phase": _PHASES}
         )
         self.staleness = m.histogram(
             "rollmesh_trainer_staleness_steps", "Staleness of trained trajectories, in train steps.", STALENESS_BUCKETS
@@ -84,23 +88,6 @@ class TrainerMetrics:
             "rollmesh_trainer_last_step_timestamp_seconds", "Unix time at the end of the newest step."
         )
         self._gauges = [(metric, m.gauge(f"rollmesh_trainer_{metric.gauge}", metric.help)) for metric in gauges()]
-        self._create_label_sets()
-
-    def _create_label_sets(self) -> None:
-        """Export every label set as 0 before its first event."""
-        for phase in _PHASES:
-            self.phase_seconds.labels(phase=phase)
-        for outcome in ("all_right", "all_wrong"):
-            self.zero_variance.labels(outcome=outcome)
-        for decile in map(str, range(DECILES)):
-            self.groups.labels(length_decile=decile)
-            self._dropped.counter.labels(length_decile=decile)
-        for reason in WASTE_REASONS:
-            self._wasted.counter.labels(reason=reason)
-        for reason in FALLBACK_REASONS:
-            self.fallbacks.labels(reason=reason)
-        for reason in Reason:
-            self.failures.labels(reason=str(reason))
 
     def observe_step(self, report: StepReport, line: Mapping[str, Any]) -> None:
         """Export one step report, and its line of metrics.jsonl."""

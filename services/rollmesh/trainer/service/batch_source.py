@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollmesh.checkpoints.batches import StepSettings, StoredBatch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tracing import tracer
-from rollmesh.segments import join_segments
+from rollmesh.segments import join_group
 from rollmesh.trainer.learner.step_settings import differing_settings
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
-from rollmesh.types import Batch, Group
+from rollmesh.types import Batch
 
 _REWRITABLE = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED})
 
@@ -36,30 +36,18 @@ class ClaimedBatch:
         """Groups to train on."""
         return self.stored.batch
 
-    @property
-    def settings(self) -> StepSettings | None:
-        """Settings to train with; None means the run file's, for a batch file of an older release."""
-        return self.stored.footer.settings
 
-
+@dataclass(eq=False)
 class BatchSource:
     """Batches in order. A batch is returned only after its file is on disk and Redis has confirmed it."""
 
-    def __init__(
-        self,
-        session: TrainingSession,
-        checkpoints: CheckpointStore,
-        catalog: PolicyCatalog,
-        retry: Retry,
-        settings: Callable[[int], StepSettings],
-    ) -> None:
-        """Initialize the source; ``settings`` returns the settings of the run file for a train step."""
-        self._settings = settings
-        self._session = session
-        self._checkpoints = checkpoints
-        self._catalog = catalog
-        self._retry = retry
-        self._log = get_logger("batch_source")
+    _session: TrainingSession
+    _checkpoints: CheckpointStore
+    _catalog: PolicyCatalog
+    _retry: Retry
+    _settings: Callable[[int], StepSettings]
+    """Function that returns the settings of the run file for a train step."""
+    _log: Logger = field(default_factory=lambda: get_logger("batch_source"), init=False)
 
     async def next(self, train_step: int, timeout: float) -> ClaimedBatch | None:
         """Return the batch of ``train_step``; None after ``timeout`` seconds without a cut, or at shutdown.
@@ -81,6 +69,8 @@ class BatchSource:
             "confirm_batch_file",
             lambda: store.training.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
         )
+        outcomes = claimed.stored.footer.outcomes
+        await self._session.retry("save_outcomes", lambda: store.prompt_records.save(token, step, outcomes))
 
     async def _from_file(self, train_step: int) -> ClaimedBatch | None:
         try:
@@ -113,15 +103,19 @@ class BatchSource:
         found = await self._session.claim(train_step, timeout)
         if found is None:
             return None
-        batch = await asyncio.to_thread(_joined, found)
+        joined = await asyncio.to_thread(lambda: tuple(map(join_group, found.groups)))
+        batch = replace(found, groups=joined)
         tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
         cursor = await self._session.retry("cursor", store.leadership.cursor)
+        outcomes = await self._session.retry(
+            "unsaved_outcomes", lambda: store.prompt_records.unsaved(self._session.token, train_step)
+        )
         await self._session.learn_policies()
         train_steps, settings = self._catalog.train_steps, self._settings(train_step)
 
         def write() -> StoredBatch:
             # Read the file back: a superseded trainer may have written it in between, with different content.
-            self._checkpoints.write_batch(batch, cursor, train_steps, settings)
+            self._checkpoints.write_batch(batch, cursor, train_steps, settings, outcomes)
             return self._checkpoints.stored_batch(train_step)
 
         async def write_unless_superseded() -> StoredBatch:
@@ -133,13 +127,3 @@ class BatchSource:
             stored = await self._retry.run("write_batch", write_unless_superseded)
         self._catalog.remember(stored.footer.version_train_steps)
         return ClaimedBatch(stored=stored, replayed=False)
-
-
-def _joined(batch: Batch) -> Batch:
-    """Join segments that one policy version wrote in several partial saves."""
-
-    def joined(group: Group) -> Group:
-        trajectories = tuple(replace(t, segments=join_segments(t.segments)) for t in group.trajectories)
-        return replace(group, trajectories=trajectories)
-
-    return replace(batch, groups=tuple(joined(group) for group in batch.groups))

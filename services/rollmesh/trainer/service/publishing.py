@@ -8,9 +8,9 @@ so a version never has two sets of weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Executor
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,16 +18,14 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, Conflict
-from rollmesh.runtime.logging import get_logger, note_policy_version
-from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.runtime.logging import Logger, get_logger, note_policy_version
+from rollmesh.scheduling import Schedule
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Int32Array, PolicyRecord
-
-T = TypeVar("T")
 
 CANARY_SEQUENCES = 8
 CANARY_TOKENS = 32
@@ -40,34 +38,22 @@ def canary_sequences(vocab_size: int) -> list[Int32Array]:
     return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
 
 
+@dataclass(eq=False)
 class Publisher:
     """Publisher of the ranks' weights under the trainer's session."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        ranks: RankCoordinator,
-        session: TrainingSession,
-        checkpoints: CheckpointStore,
-        retry: Retry,
-        metrics: TrainerMetrics,
-        executor: Executor,
-        canary: list[Int32Array],
-        progress: Progress,
-        references: Collection[int] = (),
-    ) -> None:
-        """Initialize the publisher; ``references`` are KL reference versions, which are never pruned."""
-        self._config = config
-        self._ranks = ranks
-        self._session = session
-        self._checkpoints = checkpoints
-        self._retry = retry
-        self._metrics = metrics
-        self._executor = executor
-        self._canary = canary
-        self._progress = progress
-        self._references = references
-        self._log = get_logger("publisher")
+    _config: RunConfig
+    _ranks: RankCoordinator
+    _session: TrainingSession
+    _checkpoints: CheckpointStore
+    _retry: Retry
+    _metrics: TrainerMetrics
+    _executor: Executor
+    _canary: list[Int32Array]
+    _progress: Progress
+    _references: Collection[int] = ()
+    """KL reference versions, which are never pruned."""
+    _log: Logger = field(default_factory=lambda: get_logger("publisher"), init=False)
 
     async def publish(self, train_step: int) -> PolicyRecord:
         """Publish and announce the weights of ``train_step``, unless that step is published already. Idempotent.
@@ -90,8 +76,9 @@ class Publisher:
             parent = newest.policy_version if newest else None
             if newest is not None and newest.train_step == train_step and not published:
                 parent = self._progress.rolled_back_to
+            loop = asyncio.get_running_loop()
             record = await self._retry.run(
-                "publish", lambda: self._in_thread(lambda: self._write(version, train_step, parent))
+                "publish", lambda: loop.run_in_executor(self._executor, self._write, version, train_step, parent)
             )
         await self._announce(record)
         await self._prune()
@@ -155,23 +142,18 @@ class Publisher:
         generators = await self._session.retry("generators", store.generators.live)
         evaluations = await self._session.retry("evaluations", store.evaluations.all)
         kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
-        in_use = {g.policy_version for g in generators}
-        in_use |= {g.loading_version for g in generators if g.loading_version is not None}
-        in_use |= {e.request.policy_version for e in evaluations if e.result is None}
+        kept |= {g.policy_version for g in generators}
+        kept |= {g.loading_version for g in generators if g.loading_version is not None}
+        kept |= {e.request.policy_version for e in evaluations if e.result is None}
         removed = await asyncio.to_thread(
             self._checkpoints.prune,
             self._ranks.catalog.records,
             keep_last=kept_policies(self._config),
-            pinned=kept,
-            in_use=in_use,
+            keep_versions=kept,
             session=self._progress.label(self._session.token),
         )
         if removed:
             self._log.info("policies_pruned", paths=removed)
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        result: Awaitable[T] = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        return await result
 
 
 def kept_policies(config: RunConfig) -> int:
@@ -182,5 +164,5 @@ def kept_policies(config: RunConfig) -> int:
     """
     if config.trainer.algorithm.old_logprobs != "snapshot":
         return config.checkpoints.keep_last
-    staleness = resolve_schedule(config.schedule, config.trainer.train_steps).max_staleness
+    staleness = Schedule.from_config(config).max_staleness
     return max(config.checkpoints.keep_last, staleness + 1 + config.checkpoints.state_every_steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,15 @@ from rollmesh.types import Batch, Group, Int32Array, PolicyRecord, Trajectory
 Order = dict[str, Any]
 
 
+@dataclass(eq=False)
 class RankCoordinator:
     """Policy trainer of this rank and its link to the other ranks. Every method blocks; use one thread only."""
 
-    def __init__(
-        self, trainer: PolicyTrainer, world: World, checkpoints: CheckpointStore, catalog: PolicyCatalog
-    ) -> None:
-        self.trainer = trainer
-        self.world = world
-        self.catalog = catalog
-        self._checkpoints = checkpoints
-        self._known_to_peers: set[int] = set()
+    trainer: PolicyTrainer
+    world: World
+    _checkpoints: CheckpointStore
+    catalog: PolicyCatalog
+    _known_to_peers: set[int] = field(default_factory=set, init=False)
 
     def train(self, batch: Batch, settings: StepSettings | None = None) -> StepReport:
         """Run one train step on all ranks, with ``settings`` or else the run file's."""
@@ -53,6 +51,13 @@ class RankCoordinator:
         if self.world.size > 1:
             broadcast_bytes(batch_to_bytes(batch), self.world)
         return self.trainer.train(batch, self.catalog.train_steps, settings)
+
+    def accumulate(self, groups: Sequence[Group]) -> None:
+        """Add the gradient of a part of the next batch on all ranks, before the batch is cut."""
+        self._order({"do": "accumulate", "policies": self._new_policies()})
+        if self.world.size > 1:
+            broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=tuple(groups))), self.world)
+        self.trainer.accumulate(groups, self.catalog.train_steps)
 
     def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``."""
@@ -80,8 +85,7 @@ class RankCoordinator:
 
     def take_weights(self, policy_version: int) -> None:
         """Load the weights of a published policy; reset moments and stage records. CheckpointError if not kept."""
-        if self.catalog.folder(policy_version) is None:
-            raise CheckpointError(f"policy version {policy_version} is no longer kept; choose a version that is")
+        self._kept_folder(policy_version)
         self._order({"do": "take_weights", "policy_version": policy_version, "policies": self._new_policies()})
         self._take_weights(policy_version)
 
@@ -129,6 +133,10 @@ class RankCoordinator:
                 batch = batch_from_bytes(order["train_step"], broadcast_bytes(None, self.world))
                 settings = order["settings"] and StepSettings(**order["settings"])
                 self.trainer.train(batch, self.catalog.train_steps, settings)
+            case "accumulate":
+                self.catalog.update(PolicyRecord(**record) for record in order["policies"])
+                groups = batch_from_bytes(0, broadcast_bytes(None, self.world)).groups
+                self.trainer.accumulate(groups, self.catalog.train_steps)
             case "end_stage":
                 self.catalog.update(PolicyRecord(**record) for record in order["policies"])
                 groups = batch_from_bytes(0, broadcast_bytes(None, self.world)).groups
@@ -185,15 +193,19 @@ class RankCoordinator:
         return extra
 
     def _take_weights(self, policy_version: int) -> None:
-        folder = self.catalog.folder(policy_version)
-        if folder is None:
-            raise CheckpointError(f"policy version {policy_version} is no longer kept; choose a version that is")
+        folder = self._kept_folder(policy_version)
         tensors = self.trainer.state_tensors()
         load_weights(folder, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
                 tensor.zero_()
-        self.trainer.forget_stages()
+        self.trainer.forget_unfinished()
+
+    def _kept_folder(self, policy_version: int) -> Path:
+        folder = self.catalog.folder(policy_version)
+        if folder is None:
+            raise CheckpointError(f"policy version {policy_version} is no longer kept; choose a version that is")
+        return folder
 
     def _find(self, name: str) -> CommittedState:
         for state in self._checkpoints.committed_states():

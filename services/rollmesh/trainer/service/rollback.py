@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.store import RollbackRequest
 from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
@@ -26,25 +27,17 @@ from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
 
 
+@dataclass(eq=False)
 class RollbackRunner:
     """Runner of rollback requests, between two train steps."""
 
-    def __init__(
-        self,
-        ranks: RankCoordinator,
-        session: TrainingSession,
-        publisher: Publisher,
-        checkpoints: CheckpointStore,
-        progress: Progress,
-        executor: Executor,
-    ) -> None:
-        self._ranks = ranks
-        self._session = session
-        self._publisher = publisher
-        self._checkpoints = checkpoints
-        self._progress = progress
-        self._executor = executor
-        self._log = get_logger("rollback")
+    _ranks: RankCoordinator
+    _session: TrainingSession
+    _publisher: Publisher
+    _checkpoints: CheckpointStore
+    _progress: Progress
+    _executor: Executor
+    _log: Logger = field(default_factory=lambda: get_logger("rollback"), init=False)
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""

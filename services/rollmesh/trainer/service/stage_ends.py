@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.store import SavedTokens
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.training_session import TrainingSession
@@ -21,19 +22,17 @@ _POLL_SECONDS = 0.05
 _IDLE_TIMEOUT_SECONDS = 30.0
 
 
+@dataclass(eq=False)
 class StageEnds:
     """Recorder of log-probabilities of unfinished trajectories, at each barrier."""
 
-    def __init__(
-        self, ranks: RankCoordinator, session: TrainingSession, executor: Executor, shutdown: Shutdown
-    ) -> None:
-        self._ranks = ranks
-        self._session = session
-        self._executor = executor
-        self._shutdown = shutdown
-        self._seen: dict[str, SavedTokens] = {}
-        """Unfinished trajectories of the last recorded stage."""
-        self._log = get_logger("stages")
+    _ranks: RankCoordinator
+    _session: TrainingSession
+    _executor: Executor
+    _shutdown: Shutdown
+    _seen: dict[str, SavedTokens] = field(default_factory=dict, init=False)
+    """Unfinished trajectories of the last recorded stage."""
+    _log: Logger = field(default_factory=lambda: get_logger("stages"), init=False)
 
     async def record(self, batch: Batch) -> int:
         """Score the tokens since the last stage that are not in ``batch``; return the number of trajectories.

@@ -9,7 +9,7 @@ from typing import Any, Self
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
-from rollmesh.trainer.records.goodput import GeneratedTokens
+from rollmesh.trainer.records.engine_work import GeneratedTokens
 from rollmesh.trainer.records.trained_lengths import DECILES
 from rollmesh.trainer.service.ranks import RankCoordinator
 

@@ -1,5 +1,6 @@
 """The training loop of rank 0.
 
+    accumulate                             gradients of ready groups, while the cut is awaited (schedule.part_groups)
     batch file, or claim -> batch file      both fsynced before training
     confirm                                 Redis may drop the payloads
     stage end                               only with old_logprobs=stage_end, at its barrier
@@ -37,9 +38,10 @@ from rollmesh.trainer.records.engine_work import EngineWork
 from rollmesh.trainer.records.run_log import StepRecords
 from rollmesh.trainer.records.samples import Decode, sample_completions
 from rollmesh.trainer.records.trackers import Tracker, flatten
-from rollmesh.trainer.records.trained_lengths import dropped_by_decile, trained_by_decile, trained_share
+from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch
+from rollmesh.trainer.service.part_source import PartSource
 from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.rollback import RollbackRunner
@@ -66,6 +68,7 @@ class TrainerDeps:
     ranks: RankCoordinator
     session: TrainingSession
     batch_source: BatchSource
+    parts: PartSource
     publisher: Publisher
     rollbacks: RollbackRunner
     progress: Progress
@@ -122,7 +125,8 @@ class TrainingLoop:
             await deps.rollbacks.carry_out(self._save)
             if self.train_step >= last:
                 break
-            claimed = await deps.batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
+            async with deps.parts.accumulating(self.train_step + 1):
+                claimed = await deps.batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
             if claimed is None:
                 await self._in_thread(deps.ranks.idle)
                 continue
@@ -160,7 +164,7 @@ class TrainingLoop:
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
-            report = await self._in_thread(lambda: deps.ranks.train(claimed.batch, claimed.settings))
+            report = await self._in_thread(lambda: deps.ranks.train(claimed.batch, claimed.stored.footer.settings))
         await deps.session.report_trained(step)
         mark_trained(claimed, started_ns)
         await self._record(claimed, report, waited)
@@ -267,6 +271,7 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
         "trained_groups_by_length_decile": list(trained),
         "trained_share_by_length_decile": trained_share(trained, dropped),
         "wasted_tokens": dict(counts.dropped_tokens),
+        "surplus_members_by_length_decile": [counts.surplus_deciles.get(str(d), 0) for d in range(DECILES)],
         "totals": dict(counts.totals),
     }
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError, ConfigError, Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, RunLimits
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
@@ -53,6 +54,8 @@ class TrainingSession:
         """Train step of the newest committed state."""
         self.trained_step = 0
         """Newest train step that is trained, or whose batch file is followed by another one."""
+        self.assertions = 0
+        """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
         self._checkpoints = checkpoints
         self._catalog = catalog
         self._metrics = metrics
@@ -60,16 +63,10 @@ class TrainingSession:
         self._name = ""
         self._lineage = ""
         self._run_id = ""
-        self._assertions = 0
         self._listed_version = -1
         """Newest policy version that was read from the registry."""
         self._lock = asyncio.Lock()
         self._log = get_logger("session")
-
-    @property
-    def assertions(self) -> int:
-        """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
-        return self._assertions
 
     async def open(self, name: str, limits: RunLimits) -> None:
         """Open the session; the queue then rejects every older trainer.
@@ -81,16 +78,15 @@ class TrainingSession:
         self._run_id = await self.retry("server_run_id", self.store.recovery.server_run_id)
         await self.retry("init_run", lambda: self.store.limits.init_run(limits))
         try:
-            self.token = await self.retry("open_trainer_session", self._open_first)
+            self.token = await self.retry(
+                "open_trainer_session", lambda: self.store.training.open_session(name, lineage=self._lineage)
+            )
         except Conflict as error:
             raise ConfigError(
                 f"name: {self.store.connection.keys.run!r} on this Redis belongs to another run, whose checkpoints are "
                 f"not in {self._checkpoints.root}; choose another name, the folder of that run (checkpoints.folder), "
                 "or another Redis database (store.url)"
             ) from error
-
-    async def _open_first(self) -> str:
-        return await self.store.training.open_session(self._name, lineage=self._lineage)
 
     async def begin(self, committed_step: int) -> None:
         """Send the contents of the checkpoint store to Redis, and read the policy registry.
@@ -137,11 +133,11 @@ class TrainingSession:
 
         async def attempt() -> T:
             while True:
-                assertions = self._assertions
+                assertions = self.assertions
                 try:
                     return await action()
                 except (StoreUnavailable, Conflict, SessionLost):
-                    if not await self._server_changed() and self._assertions == assertions:
+                    if not await self._server_changed() and self.assertions == assertions:
                         raise
 
         async def wait(error: StoreUnavailable, pause: float) -> None:
@@ -214,6 +210,7 @@ class TrainingSession:
         steps = [s for s in found if s > known] or found[-1:]
         batches: list[tuple[int, list[str]]] = []
         digests: list[str] = []
+        outcomes: list[list[PromptOutcome]] = []
         cursor = Cursor()
         for step in steps:
             try:
@@ -223,6 +220,7 @@ class TrainingSession:
                 continue
             batches.append((step, footer.group_ids))
             digests.append(footer.payload_sha256)
+            outcomes.append(footer.outcomes)
             cursor = footer.cursor
         await self.store.training.reassert(
             self.token,
@@ -233,7 +231,8 @@ class TrainingSession:
             cursor=cursor,
             digests=digests,
             known_step=known,
+            outcomes=outcomes,
         )
-        self._assertions += 1
+        self.assertions += 1
         self._metrics.reasserted.inc()
         self._log.info("training_reasserted", trained_step=self.trained_step, batch_files=len(batches))

@@ -14,8 +14,9 @@ import numpy as np
 from aiohttp import web
 
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
-from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.types import GenerationCall, SamplingParams
+
+from ....sglang_cpu.options import sglang_options
 
 VOCAB, LONGEST = 50, 64
 
@@ -36,6 +37,8 @@ class ScriptedServer:
     """Of the answers to /generate."""
     empty: bool = False
     """Answers without a token."""
+    retractions: int = 0
+    """Of every answer, besides those of pauses."""
     release: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Open while the server is not paused."""
@@ -58,6 +61,7 @@ class ScriptedServer:
         return await getattr(self, "_" + request.path.strip("/"))(body)
 
     async def _generate(self, body: dict[str, Any]) -> web.Response:
+        pauses = self.count("/pause_generation")
         await self.gate.wait()
         if self.status != 200:
             return web.json_response({"error": {"message": "not now"}}, status=self.status)
@@ -69,6 +73,7 @@ class ScriptedServer:
             "finish_reason": {"type": "length"},
             "prompt_tokens": len(ids),
             "cached_tokens": 0,
+            "num_retractions": self.retractions + self.count("/pause_generation") - pauses,
             "weight_version": self.version,
             "weight_versions": [{"version": self.version, "start": 0, "end": count}] if count else [],
             "output_token_logprobs": [[-1.0, 5, None]] * count,
@@ -113,7 +118,7 @@ def write_folder(folder: Path) -> Path:
 
 def make_engine(server: ScriptedServer, **options: Any) -> SglangEngine:
     fields = {"slots": 4, "max_context_tokens": LONGEST, "url": server.url, "admin_key": "key", **options}
-    return SglangEngine(SglangOptions(**fields))
+    return SglangEngine(sglang_options(**fields))
 
 
 def make_call(name: str = "t", count: int = 8, **fields: Any) -> GenerationCall:

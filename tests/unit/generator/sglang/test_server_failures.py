@@ -69,7 +69,7 @@ def test_a_clock_counts_only_while_it_runs():
     assert clock.stopped and clock.seconds() == stood
     clock.start()
     clock.start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while clock.seconds() == stood:
         assert time.monotonic() < deadline
     assert not clock.stopped
@@ -121,13 +121,29 @@ async def test_an_answer_without_a_token_is_an_error_and_not_asked_for_again(ser
 
 
 async def test_a_server_that_scores_nothing_is_lost_at_the_deadline(server, start):
-    engine = await start(request_timeout_seconds=0.5)
+    # The start and the pause have to be answered in this time, too.
+    engine = await start(request_timeout_seconds=2.0)
     await engine.pause()
     server.deaf = True
-    with pytest.raises(EngineLost, match=r"scored no sequence within generator\.sglang\.request_timeout_seconds=0\.5"):
+    with pytest.raises(EngineLost, match=r"scored no sequence within generator\.sglang\.request_timeout_seconds=2"):
         await engine.score([np.array([1, 2, 3], np.int32)])
     with pytest.raises(EngineLost):
         engine.status()
+
+
+async def test_requests_retracted_for_lack_of_cache_are_preemptions_and_those_of_a_pause_are_not(server, start):
+    engine = await start()
+    server.deaf = True
+    call = asyncio.create_task(collect(engine, make_call(count=4)))
+    await until(lambda: server.count("/generate") == 1)
+    await engine.pause()
+    await engine.resume()
+    server.release.set()
+    await call
+    assert engine.status().preemption_total == 0
+    server.deaf, server.retractions = False, 2
+    await collect(engine, make_call(count=4))
+    assert engine.status().preemption_total == 2
 
 
 async def test_a_canary_does_not_pause_the_server_again_and_its_tokens_wait_for_the_verdict(server, start, tmp_path):
@@ -196,7 +212,7 @@ async def test_calls_in_progress_end_when_the_server_is_lost_not_at_their_deadli
     server.version = "9"
     for task in tasks:
         with pytest.raises(EngineLost, match="policy version 9"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await task
 
 
@@ -210,7 +226,7 @@ async def test_an_interrupt_does_not_wait_for_calls_that_were_given_up(server, s
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await interrupt == 1
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, generator, message):
     "url", ["http://127.0.0.1:1", "http://10.1.2.3:1", "http://[::1]:1", "http://sglang:1", "https://8.8.8.8:1"]
 )
 def test_a_private_address_a_name_and_https_are_taken(tmp_path, url):
-    assert SglangOptions.from_config(load(tmp_path, sglang={"url": url}), 0).url == url
+    assert SglangOptions.from_config(load(tmp_path, sglang={"url": url}), 0).server.url == url
 
 
 def test_a_cache_that_does_not_hold_one_call_is_refused(tmp_path):

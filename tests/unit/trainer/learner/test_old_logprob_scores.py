@@ -155,7 +155,7 @@ def test_what_a_stage_recorded_is_forgotten_once_its_trajectory_is_gone(run: Run
     assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1", "dropped.0"]
     assert trainer.end_stage([straggler], VERSIONS, kept=["m.1"]) == 0
     assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1"]
-    trainer.forget_stages()
+    trainer.forget_unfinished()
     assert "stage" not in trainer.state_extra()
 
 
@@ -223,20 +223,33 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_SETTINGS)
-def test_a_step_that_is_trained_again_takes_every_setting_from_its_batch_file(run: Run, name: str) -> None:
+@pytest.fixture(scope="module")
+def two_groups(run: Run) -> Batch:
     rng = np.random.default_rng(5)
     others = [trajectory(f"n.{m}", [policy_segment(rng, 6, 2)], float(m)) for m in (0, 1)]
-    batch = batch_of(list(run.batch.groups[0].trajectories), others, train_step=3)
+    return batch_of(list(run.batch.groups[0].trajectories), others, train_step=3)
+
+
+@pytest.fixture(scope="module")
+def weights_of_defaults(run: Run, two_groups: Batch) -> Mapping[str, torch.Tensor]:
+    """State after a step with none of the other settings."""
+    trainer = run.trainer("sampler")
+    trainer.train(two_groups, VERSIONS)
+    return trainer.state_tensors()
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_a_step_that_is_trained_again_takes_every_setting_from_its_batch_file(
+    run: Run, two_groups: Batch, weights_of_defaults: Mapping[str, torch.Tensor], name: str
+) -> None:
     first = run.trainer(**{"source": "sampler", **OTHER_SETTINGS[name]})
     recorded = StepSettings.model_validate_json(first.settings(3).model_dump_json())
-    again, without = run.trainer("sampler"), run.trainer("sampler")
+    again = run.trainer("sampler")
     assert name in differing_settings(recorded, again.settings(3))
     assert differing_settings(recorded, first.settings(3)) == {}
-    first.train(batch, VERSIONS)
-    again.train(batch, VERSIONS, recorded)
-    without.train(batch, VERSIONS)
-    weights = [trainer.state_tensors() for trainer in (first, again, without)]
+    first.train(two_groups, VERSIONS)
+    again.train(two_groups, VERSIONS, recorded)
+    weights = [first.state_tensors(), again.state_tensors(), weights_of_defaults]
     assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
     assert not all(torch.equal(weights[0][tensor], weights[2][tensor]) for tensor in weights[0])
 

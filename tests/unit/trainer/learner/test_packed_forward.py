@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,13 +57,14 @@ def padded(folder: Path, sequences: list[Int32Array], temperature: float) -> lis
     return [picked[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
 
 
-def alone(folder: Path, sequence: Int32Array) -> np.ndarray:
-    """One sequence through the model's eager attention."""
+def alone(folder: Path, sequences: list[Int32Array]) -> Iterator[np.ndarray]:
+    """Each sequence by itself through the model's eager attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-    ids = torch.from_numpy(sequence.astype(np.int64))[None]
-    with torch.no_grad():
-        scores = model(input_ids=ids).logits.log_softmax(-1)
-    return scores[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    for sequence in sequences:
+        ids = torch.from_numpy(sequence.astype(np.int64))[None]
+        with torch.no_grad():
+            scores = model(input_ids=ids).logits.log_softmax(-1)
+        yield scores[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,8 +82,8 @@ def test_packed_logprobs_equal_padded_ones(make_model: ModelMaker, name: str, te
 def test_other_architectures_are_packed_exactly_too(make_model: ModelMaker, name: str) -> None:
     folder, sequences = make_model(config=OTHERS[name]), ragged_sequences()
     trainer = PolicyTrainer.from_folder(folder, TrainerConfig(tokens_per_microbatch=48), compute_dtype=torch.float64)
-    for sequence, got in zip(sequences, trainer.logprobs(sequences), strict=True):
-        np.testing.assert_allclose(got, alone(folder, sequence), atol=1e-5)
+    for got, expected in zip(trainer.logprobs(sequences), alone(folder, sequences), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_chunked_logits_give_the_same_values_and_gradient() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +57,42 @@ def with_own_logprobs(trainer: PolicyTrainer, batch: Batch) -> Batch:
     return batch_of(*[[own(t) for t in g.trajectories] for g in batch.groups], train_step=batch.train_step)
 
 
+@cache
+def on_policy_batch(folder: Path) -> Batch:
+    """Ragged groups of two temperatures, with the logprobs of the policy in ``folder``."""
+    batch = random_batch(3, members=4)
+    cooler = [
+        trajectory(f"g9.{m}", [policy_segment(np.random.default_rng(m), 9, temperature=0.7)], float(m)) for m in (0, 1)
+    ]
+    batch = batch_of(*[list(g.trajectories) for g in batch.groups], cooler)
+    return with_own_logprobs(PolicyTrainer.from_folder(folder, TrainerConfig()), batch)
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """Three train steps as the reference computes them: batch, loss and gradient norm of each, and the last weights."""
+
+    steps: list[tuple[Batch, float, float]]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def reference_run(make_model: ModelMaker) -> ReferenceRun:
+    reference = ReferenceTrainer(make_model("qwen2"), RATE, 0.5, 3.0)
+    batches = [random_batch(step, train_step=step, versions=3) for step in (1, 2, 3)]
+    steps = [(batch, *reference.step(batch)) for batch in batches]
+    return ReferenceRun(steps, dict(reference.model.named_parameters()))
+
+
 @pytest.mark.parametrize("budget", [16, 60, 4096])
-def test_three_steps_equal_the_reference_in_float64(make_model: ModelMaker, tmp_path: Path, budget: int) -> None:
-    folder = make_model("qwen2")
-    trainer = exact_trainer(folder, tokens_per_microbatch=budget)
-    reference = ReferenceTrainer(folder, RATE, 0.5, 3.0)
-    for step in (1, 2, 3):
-        batch = random_batch(step, train_step=step, versions=3)
+def test_three_steps_equal_the_reference_in_float64(
+    make_model: ModelMaker, reference_run: ReferenceRun, tmp_path: Path, budget: int
+) -> None:
+    trainer = exact_trainer(make_model("qwen2"), tokens_per_microbatch=budget)
+    for batch, loss, norm in reference_run.steps:
         report = trainer.train(batch, VERSIONS)
-        loss, norm = reference.step(batch)
         assert report.loss == pytest.approx(loss, abs=1e-10) and report.grad_norm == pytest.approx(norm, rel=1e-9)
-    assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
+    assert largest_difference(weights(trainer, tmp_path), reference_run.weights) < 1e-10
 
 
 def test_a_batch_whose_trajectories_exceed_the_token_budget_is_scored_and_trained_without_empty_passes(
@@ -121,12 +148,7 @@ def test_environment_tokens_condition_the_policy_and_carry_no_loss(make_model: M
 def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: str) -> None:
     config = TrainerConfig(learning_rate=1e-3, algorithm=AlgorithmConfig(loss=loss))
     trainer = PolicyTrainer.from_folder(make_model(name), config)
-    batch = random_batch(3, members=4)
-    cooler = [
-        trajectory(f"g9.{m}", [policy_segment(np.random.default_rng(m), 9, temperature=0.7)], float(m)) for m in (0, 1)
-    ]
-    batch = batch_of(*[list(g.trajectories) for g in batch.groups], cooler)
-    report = trainer.train(with_own_logprobs(trainer, batch), {0: 0})
+    report = trainer.train(on_policy_batch(make_model(name)), {0: 0})
     assert report.policy.ratio.min == pytest.approx(1, abs=1e-4) and report.policy.ratio.max == pytest.approx(
         1, abs=1e-4
     )

@@ -1,7 +1,6 @@
 """Work of the engines between two step reports."""
 
-from rollmesh.trainer.records.engine_work import EngineWork
-from rollmesh.trainer.records.goodput import GeneratedTokens
+from rollmesh.trainer.records.engine_work import EngineWork, GeneratedTokens
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 

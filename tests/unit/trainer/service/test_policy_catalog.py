@@ -18,7 +18,7 @@ def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Pat
     verified = catalog.folder(1)
     assert verified is not None
     assert verified.is_dir()
-    checkpoints.prune(records, keep_last=1, pinned=(), in_use=(), session="abc")
+    checkpoints.prune(records, keep_last=1, keep_versions=(), session="abc")
     assert catalog.folder(1) is None
     assert catalog.folder(2) == checkpoints.open(records[2]).folder
     assert catalog.folder(7) is None

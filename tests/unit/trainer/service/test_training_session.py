@@ -25,7 +25,7 @@ async def test_a_trainer_that_waits_for_a_batch_stops_at_once() -> None:
 
     async def claim(*_: Any) -> None:
         waits.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     store: Any = SimpleNamespace(training=SimpleNamespace(claim=claim))
     nothing: Any = None
@@ -34,7 +34,7 @@ async def test_a_trainer_that_waits_for_a_batch_stops_at_once() -> None:
     await waits.wait()
     assert not waiting.done()
     shutdown.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await waiting is None
 
 
@@ -51,7 +51,10 @@ class Checkpoints:
     def batch_footer(self, train_step: int) -> Any:
         self.read.append(train_step)
         return SimpleNamespace(
-            group_ids=[f"e0-{train_step}"], payload_sha256=str(train_step), cursor=Cursor(epoch=0, index=train_step)
+            group_ids=[f"e0-{train_step}"],
+            payload_sha256=str(train_step),
+            cursor=Cursor(epoch=0, index=train_step),
+            outcomes=[],
         )
 
     def complete_policies(self, *, announced_only: bool) -> list[PolicyRecord]:

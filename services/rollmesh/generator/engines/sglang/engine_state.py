@@ -39,6 +39,7 @@ class EngineState:
     reprefill_tokens: int = 0
     cached_tokens: int = 0
     held_back: int = 0
+    preemptions: int = 0
 
     @property
     def cache_key(self) -> str:

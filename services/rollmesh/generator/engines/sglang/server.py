@@ -16,7 +16,6 @@ from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
 from rollmesh.generator.engines.sglang.reload_plan import nothing_changed
 from rollmesh.generator.engines.sglang.running_clock import RunningClock
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
-from rollmesh.generator.engines.sglang.server_settings import check_settings
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import get_logger
@@ -52,6 +51,8 @@ class SglangServer:
         self.doubtful_versions: set[int] = set()
         """Versions whose load was cancelled; the server may have these weights unchecked."""
         self.kv_token_capacity = 0
+        self.retracting_pauses = 0
+        """Pauses that took the running requests out of the batch."""
 
     @property
     def paused(self) -> bool:
@@ -70,13 +71,13 @@ class SglangServer:
         options = self._options
         self.known_versions.add(policy_version)
         try:
-            self._process = self._launch(folder, policy_version) if options.url is None else None
-            self._api = self._api or SglangApi(str(options.url), options.admin_key)
+            self._process = self._launch(folder, policy_version) if options.server.url is None else None
+            self._api = self._api or SglangApi(str(options.server.url), options.admin_key)
             await self._until_up()
         finally:
             options.key_file.unlink(missing_ok=True)
         await self._check_settings()
-        if options.url is not None:
+        if options.server.url is not None:
             await self.pause("retract")
             await self._update(folder, policy_version, flush=True)
             await self.resume()
@@ -107,6 +108,7 @@ class SglangServer:
 
     async def pause(self, mode: str) -> None:
         """Hold the running requests: ``in_place``, or ``retract`` to drop their cache too."""
+        self.retracting_pauses += mode == "retract"
         await self._send_control(self.api.pause(mode))
         self.clock.stop()
 
@@ -164,7 +166,7 @@ class SglangServer:
         )
 
     async def _update(self, folder: Path, policy_version: int, *, flush: bool) -> None:
-        seconds = self._options.update_timeout_seconds
+        seconds = self._options.server.update_timeout_seconds
         try:
             message = await self.api.update_weights(str(folder), str(policy_version), flush=flush, seconds=seconds)
             reported = str((await self.api.model_info(_PROBE_TIMEOUT_SECONDS)).get("weight_version"))
@@ -178,7 +180,7 @@ class SglangServer:
             raise EngineLost(f"the SGLang server loaded policy version {policy_version} but reports {reported}")
 
     async def _until_up(self) -> None:
-        limit = self._options.start_timeout_seconds
+        limit = self._options.server.start_timeout_seconds
         deadline = time.monotonic() + limit
         while (problem := await self._startup_problem()) is not None:
             if self._process is not None and not self._process.alive:
@@ -212,7 +214,7 @@ class SglangServer:
 
     async def _check_settings(self) -> None:
         info = await self.api.server_info()
-        self.kv_token_capacity = check_settings(info, self._options, self.api.url)
+        self.kv_token_capacity = self._options.cache_tokens(info, self.api.url)
         self._log.info(
             "server_ready",
             url=self.api.url,

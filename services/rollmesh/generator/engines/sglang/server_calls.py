@@ -136,6 +136,7 @@ class Calls:
         """Send one slice and wait for its response."""
         server_call.request_id = uuid.uuid4().hex  # of fixed length: the server aborts by prefix
         server_call.slicing, server_call.met_load = True, False
+        server_call.pauses_before = self._server.retracting_pauses
         version = self._server.policy_version
         sampling, vocab_size = server_call.call.sampling, self._state.serving().vocab_size
         body = slice_body(
@@ -157,7 +158,7 @@ class Calls:
 
     async def _answer(self, server_call: ServerCall, body: dict[str, Any]) -> dict[str, Any]:
         """Wait for the response to a slice until its deadline; time in a paused server does not count."""
-        limit, state, clock = self._options.request_timeout_seconds, self._state, self._server.clock
+        limit, state, clock = self._options.server.request_timeout_seconds, self._state, self._server.clock
         deadline = clock.seconds() + limit
         server_call.request = request = asyncio.ensure_future(self._server.api.generate(body))
         try:
@@ -197,6 +198,8 @@ class Calls:
     def _count(self, server_call: ServerCall, piece: Slice, first: bool) -> None:
         state = self._state
         state.generated_tokens += len(piece)
+        pauses = self._server.retracting_pauses - server_call.pauses_before
+        state.preemptions += max(0, piece.retraction_count - pauses)
         # The last token of a context is the input of the first decode step, not prefill.
         wanted = piece.prompt_token_count - 1
         state.prefill_tokens += max(0, wanted - piece.cached_token_count)

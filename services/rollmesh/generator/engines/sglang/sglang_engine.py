@@ -39,7 +39,7 @@ class SglangEngine:
 
     def __init__(self, options: SglangOptions) -> None:
         self._options = options
-        self._queue = SlotQueue(options.slots)
+        self._queue = SlotQueue(options.generator.slots)
         self._state = EngineState(self._queue)
         self._server = SglangServer(options, self._state.mark_lost)
         self._calls = Calls(options, self._state, self._server)
@@ -51,9 +51,9 @@ class SglangEngine:
         if state.folder is not None:
             raise EngineError("the engine has been started already")
         policy = await asyncio.to_thread(read_folder, folder)
-        if self._options.max_context_tokens > policy.max_positions:
+        if self._options.generator.max_context_tokens > policy.max_positions:
             raise ConfigError(
-                f"generator.max_context_tokens={self._options.max_context_tokens} is more than the model's "
+                f"generator.max_context_tokens={self._options.generator.max_context_tokens} is more than the model's "
                 f"max_position_embeddings={policy.max_positions}"
             )
         try:
@@ -65,9 +65,8 @@ class SglangEngine:
         state.folder, state.in_service = policy, policy_version
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the stream early releases its slot."""
         vocab_size = self._state.serving().vocab_size
-        budget = check_call(call, vocab_size=vocab_size, longest=self._options.max_context_tokens)
+        budget = check_call(call, vocab_size=vocab_size, longest=self._options.generator.max_context_tokens)
         server_call = ServerCall(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
         self._queue.enter(server_call)
         try:
@@ -84,7 +83,6 @@ class SglangEngine:
             self._calls.forget(server_call)
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
-        """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""
         self._state.serving()
         wanted = None if trajectory_ids is None else set(trajectory_ids)
         chosen = [s for s in self._queue if wanted is None or s.call.trajectory_id in wanted]
@@ -94,7 +92,6 @@ class SglangEngine:
         return count
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Record the durable tokens of the trajectories; calls held for them continue."""
         for server_call in self._queue:
             count = context_token_counts.get(server_call.call.trajectory_id)
             if count is not None:
@@ -126,8 +123,7 @@ class SglangEngine:
                 self._queue.wake_all()
 
     async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence."""
-        vocab_size, longest = self._state.serving().vocab_size, self._options.max_context_tokens
+        vocab_size, longest = self._state.serving().vocab_size, self._options.generator.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
@@ -145,7 +141,6 @@ class SglangEngine:
                     await self._server.pause(self._options.pause_mode)
 
     async def pause(self) -> None:
-        """Stop decoding; running calls are held."""
         state = self._state
         state.serving()
         async with state.server_lock:
@@ -188,6 +183,7 @@ class SglangEngine:
             decode_step_total=None,  # the server does not report it
             busy_seconds_total=queue.busy_seconds,
             running_slot_seconds_total=queue.running_seconds,
+            preemption_total=state.preemptions,
             held_back_total=state.held_back,
             paused=state.paused,
         )
@@ -208,7 +204,7 @@ class SglangEngine:
         await self._server.aclose()
 
     async def _scores(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        limit = self._options.request_timeout_seconds
+        limit = self._options.server.request_timeout_seconds
         requests = [asyncio.ensure_future(self._score(ids)) for ids in sequences]
         try:
             async with asyncio.timeout(limit):
@@ -253,7 +249,7 @@ class SglangEngine:
         state = self._state
         plan = plan_reload(
             mode,
-            interrupt=self._options.interrupt,
+            interrupt=self._options.server.interrupt,
             version=version,
             in_service=state.in_service,
             on_trial=state.on_trial,

@@ -1,17 +1,21 @@
-"""Options of the SGLang engine."""
+"""Options of the SGLang engine: command line and environment of a started server, settings of a running one."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rollmesh.config.run import RunConfig
+from rollmesh.config import RunConfig
+from rollmesh.config.generator import GeneratorConfig
+from rollmesh.config.sglang import SglangConfig
 from rollmesh.errors import ConfigError
 
-SPARE_TOKENS = 8
+_SPARE_TOKENS = 8
 """Positions of its context length that the server reserves; a call never reaches them."""
 _SPARE_CACHE_TOKENS = 1024
 """Key-value cache tokens that the server reserves or loses to page rounding; added to the capacity for calls."""
@@ -24,65 +28,33 @@ _PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangOptions:
-    """Options of one server and its use."""
+    """Options of one generator's server and its use."""
 
-    slots: int
-    """Maximum number of requests decoded at once."""
-    max_context_tokens: int
-    """Maximum tokens of prompt plus response of one call."""
-    kv_token_capacity: int | None = None
-    """Tokens of key-value cache; None is slots * max_context_tokens."""
-    device: str = "auto"
+    generator: GeneratorConfig
     dtype: str = "float32"
-    on_new_version: str = "interrupt"
-    url: str | None = None
-    """URL of a running server; None starts one."""
-    python: str | None = None
-    arguments: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    interrupt: str = "retract"
-    """``retract`` or ``abort``: effect of an interrupting load on running requests."""
-    start_timeout_seconds: float = 600.0
-    request_timeout_seconds: float = 300.0
-    update_timeout_seconds: float = 600.0
     admin_key: str | None = None
+    """Key of the server's endpoints; None sends none."""
     log_file: Path = Path("sglang.log")
     """Log file of a started server."""
     probe_seconds: float = 5.0
     """Time between two probes of the server."""
 
-    def __post_init__(self) -> None:
-        if self.kv_token_capacity is not None and self.kv_token_capacity < self.max_context_tokens:
-            raise ConfigError(
-                f"generator.kv_token_capacity={self.kv_token_capacity} does not hold one call of "
-                f"generator.max_context_tokens={self.max_context_tokens}; increase it or leave it out"
-            )
-
     @classmethod
     def from_config(cls, config: RunConfig, index: int) -> SglangOptions:
         """Build the options of generator number ``index`` from a run file."""
-        generator, sglang = config.generator, config.generator.sglang
-        key = sglang.admin_key.get_secret_value() if sglang.admin_key is not None else None
-        if key is None and sglang.url is None:
-            key = secrets.token_hex(16)
+        server = config.generator.sglang
+        key = server.admin_key.get_secret_value() if server.admin_key is not None else None
         return cls(
-            slots=generator.slots,
-            max_context_tokens=generator.max_context_tokens,
-            kv_token_capacity=generator.kv_token_capacity,
-            device=generator.device,
+            generator=config.generator,
             dtype=config.model.dtype,
-            on_new_version=generator.on_new_version,
-            url=sglang.url,
-            python=sglang.python,
-            arguments=tuple(sglang.arguments),
-            environment=dict(sglang.environment),
-            interrupt=sglang.interrupt,
-            start_timeout_seconds=sglang.start_timeout_seconds,
-            request_timeout_seconds=sglang.request_timeout_seconds,
-            update_timeout_seconds=sglang.update_timeout_seconds,
-            admin_key=key,
+            admin_key=secrets.token_hex(16) if key is None and server.url is None else key,
             log_file=Path(config.folder) / "logs" / f"sglang-{index}.log",
         )
+
+    @property
+    def server(self) -> SglangConfig:
+        """The section of the server."""
+        return self.generator.sglang
 
     @property
     def key_file(self) -> Path:
@@ -103,24 +75,24 @@ class SglangOptions:
         ``in_place`` keeps their cache, but the server's watchdog kills a server after minutes in that state.
         ``retract`` prefills them again and has no time limit.
         """
-        return "in_place" if self.on_new_version == "keep_kv" else "retract"
+        return "in_place" if self.generator.on_new_version == "keep_kv" else "retract"
 
     def command(self, folder: Path, policy_version: int, port: int) -> list[str]:
         """Build the command that serves ``folder`` on a loopback port."""
-        cache_tokens = self.kv_token_capacity or self.slots * self.max_context_tokens
+        generator = self.generator
         flags = {
             "--model-path": str(folder),
             "--weight-version": str(policy_version),
             "--host": "127.0.0.1",
             "--port": str(port),
             "--dtype": self.dtype,
-            "--context-length": str(self.max_context_tokens + SPARE_TOKENS),
-            "--max-running-requests": str(self.slots + _CANARY_ROWS),
-            "--max-total-tokens": str(cache_tokens + _SPARE_CACHE_TOKENS),
+            "--context-length": str(self._context_length),
+            "--max-running-requests": str(generator.slots + _CANARY_ROWS),
+            "--max-total-tokens": str(generator.kv_tokens + _SPARE_CACHE_TOKENS),
         }
-        if self.device != "auto":
-            flags["--device"] = self.device
-        if self.device == "cpu" and not self._has_argument("--attention-backend"):
+        if generator.device != "auto":
+            flags["--device"] = generator.device
+        if generator.device == "cpu" and not self._has_argument("--attention-backend"):
             flags["--attention-backend"] = "torch_native"
         if not self._has_argument("--log-level-http"):
             flags["--log-level-http"] = "warning"  # otherwise the server logs a line for every slice
@@ -128,25 +100,58 @@ class SglangOptions:
             flags["--config"] = str(self.key_file)
         # Token ids in and out. Without the second flag an idle scheduler spins on a core.
         bare = ["--skip-tokenizer-init", "--sleep-on-idle"]
-        if self.on_new_version == "keep_kv":
+        if generator.on_new_version == "keep_kv":
             # A step in progress during the swap would be stamped with the wrong version.
             bare.append("--disable-overlap-schedule")
             if not self._has_argument("--watchdog-timeout"):
                 flags["--watchdog-timeout"] = _WATCHDOG_SECONDS  # the watchdog takes a pause in place for a hang
         pairs = [part for pair in flags.items() for part in pair]
-        python = self.python or sys.executable
-        return [python, "-m", "sglang.launch_server", *pairs, *bare, *self.arguments]
+        python = self.server.python or sys.executable
+        return [python, "-m", "sglang.launch_server", *pairs, *bare, *self.server.arguments]
 
     def server_environment(self, inherited: dict[str, str]) -> dict[str, str]:
         """Build the environment of a started server: ``inherited`` without secrets and Python, plus the run file's."""
         kept = {k: v for k, v in inherited.items() if not k.startswith(_SECRET_PREFIX)}
-        if self.python is not None:
+        if self.server.python is not None:
             kept = {k: v for k, v in kept.items() if k not in _PYTHON_VARIABLES}
-        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_TOKENS, which no call reaches
+        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for _SPARE_TOKENS, which no call reaches
         kept["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probabilities at the sampling temperature
-        if self.device == "cpu":
+        if self.generator.device == "cpu":
             kept["SGLANG_USE_CPU_ENGINE"] = "1"
-        return kept | self.environment
+        return kept | self.server.environment
+
+    def cache_tokens(self, info: Mapping[str, Any], url: str) -> int:
+        """Return the cache capacity from a /server_info response, in tokens; ConfigError for an impossible setting."""
+        if self.server.url is not None:
+            self._check_running_server(info)
+        capacity = int(info.get("max_total_num_tokens") or 0)
+        # The server rounds a context up to whole pages and keeps one back.
+        room = self._context_length + 2 * int(info.get("page_size") or 1)
+        if 0 < capacity < room:
+            raise ConfigError(
+                f"the SGLang server at {url} has a key-value cache of {capacity} tokens; generator.max_context_tokens="
+                f"{self.generator.max_context_tokens} needs {room}: decrease it, or enlarge the cache "
+                "(--mem-fraction-static, --max-total-tokens)"
+            )
+        return capacity
+
+    def _check_running_server(self, info: Mapping[str, Any]) -> None:
+        """Check the settings of a server at a url; a started server gets them from its command line."""
+        generator, context = self.generator, info.get("context_length")
+        if isinstance(context, int) and context < self._context_length:
+            raise ConfigError(
+                f"the SGLang server at {self.server.url} has --context-length {context}; "
+                f"generator.max_context_tokens={generator.max_context_tokens} needs {self._context_length}"
+            )
+        if generator.on_new_version == "keep_kv" and info.get("disable_overlap_schedule") is False:
+            raise ConfigError(
+                f"generator.on_new_version=keep_kv: the SGLang server at {self.server.url} must run with "
+                "--disable-overlap-schedule, or a token in flight is stamped with the wrong policy version"
+            )
+
+    @property
+    def _context_length(self) -> int:
+        return self.generator.max_context_tokens + _SPARE_TOKENS
 
     def _has_argument(self, flag: str) -> bool:
-        return any(a == flag or a.startswith(f"{flag}=") for a in self.arguments)
+        return any(a == flag or a.startswith(f"{flag}=") for a in self.server.arguments)

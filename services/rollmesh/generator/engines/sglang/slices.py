@@ -42,6 +42,8 @@ class Slice:
     """True if tokens at its end were rejected."""
     prompt_token_count: int = 0
     cached_token_count: int = 0
+    retraction_count: int = 0
+    """Times that the server took the request out of its batch, for a pause or for lack of cache."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -107,6 +109,7 @@ def read_slice(
         kind = reason.get("type")
         spans = _read_spans(meta, len(tokens), sole_version)
         prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
+        retractions = int(meta.get("num_retractions") or 0)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise EngineError(f"SGLang /generate: malformed response: {error!r}") from error
     if len(tokens) != len(logprobs) or (tokens != stamped).any():
@@ -124,6 +127,7 @@ def read_slice(
         aborted=kind == "abort",
         prompt_token_count=prompt,
         cached_token_count=cached,
+        retraction_count=retractions,
     )
 
 

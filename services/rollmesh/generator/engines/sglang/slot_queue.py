@@ -33,6 +33,8 @@ class ServerCall:
     """True while a slice has been sent and not been delivered."""
     met_load: bool = False
     """True if weights were loaded since the slice was sent."""
+    pauses_before: int = 0
+    """Pauses of the server that dropped caches, before the slice was sent."""
     interrupted: bool = False
     """True once the call must end with its current tokens."""
     cache_key: str = ""

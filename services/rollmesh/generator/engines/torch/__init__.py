@@ -4,6 +4,7 @@ torch_engine           asyncio interface: implements ``generator.engines.engine_
   model_thread         the model thread: commands, admission, decode steps
     running_batch      calls in slots: prefill, chunks, end of calls
     slots              arrays of per-slot numbers
+    sampled_tokens     token count and undelivered tokens of each slot
     kv_cache           key-value cache in length tiers
     stepper            one decode step for the current rows, exact or padded to buckets of static shape
     graphs             CUDA only: capture and replay of a padded step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,17 +40,11 @@ class DecoderModel:
     """Forward pass over packed weights; the caller owns the caches. Not safe for concurrent use."""
 
     def __init__(
-        self,
-        arch: Architecture,
-        weights: Weights,
-        positions: int,
-        device: torch.device,
-        *,
-        swap_in_place: bool | None = None,
+        self, arch: Architecture, weights: Weights, positions: int, device: torch.device, *, swap_in_place: bool
     ) -> None:
-        """Bind the weights; with ``swap_in_place`` (default on a GPU), ``swap`` copies into the tensors in use."""
+        """Bind the weights; with ``swap_in_place``, ``swap`` copies into the tensors in use."""
         self.arch = arch
-        self._swap_in_place = device.type != "cpu" if swap_in_place is None else swap_in_place
+        self._swap_in_place = swap_in_place
         self.device = device
         self.weights = weights
         self.multiply: Multiply = fastest_multiply(weights.layers[0].gate_up, arch.head_size)
@@ -109,17 +102,21 @@ class DecoderModel:
         multiply(plan.normed_op, self._head, plan.logits_op)
         return plan.logits
 
-    def prefill(self, tokens: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Compute keys and values of right-padded contexts, tokens int64 [batch, length].
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the cache of right-padded contexts, tokens int64 [batch, length].
 
-        ``store(layer, keys, values)`` receives [batch, kv_heads, length, head_size] tensors; columns beyond a row's
-        length are undefined. The pass stops after the keys and values of the last layer.
+        Returns keys [layers, batch, kv_heads, head_size, length] and values [layers, batch, kv_heads, length,
+        head_size]; positions after a context's end are undefined.
         """
-        self._forward(tokens, store, keys_only=True)
+        arch, like, (batch, length) = self.arch, self.weights.embedding, tokens.shape
+        keys = like.new_empty((arch.layer_count, batch, arch.kv_head_count, arch.head_size, length))
+        values = like.new_empty((arch.layer_count, batch, arch.kv_head_count, length, arch.head_size))
+        self._forward(tokens, into=(keys, values))
+        return keys, values
 
     def score(self, tokens: Tensor) -> Tensor:
         """Compute log_softmax at T=1 of each token after the first, float32 [batch, length - 1]."""
-        x = self._forward(tokens, lambda _layer, _keys, _values: None, keys_only=False)
+        x = self._forward(tokens)
         batch, length = tokens.shape
         states = unit_norm(x, self._floor).mul_(self.weights.norm).view(batch, length, -1)[:, :-1].flatten(0, 1)
         targets = tokens[:, 1:].flatten()
@@ -142,7 +139,8 @@ class DecoderModel:
         self.multiply(self.multiply.operand(x), matrix, self.multiply.operand(out))
         return out
 
-    def _forward(self, tokens: Tensor, store: Callable[[int, Tensor, Tensor], None], *, keys_only: bool) -> Tensor:
+    def _forward(self, tokens: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return the last hidden states [batch * length, hidden]; with ``into``, stop at the last keys and values."""
         arch = self.arch
         batch, length = tokens.shape
         kv, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
@@ -157,9 +155,10 @@ class DecoderModel:
             rotate_(mixed[:, :, : group + 1], rotations)
             heads = mixed.view(batch, length, kv, group + 2, size).permute(0, 2, 3, 1, 4)
             keys, values = heads[:, :, group], heads[:, :, group + 1]  # [batch, kv, length, d]
-            store(number, keys, values)
-            if keys_only and number == arch.layer_count - 1:
-                break
+            if into is not None:
+                into[0][number], into[1][number] = keys.transpose(2, 3), values
+                if number == arch.layer_count - 1:
+                    break
             attended = self._attend_causally(heads[:, :, :group], keys, values)
             mixed = attended.permute(0, 3, 1, 2, 4).reshape(batch * length, -1)
             x.add_(self._product(mixed, output, arch.hidden_size))

@@ -20,20 +20,22 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.backlog import hold_seconds
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.counters import Counters
 from rollmesh.generator.engines.torch.prefill_admission import peak_tokens, remaining_estimate
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.slots import Int64Array
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
+from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
+from rollmesh.generator.engines.torch.torch_options import step_seconds
 from rollmesh.generator.engines.torch.weights import Weights
 from rollmesh.types import Chunk, FinishReason
 
 _STRIDE = 4
 """Steps between two admissions and between two deliveries; batches prefills and wake-ups."""
+_PREFILL_TOKENS = 2048
+"""Prefilled tokens between two decode steps."""
 _QUIET_SECONDS = 0.0005
 _LONGEST_GATHERING_SECONDS = 0.01
 _FILL = 0.85
@@ -53,21 +55,14 @@ class Swap:
 class ModelThread:
     """Owner of the batch; every method but ``post``, ``start`` and ``join`` runs in the model thread."""
 
-    def __init__(
-        self,
-        make_batch: Callable[[Counters, Callable[[RunningCall, Chunk | Exception], None]], RunningBatch],
-        options: TorchEngineOptions,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self.counters = Counters()
-        self.batch = make_batch(self.counters, self._emit)
+    def __init__(self, batch: RunningBatch, config: GeneratorConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.batch = batch
         self.waiting: list[RunningCall] = []
         self.paused = False
         self.failure: Exception | None = None
-        self._options = options
+        self._config = config
         self._loop = loop
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._outbox: list[tuple[RunningCall, Chunk | Exception]] = []
         self._stopping = False
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
@@ -93,38 +88,42 @@ class ModelThread:
                 self._commands.put(command)
             return not self._ended
 
-    def submit(self, sequence: RunningCall) -> None:
+    def submit(self, call: RunningCall) -> None:
         """Queue a call."""
         if self._stopping or self.failure is not None:
-            self._emit(sequence, self.failure or GenerationRefused("the engine has stopped"))
+            self.batch.outbox.append((call, self.failure or GenerationRefused("the engine has stopped")))
             return
-        sequence.arrival = self._arrivals
+        call.arrival = self._arrivals
         self._arrivals += 1
-        self.waiting.append(sequence)
+        self.waiting.append(call)
 
-    def cancel(self, sequence: RunningCall) -> None:
+    def cancel(self, call: RunningCall) -> None:
         """Remove a call whose caller has disconnected."""
-        if sequence.slot >= 0:
-            self.batch.drop(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        if call.slot >= 0:
+            self.batch.remove(call)
+        elif call in self.waiting:
+            self.waiting.remove(call)
 
     def interrupt(self, trajectory_ids: Iterable[str] | None) -> int:
         """End these calls (None: all) as interrupted; returns the number of calls ended."""
         wanted = None if trajectory_ids is None else set(trajectory_ids)
-        running = [s for s in self.batch.running() if wanted is None or s.call.trajectory_id in wanted]
-        queued = [s for s in self.waiting if wanted is None or s.call.trajectory_id in wanted]
+        running = [c for c in self.batch.slots.running() if wanted is None or c.request.trajectory_id in wanted]
+        queued = [c for c in self.waiting if wanted is None or c.request.trajectory_id in wanted]
         self.batch.interrupt(running)
         self._end_waiting(queued)
         self._deliver()
         return len(running) + len(queued)
 
+    def set_paused(self, paused: bool) -> None:
+        """Stop or continue decoding; running calls stay in their slots."""
+        self.paused = paused
+
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
         """Record the tokens that callers have saved; calls held for them continue."""
-        for sequence in (*self.batch.running(), *self.waiting):
-            count = context_token_counts.get(sequence.call.trajectory_id)
+        for call in (*self.batch.slots.running(), *self.waiting):
+            count = context_token_counts.get(call.request.trajectory_id)
             if count is not None:
-                sequence.backlog.acknowledge(count)
+                call.backlog.acknowledge(count)
         self.batch.release_unblocked()
 
     def request_swap(self, swap: Swap) -> None:
@@ -148,8 +147,7 @@ class ModelThread:
         except Exception as error:
             self.failure = EngineError(f"the engine failed: {error!r}")
             self.failure.__cause__ = error
-            for sequence in (*self.batch.running(), *self.waiting):
-                self._emit(sequence, self.failure)
+            self.batch.outbox += [(call, self.failure) for call in (*self.batch.slots.running(), *self.waiting)]
             self.waiting.clear()
         self._stopping = True
         self._close()
@@ -187,44 +185,43 @@ class ModelThread:
         started = time.perf_counter()
         self.batch.end_held(since=time.monotonic() - self._hold_seconds())
         self._admit()
-        for sequence in self.batch.make_room():
-            insort(self.waiting, sequence, key=lambda s: s.arrival)
+        for call in self.batch.make_room():
+            insort(self.waiting, call, key=lambda c: c.arrival)
         running = self.batch.active_count
         if running:
             self.batch.step()
             self._steps_since_admission += 1
-            rest = self._options.step_seconds(running) - (time.perf_counter() - started)
+            rest = step_seconds(self._config.pace, running) - (time.perf_counter() - started)
             if rest > 0:
                 time.sleep(rest)
         seconds = time.perf_counter() - started
-        self.counters.busy_seconds += seconds
-        self.counters.running_slot_seconds += seconds * running
+        counters = self.batch.counters
+        counters.busy_seconds += seconds
+        counters.running_slot_seconds += seconds * running
         self._try_swaps()
-        if self._outbox and (not self.batch.active_count or self.counters.decode_steps % _STRIDE == 0):
+        if not self.batch.active_count or counters.decode_steps % _STRIDE == 0:
             self._deliver()
         self._stuck = not running and self.batch.held_since is not None
 
     def _admit(self) -> None:
         """Move waiting calls into slots, oldest first, within the limits of slots, cache and prefill budget."""
         batch = self.batch
-        if not self.waiting or not batch.free_slots:
-            return
-        if batch.active_count and self._steps_since_admission < _STRIDE:
+        if not self.waiting or not batch.slots.free or (batch.active_count and self._steps_since_admission < _STRIDE):
             return
         self._steps_since_admission = 0
         chosen: list[RunningCall] = []
         widths: list[int] = []
         prefill = 0
-        for sequence in self.waiting[: batch.free_slots]:
-            count = len(sequence.call.context_ids) + sequence.written_count
-            if chosen and batch.active_count and prefill + count > self._options.prefill_token_budget:
+        for call in self.waiting[: len(batch.slots.free)]:
+            count = len(call.request.context_ids) + call.written_count
+            if chosen and batch.active_count and prefill + count > _PREFILL_TOKENS:
                 break
-            if self._swaps and not sequence.started:
+            if self._swaps and not call.started:
                 break
             widths.append(batch.cache.width_for(count - 1))
-            if not batch.cache.has_room(widths) or not self._expected_to_fit([*chosen, sequence]):
+            if not batch.cache.has_room(widths) or not self._expected_to_fit([*chosen, call]):
                 break
-            chosen.append(sequence)
+            chosen.append(call)
             prefill += count
         if chosen:
             del self.waiting[: len(chosen)]
@@ -233,14 +230,14 @@ class ModelThread:
     def _expected_to_fit(self, candidates: list[RunningCall]) -> bool:
         """Tell whether the estimated peak of running and candidate calls fits in the cache."""
         cache = self.batch.cache
-        if cache.token_capacity >= self._options.slots * cache.longest:
+        if cache.token_capacity >= self._config.slots * cache.longest:
             return True
         if not self.batch.running_count and len(candidates) == 1:
             return True
-        lengths, positions, budgets = self.batch.load()
-        lengths = np.append(lengths, [len(s.call.context_ids) + s.written_count for s in candidates])
-        positions = np.append(positions, [s.position for s in candidates])
-        budgets = np.append(budgets, [s.budget - s.written_count for s in candidates])
+        lengths, positions, budgets = self.batch.slots.load()
+        lengths = np.append(lengths, [len(c.request.context_ids) + c.written_count for c in candidates])
+        positions = np.append(positions, [c.position for c in candidates])
+        budgets = np.append(budgets, [c.budget - c.written_count for c in candidates])
         history: Int64Array = np.sort(np.fromiter(self.batch.response_lengths, np.int64))
         remaining = remaining_estimate(positions, budgets, history)
         return peak_tokens(lengths, remaining) <= _FILL * cache.token_capacity
@@ -249,7 +246,7 @@ class ModelThread:
         """Run pending swaps in order; a drain waits for every call that has started."""
         while self._swaps:
             swap = self._swaps[0]
-            begun = self.batch.running_count or any(s.started for s in self.waiting)
+            begun = self.batch.running_count or any(c.started for c in self.waiting)
             if swap.mode is OnNewVersion.DRAIN and begun and not swap.done.cancelled():
                 return
             self._swaps.pop(0)
@@ -266,18 +263,18 @@ class ModelThread:
     def _swap(self, swap: Swap) -> float:
         started = time.perf_counter()
         if swap.mode is OnNewVersion.INTERRUPT:
-            self.batch.interrupt(self.batch.running())
-            self._end_waiting([s for s in self.waiting if s.started])
-        self._end_waiting([s for s in self.waiting if s.newest_version > swap.policy_version])
+            self.batch.interrupt(self.batch.slots.running())
+            self._end_waiting([c for c in self.waiting if c.started])
+        self._end_waiting([c for c in self.waiting if c.newest_version > swap.policy_version])
         self.batch.swap(swap.policy_version)
         self.batch.model.swap(swap.weights)
         self._deliver()
         return time.perf_counter() - started
 
-    def _end_waiting(self, sequences: list[RunningCall]) -> None:
+    def _end_waiting(self, calls: list[RunningCall]) -> None:
         """End calls without a slot as interrupted; all their tokens have been delivered."""
-        for sequence in sequences:
-            self.waiting.remove(sequence)
+        for call in calls:
+            self.waiting.remove(call)
             chunk = Chunk(
                 token_ids=np.empty(0, np.int32),
                 behavior_logprobs=np.empty(0, np.float32),
@@ -285,19 +282,16 @@ class ModelThread:
                 kv_min_version=self.batch.policy_version,
                 finish_reason=FinishReason.INTERRUPTED,
             )
-            self._emit(sequence, chunk)
-
-    def _emit(self, sequence: RunningCall, chunk: Chunk | Exception) -> None:
-        self._outbox.append((sequence, chunk))
+            self.batch.outbox.append((call, chunk))
 
     def _deliver(self) -> None:
-        if not self._outbox:
+        items, self.batch.outbox = self.batch.outbox, []
+        if not items:
             return
-        items, self._outbox = self._outbox, []
 
         def hand_over() -> None:
-            for sequence, chunk in items:
-                sequence.deliver(chunk)
+            for call, chunk in items:
+                call.deliver(chunk)
 
         self._loop.call_soon_threadsafe(hand_over)
 

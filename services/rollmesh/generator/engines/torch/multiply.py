@@ -8,8 +8,7 @@ builds and the environment (OPENBLAS_CORETYPE), so both are timed at startup. Op
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+import timeit
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,11 +36,9 @@ class TorchMultiply:
     """Products by torch, for any device and dtype."""
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged."""
         return tensor
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> object:
-        """Write the product into ``out``."""
         return torch.mm(a, b, out=out) if a.ndim == 2 else torch.bmm(a, b, out=out)
 
 
@@ -49,11 +46,9 @@ class NumpyMultiply:
     """Products by numpy, for float32 on the CPU."""
 
     def operand(self, tensor: Tensor) -> Any:
-        """Return a numpy view of the tensor."""
         return tensor.numpy()
 
     def __call__(self, a: Any, b: Any, out: Any) -> object:
-        """Write the product into ``out``."""
         return np.matmul(a, b, out=out)
 
 
@@ -78,15 +73,4 @@ def _seconds(multiply: Multiply, weight: Tensor, head_size: int) -> float:
     queries, keys = weight.new_ones(_TRIAL_ROWS, 4, head_size), weight.new_ones(_TRIAL_ROWS, head_size, 64)
     scores = weight.new_empty(_TRIAL_ROWS, 4, 64)
     products = [tuple(multiply.operand(t) for t in three) for three in ((rows, weight, wide), (queries, keys, scores))]
-
-    def work() -> None:
-        for a, b, out in products:
-            multiply(a, b, out)
-
-    return min(_timed(work) for _ in range(_TRIALS))
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return min(timeit.repeat(lambda: [multiply(*product) for product in products], number=1, repeat=_TRIALS))

@@ -91,12 +91,11 @@ class Planner:
         arch: Architecture,
         slot_count: int,
         multiply: Multiply,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
         *,
         shared_score_tokens: int = 0,
     ) -> None:
-        """Allocate buffers for plans of at most ``slot_count`` rows.
+        """Allocate buffers of the type and device of ``like`` for plans of at most ``slot_count`` rows.
 
         All plans share one buffer for attention scores of at most ``shared_score_tokens`` (rows * span of a tier); 0
         gives each plan its own buffer.
@@ -105,12 +104,11 @@ class Planner:
         self._multiply = multiply
         self._scratch: Tensor | None = None
         if shared_score_tokens:
-            elements = shared_score_tokens * arch.head_count
-            self._scratch = torch.empty((2, elements), dtype=dtype, device=device)
+            self._scratch = like.new_empty((2, shared_score_tokens * arch.head_count))
         heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty((slot_count, *shape), dtype=dtype, device=device)
+            return like.new_empty((slot_count, *shape))
 
         self._states = buffer(arch.hidden_size)
         self._normed = buffer(arch.hidden_size)
@@ -120,7 +118,7 @@ class Planner:
         self._gate_up = buffer(2 * arch.mlp_size)
         self._gated = buffer(arch.mlp_size)
         self._logits = buffer(arch.vocab_size)
-        self._rows = torch.arange(slot_count * heads, device=device)
+        self._rows = torch.arange(slot_count * heads, device=like.device)
 
     def plan(self, cache: KvCache, lengths: npt.NDArray[np.int64]) -> StepPlan:
         """Build the plan for the active rows of all tiers; ``lengths`` [rows] are the cached tokens of all rows."""

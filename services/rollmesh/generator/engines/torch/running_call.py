@@ -8,24 +8,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.generator.engines.backlog import Backlog
-from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.torch.sampling import noise_key
 from rollmesh.types import Chunk, GenerationCall, Int32Array
-
-Deliver = Callable[[Chunk | Exception], None]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningCall:
     """State of a call from its arrival to its last chunk."""
 
-    call: GenerationCall
-    deliver: Deliver
+    request: GenerationCall
+    deliver: Callable[[Chunk | Exception], None]
     """Function that passes a chunk or the final error to the caller; runs in the asyncio thread."""
     budget: int
     """Maximum number of tokens to sample: the call's limit, or the room left in the context."""
-    noise_key: int
-    backlog: Backlog
+    noise_key: int = field(init=False)
+    backlog: Backlog = field(init=False)
     arrival: int = 0
     slot: int = -1
     """Slot of a running call; -1 while waiting."""
@@ -38,6 +35,10 @@ class RunningCall:
     cached_token_count: int = 0
     """Prompt tokens copied from another call's cache, reported with the next chunk."""
 
+    def __post_init__(self) -> None:
+        self.noise_key = noise_key(self.request.sampling.seed, self.request.trajectory_id)
+        self.backlog = Backlog.of(self.request)
+
     @property
     def started(self) -> bool:
         """True once the caller has received tokens."""
@@ -46,20 +47,8 @@ class RunningCall:
     @property
     def position(self) -> int:
         """Number of response tokens so far, including those of earlier calls."""
-        return len(self.call.context_ids) - self.call.prompt_token_count + self.written_count
+        return len(self.request.context_ids) - self.request.prompt_token_count + self.written_count
 
     def context_ids(self) -> Int32Array:
         """Return all tokens before the next one, int32 [tokens]."""
-        return np.concatenate((self.call.context_ids, *self.written)) if self.written else self.call.context_ids
-
-
-def make_running_call(call: GenerationCall, deliver: Deliver, *, vocab_size: int, longest: int) -> RunningCall:
-    """Check a call against the model and build its state; DataError names the field, the value and the limit."""
-    budget = check_call(call, vocab_size=vocab_size, longest=longest)
-    return RunningCall(
-        call=call,
-        deliver=deliver,
-        budget=budget,
-        noise_key=noise_key(call.sampling.seed, call.trajectory_id),
-        backlog=Backlog.of(call),
-    )
+        return np.concatenate((self.request.context_ids, *self.written)) if self.written else self.request.context_ids

@@ -21,7 +21,7 @@ from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.graphs import GraphPool
 from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
 from rollmesh.generator.engines.torch.plan import Planner, StepPlan, TierShare
-from rollmesh.generator.engines.torch.slots import Int64Array
+from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Function that captures work over static memory and returns a function that replays it."""
@@ -51,7 +51,7 @@ def make_stepper(model: DecoderModel, cache: KvCache, slots: int, *, graphs: boo
     if not graphs:
         return PlainStepper(model, cache, slots)
     on_gpu = model.device.type == "cuda"
-    return BucketedStepper(model, cache, slots, GraphPool(model.device).capture if on_gpu else _uncaptured)
+    return BucketedStepper(model, cache, slots, GraphPool(model.device).capture if on_gpu else None)
 
 
 class PlainStepper:
@@ -60,28 +60,25 @@ class PlainStepper:
     def __init__(self, model: DecoderModel, cache: KvCache, slots: int) -> None:
         self._model = model
         self._cache = cache
-        self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding.dtype, model.device)
+        self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding)
         self._plan: StepPlan | None = None
 
     def prepare(self, lengths: Int64Array) -> int:
-        """Plan the active rows."""
         self._plan = self._planner.plan(self._cache, lengths)
         return self._plan.step_count
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Decode one token per row."""
         assert self._plan is not None
         return self._model.decode(tokens, self._plan)
 
     def release(self) -> None:
-        """Drop the views of the cache."""
         self._plan = None
 
 
 class BucketedStepper:
     """Stepper with padded steps of static shape, each made once per combination of buckets and reused."""
 
-    def __init__(self, model: DecoderModel, cache: KvCache, slots: int, capture: Capture) -> None:
+    def __init__(self, model: DecoderModel, cache: KvCache, slots: int, capture: Capture | None) -> None:
         self._model = model
         self._cache = cache
         self._capture = capture
@@ -89,8 +86,7 @@ class BucketedStepper:
             model.arch,
             2 * slots,  # rounding up to a power of two less than doubles the rows
             model.multiply,
-            model.weights.embedding.dtype,
-            model.device,
+            model.weights.embedding,
             shared_score_tokens=cache.token_capacity,
         )
         self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
@@ -98,13 +94,7 @@ class BucketedStepper:
         self._live: Tensor | None = None
         """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
 
-    @property
-    def step_count(self) -> int:
-        """Number of bucket combinations that are ready."""
-        return len(self._steps)
-
     def prepare(self, lengths: Int64Array) -> int:
-        """Find or build the step whose buckets hold these rows, and set their positions."""
         shares: list[tuple[int, TierShare]] = []
         padded_lengths, live = [], []
         steps, start, active, padded_start = self._cache.longest, 0, 0, 0
@@ -128,7 +118,6 @@ class BucketedStepper:
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Decode one token per row."""
         step, live = self._current, self._live
         assert step is not None
         if live is None:
@@ -137,7 +126,6 @@ class BucketedStepper:
         return step.run(None).index_select(0, live)
 
     def release(self) -> None:
-        """Forget the current rows; the static steps are kept."""
         self._current = None
 
     def _step_of(self, shares: list[tuple[int, TierShare]]) -> _StaticStep:
@@ -154,7 +142,7 @@ class BucketedStepper:
 class _StaticStep:
     """The decode step of one combination of buckets, over memory with fixed addresses."""
 
-    def __init__(self, model: DecoderModel, planner: Planner, shares: list[TierShare], capture: Capture) -> None:
+    def __init__(self, model: DecoderModel, planner: Planner, shares: list[TierShare], capture: Capture | None) -> None:
         rows = sum(share.rows for share in shares)
         self._counters = planner.counters(np.zeros(rows, np.int64))
         plan = planner.build(shares, self._counters, 0)
@@ -164,7 +152,7 @@ class _StaticStep:
         self._logits = plan.logits
         # Without ``self``: a cycle would keep the old memory of a moved block until the next garbage collection.
         self._work: Callable[[], object] = lambda: model.decode(tokens, plan)
-        self._capture: Capture | None = capture
+        self._capture = capture
         self._ran = False
 
     def place(self, counters: Tensor) -> None:
@@ -189,7 +177,3 @@ class _StaticStep:
 def bucket(rows: int, most: int) -> int:
     """Return the smallest power of two that holds ``rows``, at most ``most``."""
     return min(1 << (rows - 1).bit_length(), most)
-
-
-def _uncaptured(work: Callable[[], object]) -> Callable[[], object]:
-    return work

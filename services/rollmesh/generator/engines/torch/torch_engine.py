@@ -11,18 +11,19 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.call_checks import check_call, check_ids
 from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersion
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
-from rollmesh.generator.engines.torch.counters import Counters
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_widths, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.prefill_admission import prefill_batches
-from rollmesh.generator.engines.torch.running_batch import Emit, RunningBatch
-from rollmesh.generator.engines.torch.running_call import make_running_call
+from rollmesh.generator.engines.torch.running_batch import RunningBatch
+from rollmesh.generator.engines.torch.running_call import RunningCall
 from rollmesh.generator.engines.torch.stepper import make_stepper
-from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
+from rollmesh.generator.engines.torch.torch_options import TORCH_DTYPES, forward_tokens, torch_device
 from rollmesh.generator.engines.torch.weights import Weights, load_weights
 from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
 
@@ -35,11 +36,11 @@ class TorchEngine:
     A model thread decodes; the asyncio thread only queues calls and receives chunks.
     """
 
-    def __init__(self, options: TorchEngineOptions) -> None:
-        self._options = options
-        self._device = options.torch_device()
-        self._dtype = options.torch_dtype()
-        self._arch: Architecture | None = None
+    def __init__(self, config: GeneratorConfig, dtype: str = "float32") -> None:
+        """Create an engine that computes in ``dtype``, the value of ``model.dtype``."""
+        self._config = config
+        self._device = torch_device(config.device)
+        self._dtype = TORCH_DTYPES[dtype]
         self._thread: ModelThread | None = None
         self._closed = False
         self._load_lock = asyncio.Lock()
@@ -53,43 +54,38 @@ class TorchEngine:
         if self._thread is not None:
             raise EngineError("the engine has been started already")
         arch = await asyncio.to_thread(read_architecture, folder)
-        if self._options.max_context_tokens > arch.max_positions:
+        if self._config.max_context_tokens > arch.max_positions:
             raise ConfigError(
-                f"generator.max_context_tokens={self._options.max_context_tokens} is more than the model's "
+                f"generator.max_context_tokens={self._config.max_context_tokens} is more than the model's "
                 f"max_position_embeddings={arch.max_positions}"
             )
         weights = await asyncio.to_thread(load_weights, folder, arch, self._dtype, self._device)
-
-        graphs = self._options.cuda_graphs
-
-        def make_batch(counters: Counters, emit: Emit) -> RunningBatch:
-            cache = KvCache(
-                arch,
-                token_capacity=self._options.kv_tokens,
-                longest=self._options.max_context_tokens,
-                dtype=self._dtype,
-                device=self._device,
-                widths=coarse_tier_widths if graphs else tier_widths,
-            )
-            in_place = graphs or self._device.type != "cpu"
-            model = DecoderModel(arch, weights, self._options.max_context_tokens, self._device, swap_in_place=in_place)
-            stepper = make_stepper(model, cache, self._options.slots, graphs=graphs)
-            forward_tokens = self._options.forward_tokens(self._device)
-            return RunningBatch(
-                model, cache, stepper, self._options.slots, forward_tokens, counters, emit, policy_version
-            )
-
-        self._arch = arch
-        self._thread = ModelThread(make_batch, self._options, asyncio.get_running_loop())
+        batch = self._make_batch(arch, weights, policy_version)
+        self._thread = ModelThread(batch, self._config, asyncio.get_running_loop())
         self._thread.start()
 
+    def _make_batch(self, arch: Architecture, weights: Weights, policy_version: int) -> RunningBatch:
+        config, graphs = self._config, self._config.cuda_graphs
+        cache = KvCache(
+            arch,
+            token_capacity=config.kv_tokens,
+            longest=config.max_context_tokens,
+            dtype=self._dtype,
+            device=self._device,
+            widths=coarse_tier_widths if graphs else tier_widths,
+        )
+        in_place = graphs or self._device.type != "cpu"
+        model = DecoderModel(arch, weights, config.max_context_tokens, self._device, swap_in_place=in_place)
+        stepper = make_stepper(model, cache, config.slots, graphs=graphs)
+        return RunningBatch(model, cache, stepper, config.slots, forward_tokens(self._device), policy_version)
+
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the stream early releases its slot."""
         thread = self._serving()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        vocab = thread.batch.model.arch.vocab_size
-        sequence = make_running_call(call, chunks.put_nowait, vocab_size=vocab, longest=thread.batch.cache.longest)
-        self._post(thread, lambda: thread.submit(sequence))
+        vocab_size, longest = thread.batch.model.arch.vocab_size, thread.batch.cache.longest
+        budget = check_call(call, vocab_size=vocab_size, longest=longest)
+        running = RunningCall(request=call, deliver=chunks.put_nowait, budget=budget)
+        self._post(thread, lambda: thread.submit(running))
         ended = False
         try:
             while not ended:
@@ -100,76 +96,63 @@ class TorchEngine:
                 yield chunk
         finally:
             if not ended:
-                thread.post(lambda: thread.cancel(sequence))
+                thread.post(lambda: thread.cancel(running))
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
-        """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""
-        thread = self._serving()
-        return await self._call(thread, lambda: thread.interrupt(trajectory_ids))
+        return await self._call(lambda thread: thread.interrupt(trajectory_ids))
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Record the durable tokens of the trajectories; calls held for them continue."""
         thread = self._thread
         if thread is not None:
             thread.post(lambda: thread.acknowledge(context_token_counts))
 
     async def stage(self, folder: Path) -> None:
-        """Read and pack the weights in ``folder`` while calls run, so that ``load`` only swaps them."""
-        self._serving()
+        running = self._serving().batch.model.arch
         async with self._load_lock:
             self._staged = None
-            self._staged = folder, await asyncio.to_thread(self._read_compatible, folder)
+            self._staged = folder, await asyncio.to_thread(self._read_compatible, folder, running)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """Swap to the policy in ``folder``; returns the seconds during which decoding stopped.
-
-        Weights that are not staged are read while calls run. Loads run in order.
-        """
+        """Swap to the policy in ``folder``; unless it is staged, its weights are read while calls run."""
         thread = self._serving()
         async with self._load_lock:
             staged, self._staged = self._staged, None
             if staged is not None and staged[0] == folder:
                 weights = staged[1]
             else:
-                weights = await asyncio.to_thread(self._read_compatible, folder)
+                weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch)
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(thread, lambda: thread.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
 
     async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence."""
-        thread = self._serving()
-        vocab, longest = thread.batch.model.arch.vocab_size, self._options.max_context_tokens
+        vocab_size, longest = self._serving().batch.model.arch.vocab_size, self._config.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
-            if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-                raise DataError(f"sequences[{number}]: a token id is outside the vocabulary of {vocab} tokens")
-        return await self._call(thread, lambda: self._score(thread.batch.model, sequences))
+            check_ids(ids, vocab_size, f"sequences[{number}]")
+        return await self._call(lambda thread: self._score(thread.batch.model, sequences))
 
     async def pause(self) -> None:
-        """Stop decoding; running calls are held."""
-        await self._set_paused(True)
+        await self._call(lambda thread: thread.set_paused(True))
 
     async def resume(self) -> None:
-        """Continue decoding."""
-        await self._set_paused(False)
+        await self._call(lambda thread: thread.set_paused(False))
 
     def status(self) -> EngineStatus:
-        """Return load and counters without waiting for a decode step; EngineError if the model thread has failed."""
         thread = self._thread
         if thread is None:
             raise EngineError("the engine has not been started")
         if thread.failure is not None:
             raise thread.failure
-        counters = thread.counters
+        counters = thread.batch.counters
         return EngineStatus(
             policy_version=thread.batch.policy_version,
             running_count=thread.batch.running_count,
             waiting_count=len(thread.waiting),
-            slot_count=self._options.slots,
-            kv_tokens_used=thread.batch.tokens_used,
-            kv_token_capacity=self._options.kv_tokens,
+            slot_count=self._config.slots,
+            kv_tokens_used=thread.batch.slots.cached_total,
+            kv_token_capacity=self._config.kv_tokens,
             generated_token_total=counters.generated_tokens,
             prefill_token_total=counters.prefill_tokens,
             reprefill_token_total=counters.reprefill_tokens,
@@ -177,12 +160,12 @@ class TorchEngine:
             decode_step_total=counters.decode_steps,
             busy_seconds_total=counters.busy_seconds,
             running_slot_seconds_total=counters.running_slot_seconds,
+            preemption_total=counters.preemptions,
             held_back_total=counters.held_back,
             paused=thread.paused,
         )
 
     async def aclose(self) -> None:
-        """End running calls as ``interrupted`` and stop the model thread."""
         if self._thread is None or self._closed:
             return
         self._closed = True
@@ -203,31 +186,23 @@ class TorchEngine:
         if not thread.post(command):
             raise thread.failure or GenerationRefused("the engine has stopped")
 
-    def _read_compatible(self, folder: Path) -> Weights:
+    def _read_compatible(self, folder: Path, running: Architecture) -> Weights:
         arch = read_architecture(folder)
-        assert self._arch is not None
-        if differs := difference(self._arch, arch):
+        if differs := difference(running, arch):
             raise EngineError(f"{folder}: another architecture: {differs}")
         # On a GPU the swap copies the new weights into those in use (DecoderModel.swap), so they stay in host memory.
         return load_weights(folder, arch, self._dtype, torch.device("cpu"))
 
-    async def _set_paused(self, paused: bool) -> None:
-        thread = self._serving()
-
-        def command() -> None:
-            thread.paused = paused
-
-        await self._call(thread, command)
-
-    async def _call(self, thread: ModelThread, function: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[ModelThread], T]) -> T:
         """Run ``function`` in the model thread and return its result."""
+        thread = self._serving()
         done: Future[T] = Future()
 
         def command() -> None:
             if not done.set_running_or_notify_cancel():
                 return
             try:
-                done.set_result(function())
+                done.set_result(function(thread))
             except Exception as error:  # for the caller to handle: the model thread continues
                 done.set_exception(error)
 
@@ -236,7 +211,7 @@ class TorchEngine:
 
     def _score(self, model: DecoderModel, sequences: Sequence[Int32Array]) -> list[Float32Array]:
         results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
-        for batch in prefill_batches([len(ids) for ids in sequences], self._options.forward_tokens(self._device)):
+        for batch in prefill_batches([len(ids) for ids in sequences], forward_tokens(self._device)):
             width = len(sequences[batch[0]])
             if width < 2:
                 continue

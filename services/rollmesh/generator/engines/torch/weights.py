@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,6 @@ class Weights:
     norm: Tensor  # [hidden], times sqrt(hidden)
     head: Tensor  # [hidden, vocab]; a view of the embedding if it is tied
 
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all tensors; a tied head counts once."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor once, in a fixed order."""
         yield self.embedding
@@ -64,8 +58,8 @@ class Weights:
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read and pack the weights in ``folder``; UnsupportedModel names a missing tensor or a wrong shape."""
-    with _open_tensors(folder) as read, torch.inference_mode():
-        hidden = arch.hidden_size
+    read, hidden = _tensor_reader(folder), arch.hidden_size
+    with torch.inference_mode():
 
         def tensor(name: str, *shape: int) -> Tensor:
             found = read(name)
@@ -96,25 +90,20 @@ def _pack_layer(
     hidden, size, kv, group = arch.hidden_size, arch.head_size, arch.kv_head_count, arch.heads_per_kv
     order = pair_order(size)
 
-    def heads(name: str, count: int, paired: bool) -> Tensor:
-        rows = tensor(f"{prefix}self_attn.{name}_proj.weight", count * size, hidden).view(count, size, hidden)
-        return rows[:, order] if paired else rows
-
-    def bias(name: str, count: int, paired: bool) -> Tensor:
-        values = tensor(f"{prefix}self_attn.{name}_proj.bias", count * size).view(count, size)
-        return values[:, order] if paired else values
-
-    def by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_kv_head(kind: str, *width: int) -> Tensor:
         # Per key-value head: its queries, its key, its value, [kv, group + 2, size, ...]. A row of the projection is
         # then a stack of multi-query heads, and attention needs no case for grouped heads.
-        grouped = q.view(kv, group, *q.shape[1:])
-        return torch.cat((grouped, k.unsqueeze(1), v.unsqueeze(1)), dim=1).flatten(0, 2)
+        def heads(name: str, count: int) -> Tensor:
+            rows = tensor(f"{prefix}self_attn.{name}_proj.{kind}", kv * count * size, *width)
+            return rows.view(kv, count, size, *width)
+
+        queries, keys, values = heads("q", group), heads("k", 1), heads("v", 1)
+        return torch.cat((queries[:, :, order], keys[:, :, order], values), dim=1).flatten(0, 2)
 
     input_norm = tensor(f"{prefix}input_layernorm.weight", hidden) * math.sqrt(hidden)
-    qkv = by_kv_head(heads("q", arch.head_count, True), heads("k", kv, True), heads("v", kv, False))
     qkv_bias = qk_norm = output_bias = None
     if arch.qkv_bias:
-        qkv_bias = place(by_kv_head(bias("q", arch.head_count, True), bias("k", kv, True), bias("v", kv, False)))
+        qkv_bias = place(by_kv_head("bias"))
     if arch.qk_norm:
         q_norm = tensor(f"{prefix}self_attn.q_norm.weight", size)[order]
         k_norm = tensor(f"{prefix}self_attn.k_norm.weight", size)[order]
@@ -125,7 +114,7 @@ def _pack_layer(
     gate = tensor(f"{prefix}mlp.gate_proj.weight", arch.mlp_size, hidden)
     up = tensor(f"{prefix}mlp.up_proj.weight", arch.mlp_size, hidden)
     return Layer(
-        qkv=place((qkv * input_norm).t()),
+        qkv=place((by_kv_head("weight", hidden) * input_norm).t()),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         output=place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size).t()),
@@ -135,9 +124,8 @@ def _pack_layer(
     )
 
 
-@contextmanager
-def _open_tensors(folder: Path) -> Iterator[Callable[[str], Tensor]]:
-    """Yield ``read(name) -> Tensor`` over the single or sharded safetensors of a folder."""
+def _tensor_reader(folder: Path) -> Callable[[str], Tensor]:
+    """Return ``read(name) -> Tensor`` over the single or sharded safetensors of a folder."""
     shards = _shard_of_each_tensor(folder)
     handles: dict[str, Any] = {}
 
@@ -153,7 +141,7 @@ def _open_tensors(folder: Path) -> Iterator[Callable[[str], Tensor]]:
             raise EngineError(f"{folder / shard}: {name} cannot be read: {error}") from error
         return found
 
-    yield read
+    return read
 
 
 def _shard_of_each_tensor(folder: Path) -> dict[str, str] | None:

@@ -53,7 +53,9 @@ local function note_drop(gid, reason, total, longest, wasted)
 end
 
 local function take_out_of_queues(group, reason)
-  for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, group.id) end
+  for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside}) do
+    call('ZREM', queue, group.id)
+  end
   bury_group(group.id)
   call('HINCRBY', K.drops, 'groups:' .. reason, 1)
 end
@@ -70,9 +72,11 @@ local function delete_group(group, reason)
     if reason ~= '' then note_drop(gid, reason, total, longest, wasted) end
     return
   end
-  for _, queue in ipairs({K.pending, K.partial, K.scoring}) do
-    call('ZREMRANGEBYSCORE', queue, order_of(group.index, 0), order_of(group.index, 4095))
-  end
+  local ids = {}
+  for member = 0, group.launched - 1 do ids[member + 1] = gid .. '.' .. member end
+  in_slices(ids, function(...)
+    for _, queue in ipairs({K.pending, K.partial, K.scoring}) do call('ZREM', queue, ...) end
+  end)
   call('HSET', K.dropped, gid, '0 0 0 0 ' .. group.launched .. ' ' .. reason)
   call('UNLINK', group_key(gid))
 end
@@ -83,8 +87,18 @@ local function drop_group(group, reason)
   delete_group(group, reason)
 end
 
+-- Drops a large group whose members are being reset (lib/begin_again.lua); returns false for another group.
+local function drop_returning(gid, reason)
+  local entry = call('HGET', K.returning, gid)
+  if not entry then return false end
+  if reason ~= '' then take_out_of_queues({id = gid}, reason) end
+  call('HDEL', K.returning, gid)
+  call('HSET', K.dropped, gid, '0 0 0 0 ' .. cjson.decode(entry).members .. ' ' .. reason)
+  return true
+end
+
 -- Maximum number of trajectories that one lease may turn into dead letters; each may drop its group.
 local function most_burials()
-  local members = math.min(MOST_MEMBERS_AT_ONCE, 2 * tonumber(call('HGET', K.limits, 'group_size')))
+  local members = math.min(MOST_MEMBERS_AT_ONCE, most_members(tonumber(call('HGET', K.limits, 'group_size'))))
   return math.max(1, math.min(4, math.floor(400 / (2 * members + 15))))
 end

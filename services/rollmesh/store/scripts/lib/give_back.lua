@@ -1,4 +1,4 @@
--- uses: core counters group steps
+-- uses: core counters group places steps
 -- Drops a reported first token that was never saved; its group may be younger without it. In a group of an older release
 -- this reads every member, so a script that releases many trajectories stops after MOST_MEMBERS_READ members.
 local members_read, MOST_MEMBERS_READ = 0, 256
@@ -13,20 +13,26 @@ end
 local function give_back(id, free_attempt)
   local group = load_group(group_of(id))
   if not group then return call('HDEL', trajectory_key(id), 'session') end
-  local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts', 'scorings', 'step')
+  local v = call('HMGET', trajectory_key(id), 'state', 'tokens', 'attempts', 'scorings', 'step')
+  local member = tonumber(string.match(id, '%d+$'))
   if v[1] == S.leased then
-    local partial = tonumber(v[3]) > 0
+    local tokens = tonumber(v[2])
+    local partial = tokens > 0
     call('HSET', trajectory_key(id), 'state', partial and S.partial or S.pending)
-    if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[4]) - 1)) end
+    if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[3]) - 1)) end
     call('HDEL', trajectory_key(id), 'session')
-    if v[6] and not partial then forget_first_token(group, id) end
-    call('ZADD', partial and K.partial or K.pending, v[2], id)
+    if v[5] and not partial then forget_first_token(group, id) end
+    if partial then
+      call('ZADD', K.partial, resume_place(group, member, tokens), id)
+    else
+      call('ZADD', K.pending, start_place(group.index, group.rank, member), id)
+    end
     count('leased', -1)
   elseif v[1] == S.finished then
-    if free_attempt and v[5] then
-      call('HSET', trajectory_key(id), 'scorings', math.max(0, tonumber(v[5]) - 1))
+    if free_attempt and v[4] then
+      call('HSET', trajectory_key(id), 'scorings', math.max(0, tonumber(v[4]) - 1))
     end
     call('HDEL', trajectory_key(id), 'session')
-    call('ZADD', K.scoring, v[2], id)
+    call('ZADD', K.scoring, order_of(group.index, member), id)
   end
 end

@@ -13,15 +13,23 @@ local function load_group(gid)
   local group = groups[gid]
   if group then return not group.gone and group or nil end
   local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step',
-    'member_steps')
+    'member_steps', 'tokens', 'prompt', 'facts', 'rank', 'expected', 'incarnation', 'spare')
   if not v[1] then return nil end
   group = {
     id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
     terminal = tonumber(v[5]), low = v[6], high = v[7], step = tonumber(v[8]),
-    member_steps = v[9],
+    member_steps = v[9], tokens = tonumber(v[10] or '0'), prompt = v[11], facts = v[12],
+    rank = v[13], expected = v[14], incarnation = v[15], spare = v[16],
   }
   groups[gid] = group
   return group
+end
+
+-- Most members of a group, replacements and forks included. A run of an older release does not have this limit.
+local member_limit
+local function most_members(needed)
+  member_limit = member_limit or tonumber(call('HGET', K.limits, 'most_members') or '0')
+  return member_limit > 0 and member_limit or 2 * needed
 end
 
 local function touch(group)
@@ -35,6 +43,8 @@ local function write_group(group)
   local fields = {'launched', group.launched, 'scored', group.scored, 'terminal', group.terminal}
   if group.low then
     fields[7], fields[8], fields[9], fields[10] = 'low', group.low, 'high', group.high
+    fields[11], fields[12] = 'tokens', group.tokens
+    if group.facts then fields[13], fields[14] = 'facts', group.facts end
   end
   call('HSET', group_key(group.id), unpack(fields))
 end

@@ -4,9 +4,11 @@ local ADMISSION_SHARE = 0.8
 
 local function has_room_for_a_group()
   -- docs/architecture.md: The staleness bound
-  local limits = call('HMGET', K.limits, 'max_staleness', 'groups_per_batch')
+  local limits = call('HMGET', K.limits, 'max_staleness', 'groups_per_batch', 'window_groups')
+  local window = tonumber(limits[3] or '0')
+  if window == 0 then window = (tonumber(limits[1]) + 1) * tonumber(limits[2]) end
   local admitted = call('ZCARD', K.open) + call('ZCARD', K.ready) + call('HLEN', K.cut)
-  if admitted >= (tonumber(limits[1]) + 1) * tonumber(limits[2]) then return false end
+  if admitted >= window then return false end
   local memory = call('INFO', 'memory')
   local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
   return limit == 0 or tonumber(string.match(memory, 'used_memory:(%d+)')) < ADMISSION_SHARE * limit
@@ -17,6 +19,8 @@ local function open_replay(gid, letter, needed)
   local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
     'member_steps', 1, 'replay_of', letter)
+  local prompt = call('HGET', letter_key(letter), 'prompt')
+  if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
     call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)

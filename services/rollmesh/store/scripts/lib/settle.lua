@@ -1,18 +1,46 @@
--- uses: core counters drop group steps
+-- uses: core counters drop group history lengths payload places steps
 local function make_ready(group)
   local gid = group.id
   call('ZREM', K.open, gid)
   call('ZREM', K.open_steps, gid)
   call('ZADD', K.ready, group.index, gid)
   call('ZADD', K.ready_steps, group.step or '+inf', gid)
+  call('ZADD', K.ready_tokens, group.tokens, gid)
   call('HSET', K.meta, 'filtered_in_a_row', 0, 'unscored_in_a_row', 0)
   count('groups_ready_total', 1)
 end
 
--- Closes an open group once every launched member is terminal.
+local TERMINAL = {[S.scored] = true, [S.unscorable] = true, [S.dead] = true, [S.surplus] = true}
+
+-- Cuts off the members that a group with spare members no longer needs. Their tokens are deleted and counted as waste;
+-- the sessions that hold them learn it at the next write. Reads the state of every member.
+local function cut_off_surplus(group)
+  local last
+  for member = 0, group.launched - 1 do
+    local id, keys = group.id .. '.' .. member, {}
+    if not TERMINAL[call('HGET', trajectory_key(id), 'state') or S.pending] then
+      local tokens = take_out_member(id, keys)
+      unlink(keys)
+      call('HSET', trajectory_key(id), 'state', S.surplus, 'tokens', tokens)
+      waste(id, 'surplus', tokens)
+      call('HINCRBY', K.drops, 'surplus:' .. length_decile(tokens), 1)
+      count('surplus', 1)
+      count('surplus_total', 1)
+      call('HDEL', group_key(group.id), step_field(id))
+      group.terminal = group.terminal + 1
+      last = id
+    end
+  end
+  if last then recompute_step(group, last) end
+end
+
+-- Closes an open group once every launched member is terminal, or once the needed ones are scored if it has spare ones.
 local function settle(group)
+  if group.spare and group.scored >= group.needed then cut_off_surplus(group) end
   if group.terminal < group.launched then return end
-  if group.scored < 2 then
+  note_outcome(group)
+  -- Advantages within a group need two scores; a group of one is compared with its batch.
+  if group.scored < math.min(2, group.needed) then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
     drop_group(group, 'too_few_scored')
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
@@ -24,15 +52,20 @@ local function settle(group)
   end
 end
 
--- A member without a score is replaced while replacements are left: at most `needed` per group.
+-- A member without a score is replaced while the group has less than its most members.
 local function member_without_score(group, id)
   touch(group)
   group.terminal = group.terminal + 1
   recompute_step(group, id)
-  if group.launched < 2 * group.needed then
+  if group.launched < most_members(group.needed) then
     local member = group.launched
+    local replacement = group.id .. '.' .. member
     group.launched = member + 1
-    call('ZADD', K.pending, order_of(group.index, member), group.id .. '.' .. member)
+    call('ZADD', K.pending, start_place(group.index, group.rank, member), replacement)
+    -- Before the group began again, another member may have had this id.
+    if group.incarnation then
+      call('HSET', trajectory_key(replacement), 'state', S.pending, 'incarnation', group.incarnation)
+    end
     count('replacements_total', 1)
   end
 end

@@ -1,0 +1,83 @@
+"""Calls, groups and trajectories that several benches make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rollmesh.segments import join_segments
+from rollmesh.types import (
+    Chunk,
+    FinishReason,
+    GenerationCall,
+    Group,
+    Int32Array,
+    OutcomeKind,
+    Prompt,
+    RewardOutcome,
+    SamplingParams,
+    Segment,
+    Trajectory,
+)
+
+
+def random_ids(rng: np.random.Generator, vocab_size: int, *shape: int) -> Int32Array:
+    """Return uniform token ids of this shape."""
+    return rng.integers(0, vocab_size, shape).astype(np.int32)
+
+
+def make_call(
+    name: str, context: Int32Array, new_tokens: int, *, chunk_tokens: int, prompt_tokens: int | None = None
+) -> GenerationCall:
+    """Return a call without stop ids at temperature 1; the whole context is the prompt, unless its length is given."""
+    return GenerationCall(
+        trajectory_id=name,
+        context_ids=context,
+        prompt_token_count=len(context) if prompt_tokens is None else prompt_tokens,
+        max_new_token_count=new_tokens,
+        sampling=SamplingParams(),
+        chunk_token_count=chunk_tokens,
+    )
+
+
+def segments_of(chunks: Iterable[Chunk], before: Sequence[Segment] = ()) -> tuple[Segment, ...]:
+    """Return the segments of a trajectory after more chunks."""
+    fresh = (
+        Segment(
+            token_ids=chunk.token_ids,
+            behavior_logprobs=chunk.behavior_logprobs,
+            policy_version=chunk.policy_version,
+            kv_min_version=chunk.kv_min_version,
+        )
+        for chunk in chunks
+        if len(chunk.token_ids)
+    )
+    return join_segments([*before, *fresh])
+
+
+def scored(
+    prompt: Prompt,
+    group_id: str,
+    member: int,
+    segments: tuple[Segment, ...],
+    reward: float,
+    finish_reason: FinishReason | None = FinishReason.STOP,
+) -> Trajectory:
+    """Return a trajectory with its reward."""
+    return Trajectory(
+        trajectory_id=f"{group_id}.{member}",
+        group_id=group_id,
+        member_index=member,
+        prompt=prompt,
+        segments=segments,
+        finish_reason=finish_reason,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
+        shaped_reward=reward,
+    )
+
+
+def group_of(index: int, trajectories: Iterable[Trajectory]) -> Group:
+    """Return the group with this admission index."""
+    members = tuple(trajectories)
+    return Group(group_id=members[0].group_id, admission_index=index, trajectories=members)

@@ -1,0 +1,30 @@
+"""Evaluation section: evaluations of pinned policy versions."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollmesh.config.section import Section, Temperature
+
+
+class EvalConfig(Section):
+    """Evaluation of one pinned version, with a separate quota; its answers are never trained on."""
+
+    every_versions: int = Field(default=0, ge=0)
+    """Interval of evaluations during the run, in policy versions; 0 evaluates only before and after. One generator
+    serves the version during an evaluation, and the others load new versions. With a single generator, the staleness
+    bound may delay training."""
+    prompt_count: int = Field(default=256, ge=1)
+    """Number of prompts of one evaluation, the same each time."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Answers per prompt."""
+    temperature: Temperature = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Most likely tokens kept; 0 keeps all."""
+    seed: int = 20_000_000
+    """Seed of the evaluation prompts and of their sampling noise."""
+    before_and_after: bool = True
+    """Evaluate the initial and the final policy on an idle mesh."""

@@ -1,0 +1,39 @@
+"""Reward section: scoring of answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollmesh.config.section import Section
+
+
+class RewardConfig(Section):
+    """Scoring."""
+
+    verifier: str = "countdown"
+    """Verifier of prompts without one: exact, numeric, choice, math, countdown, reasoning_gym, python_code, regex,
+    http_judge, composite, or ``module:function`` of your code."""
+    address: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")
+    """host:port of the reward services. Requests are balanced over every address of the name, so use a headless
+    service; null finds the services in the run folder."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the verifier; an unknown option is an error at startup that lists the allowed ones."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Time limit per answer; ``on_timeout`` decides the outcome of a time-out."""
+    on_timeout: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
+    """Outcome of a time-out. unscorable: another answer replaces this one in the group; retry: one retry, then
+    unscorable; dead_letter: like unscorable, and the trajectory is kept for inspection; fixed: ``fixed_value``. It is
+    never a silent 0. A verifier can declare that its time-out means a wrong answer: such an answer is scored 0 and
+    marked, independent of this field."""
+    on_error: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
+    """Outcome of a verifier error, with the same choices."""
+    fixed_value: float = 0.0
+    """Reward that ``fixed`` assigns for training; the outcome kind stays recorded."""
+    workers: int = Field(default=1, ge=1)
+    """Verifier processes per reward service."""
+    memory_limit_bytes: int = Field(default=1 << 30, ge=1 << 26)
+    """Maximum growth of the address space of a verifier process over its size at startup."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """DAPO's soft overlong penalty: number of last tokens of the budget over which up to -1 is added; 0 is off."""

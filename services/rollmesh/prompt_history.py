@@ -1,0 +1,58 @@
+"""Prompt history: what the groups of a prompt have shown so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord:
+    """Sums over all groups of one prompt that ended, filtered ones included; the same for every order of the groups."""
+
+    groups: int
+    members: int
+    """Scored trajectories; the sums are over these."""
+    solved: int
+    """Those with a positive reward."""
+    reward_sum: float
+    """Sum of the shaped rewards, exact to a millionth per trajectory."""
+    token_sum: int
+    """Tokens after the prompt."""
+    longest: int
+    """Tokens of the longest trajectory."""
+    train_step: int
+    """Newest trained step when a group of the prompt ended."""
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Mean number of tokens of a trajectory; None without a scored one."""
+        return self.token_sum / self.members if self.members else None
+
+
+class PromptOutcome(NamedTuple):
+    """Facts that one ended group adds to the record of its prompt; a row in the footer of the next batch file."""
+
+    group_id: str
+    """With ``~<number>`` where a group has ended again since the last batch file."""
+    prompt_id: str
+    members: int
+    """Scored trajectories."""
+    solved: int
+    reward_millionths: int
+    token_sum: int
+    longest: int
+    train_step: int
+
+
+class LengthPrediction(NamedTuple):
+    """Expected length of a group before it ended, and its true length; in tokens, None when unknown."""
+
+    expected: float | None
+    """Mean length in the record of its prompt at the admission."""
+    mean: float
+    """Mean length of the scored trajectories."""
+    first: float | None
+    """Length of member 0."""
+    rest: float | None
+    """Mean length of the other scored trajectories."""

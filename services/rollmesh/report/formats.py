@@ -1,0 +1,41 @@
+"""Numbers and lists as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_LISTED = 5
+
+
+def percent(share: float | None) -> str | None:
+    """Format a share as ``12.3%``."""
+    return None if share is None or math.isnan(share) else f"{100 * share:.1f}%"
+
+
+def count(value: float | None) -> str | None:
+    """Format a number as ``12,345``."""
+    return None if value is None or math.isnan(value) else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """Format seconds as ``45 s``, ``3 min 20 s`` or ``2 h 05 min``."""
+    if seconds is None or math.isnan(seconds):
+        return None
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def gap(value: float | None) -> str:
+    """Format a difference of log-probabilities."""
+    return "-" if value is None else f"{value:.2g}"
+
+
+def listed(items: Sequence[str]) -> str:
+    """List the first five items, and count the others."""
+    rest = len(items) - _LISTED
+    return ", ".join(items[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

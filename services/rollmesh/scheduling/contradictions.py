@@ -1,0 +1,85 @@
+"""Settings of a run file that contradict its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmesh.config import RunConfig
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.schedule_bounds import Bounds
+
+
+def contradictions(config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_order: CutOrder) -> Iterator[str]:
+    """Yield one sentence per contradiction, with field, value and remedy."""
+    section, preset = config.schedule, PRESETS[config.schedule.preset]
+    if config.trainer.algorithm.old_logprobs == "stage_end" and not preset.barrier:
+        yield (
+            f"trainer.algorithm.old_logprobs=stage_end needs a barrier, which schedule.preset={section.preset} "
+            f"does not have; take {' or '.join(n for n, p in PRESETS.items() if p.barrier)}, or another source"
+        )
+    every = config.generator.reload_every_versions
+    if every > (1 if preset.barrier else bounds.max_staleness + 1):
+        why = "its barrier" if preset.barrier else f"max_staleness={bounds.max_staleness}"
+        remedy = "" if preset.barrier else " or raise max_staleness"
+        yield (
+            f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
+            f"start on versions that old, so it would have no effect; lower it{remedy}"
+        )
+    if on_stale in (OnStale.RESTART, OnStale.SET_ASIDE) and not (
+        preset.barrier and preset.admission is AdmissionRule.WAVE
+    ):
+        yield (
+            f"schedule.on_stale={on_stale} with schedule.preset={section.preset}: groups that begin again need waves "
+            "and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or evict, or "
+            "take a preset with both (rollpacker)"
+        )
+    if on_stale is OnStale.SET_ASIDE and bounds.max_staleness > 0:
+        yield (
+            f"schedule.on_stale=set_aside with max_staleness={bounds.max_staleness}: partial groups within the bound "
+            "stay open, so no long round would ever begin; set max_staleness=0 or another on_stale"
+        )
+    if on_stale is OnStale.RESTART and bounds.spare_groups:
+        yield (
+            f"schedule.on_stale=restart with spare_groups={bounds.spare_groups}: the wave would never wait for its "
+            "slowest groups, which would begin again until the end of the run; set spare_groups=0 or on_stale=set_aside"
+        )
+    if cut_order is CutOrder.SHORTEST and on_stale is OnStale.MASK_OLD_SEGMENTS:
+        yield (
+            "schedule.cut_order=shortest with schedule.on_stale=mask_old_segments: shorter groups could overtake a "
+            "long one until the end of the run, because masked tokens have no deadline; set schedule.on_stale=pace or "
+            "another cut_order"
+        )
+    if bounds.spare_members and config.rollout.program == "agent":
+        yield (
+            f"schedule.spare_members={bounds.spare_members}: with rollout.program=agent the mesh cannot cut off a "
+            "session of an outside agent; set 0"
+        )
+    yield from _of_parts(config, bounds)
+
+
+def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+    """Yield the contradictions of schedule.part_groups; without parts there are none."""
+    section, parts, minibatches = config.schedule, bounds.part_groups, config.trainer.minibatches
+    if not parts:
+        return
+    one_batch = bounds.wave_batches == 1 and not bounds.spare_groups
+    if PRESETS[section.preset].admission is not AdmissionRule.WAVE or not one_batch:
+        yield (
+            f"schedule.part_groups={parts}: schedule.preset={section.preset} may cut other groups than the first ready "
+            "ones; take a preset that opens one batch at a time (sync, one_step_off, streamrl, flexmarl) without spare "
+            "groups, or set 0"
+        )
+    if section.groups_per_batch % parts:
+        yield f"schedule.part_groups={parts} does not divide schedule.groups_per_batch={section.groups_per_batch}"
+    if minibatches > 1:
+        yield (
+            f"schedule.part_groups={parts} accumulates one gradient at fixed weights, but trainer.minibatches="
+            f"{minibatches} updates them within the batch; set trainer.minibatches=1 or part_groups=0"
+        )
+    if config.checkpoints.state_every_steps > 1:
+        yield (
+            f"schedule.part_groups={parts} with checkpoints.state_every_steps={config.checkpoints.state_every_steps}: "
+            "a replayed step has no parts, and its rounding differs from that of the published policy; set "
+            "checkpoints.state_every_steps=1 or part_groups=0"
+        )

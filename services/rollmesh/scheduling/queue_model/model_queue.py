@@ -1,0 +1,136 @@
+"""The queue model: operations of the leader and of the trainer, and the scheduler's view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.errors import Conflict
+from rollmesh.mesh import Desired, MeshView
+from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup
+from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
+from rollmesh.scheduling.queue_model.model_view import read_view
+from rollmesh.scheduling.queue_model.model_workers import WorkerOperations
+
+
+class QueueModel(WorkerOperations, RestartOperations):
+    """The queue of one run."""
+
+    def view(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
+        """Return a view of the mesh: O(1) without single groups, else O(groups in the queue)."""
+        return read_view(self, listed=groups, shortest=shortest)
+
+    # -- leader ----------------------------------------------------------------------------------------------------
+    def set_desired(self, desired: Desired, blocked_by: str = "") -> None:
+        """Write the desired state; a set of groups that blocks the cut blocks from the first call that names it."""
+        self.desired = desired
+        is_late = self.blocked_since is not None and self.blocked_since > self.now
+        if blocked_by != self.blocked_by or is_late:
+            self.blocked_since = self.now if blocked_by else None
+            self.blocked_by = blocked_by
+
+    def admit(
+        self,
+        group_id: str,
+        needed: int,
+        *,
+        spare: int = 0,
+        prompt_bytes: int = 0,
+        prompt_id: str = "",
+        expected_tokens: float | None = None,
+        start_rank: int | None = None,
+    ) -> ModelGroup:
+        """Open a group with ``needed + spare`` pending trajectories; raises Conflict for an id that is known.
+
+        Its prompt has a history if the run keeps one.
+        """
+        if group_id in self.ended or self.find_group(group_id) is not None:
+            raise Conflict(f"group {group_id} was admitted before: every group needs another id")
+        self.admitted += 1
+        group = ModelGroup(
+            group_id,
+            self.admitted,
+            needed,
+            spare,
+            prompt_id=prompt_id if self.limits.keeps_history else "",
+            expected_tokens=expected_tokens,
+            start_rank=start_rank,
+        )
+        self.groups[GroupState.OPEN][group_id] = group
+        for _ in range(needed + spare):
+            self.add_member(group)
+        self.totals["admitted_total"] += 1
+        self.totals["prompts_total"] += 1
+        self.totals["prompt_bytes_total"] += prompt_bytes
+        return group
+
+    def evict(self, group_ids: Sequence[str], reason: str) -> int:
+        """Drop groups that are open, ready or aside; returns the number of dropped groups."""
+        found = [self.find_group(group_id) for group_id in group_ids]
+        dropped = [group for group in found if group is not None and group.state is not GroupState.CUT]
+        for group in dropped:
+            self.drop(group, reason)
+        self.totals["evicted_total"] += len(dropped)
+        return len(dropped)
+
+    def cut(self, train_step: int, group_ids: Sequence[str]) -> None:
+        """Fix a batch; raises Conflict unless its step is next and its groups are ready and within the bound."""
+        if not self.cut_step + 1 == self.trained_step + 1 == train_step:
+            raise Conflict(f"cut {train_step}: cut_step is {self.cut_step}, trained_step is {self.trained_step}")
+        ready = self.groups[GroupState.READY]
+        oldest = train_step - 1 - self.limits.max_staleness
+        for group_id in group_ids:
+            if group_id not in ready:
+                raise Conflict(f"cut {train_step}: group {group_id} is not ready")
+            step = ready[group_id].step
+            if not self.limits.mask_old_segments and step is not None and step < oldest:
+                raise Conflict(
+                    f"cut {train_step}: group {group_id} has staleness {train_step - 1 - step}, over the bound of "
+                    f"{self.limits.max_staleness}"
+                )
+        if len(set(group_ids)) < len(group_ids):
+            raise Conflict(f"cut {train_step}: a group is listed twice")
+        for group_id in group_ids:
+            self.move_group(ready[group_id], GroupState.CUT)
+        self.batch, self.batch_is_confirmed, self.cut_step = tuple(group_ids), False, train_step
+        self.blocked_by, self.blocked_since = "", None
+        self.totals["cuts_total"] += 1
+
+    # -- trainer ---------------------------------------------------------------------------------------------------
+    def announce(self, train_step: int) -> int:
+        """Announce the next policy version; a second one of a train step begins a new branch (a rollback)."""
+        version = len(self.version_steps)
+        if version and train_step <= self.version_steps[-1]:
+            self.branch_version = version
+        self.version_steps.append(train_step)
+        return version
+
+    def claim(self) -> list[ModelGroup]:
+        """Return the groups of the batch that is cut and not confirmed, in order."""
+        return [] if self.batch_is_confirmed else [self.groups[GroupState.CUT][name] for name in self.batch]
+
+    def confirm_batch_file(self) -> None:
+        """Confirm the batch file of the cut: the members of its groups are deleted."""
+        for group in self.claim():
+            self.delete_members(group)
+        self.batch_is_confirmed = bool(self.batch)
+
+    def report_trained(self) -> None:
+        """Consume the confirmed batch; raises Conflict without one."""
+        if not self.batch_is_confirmed:
+            raise Conflict(f"trained {self.cut_step}: its batch file has not been confirmed")
+        for group_id in self.batch:
+            del self.groups[GroupState.CUT][group_id]
+            self.ended[group_id] = "consumed"
+        self.totals["consumed_total"] += len(self.batch)
+        self.batch, self.batch_is_confirmed, self.trained_step = (), False, self.cut_step
+
+    def roll_back(self) -> int:
+        """Revert a cut without a batch file and drop all unclaimed groups; returns their number."""
+        if self.batch and not self.batch_is_confirmed:
+            for group in self.claim():
+                self.move_group(group, GroupState.READY)
+            self.batch, self.cut_step = (), self.trained_step
+        unclaimed = [*self.groups[GroupState.OPEN].values(), *self.groups[GroupState.READY].values()]
+        for group in unclaimed:
+            self.drop(group, "rolled_back")
+        return len(unclaimed)

@@ -1,0 +1,165 @@
+"""Records of the queue model: groups, their members, the saves of a member, and queues ordered by a score."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from rollmesh.types import TrajectoryState
+
+MOST_MEMBERS_AT_ONCE = 100
+"""Members up to which the records of a group are deleted in one step; a larger group is swept in slices."""
+ENDED_WITHOUT_SCORE = (TrajectoryState.UNSCORABLE, TrajectoryState.DEAD)
+ORDERS_PER_GROUP = 4096
+"""Number of places in the queues for the members of a group."""
+TERMINAL = (TrajectoryState.SCORED, TrajectoryState.SURPLUS, *ENDED_WITHOUT_SCORE)
+
+
+class Save(NamedTuple):
+    """Tokens of one save, all of one policy version."""
+
+    token_count: int
+    policy_version: int
+    first_id: int = 0
+    """Distinguishes these tokens from those of other saves."""
+
+
+class HeldSaves(NamedTuple):
+    """A worker's memory of a trajectory: perhaps more than was saved, perhaps of another incarnation."""
+
+    trajectory_id: str
+    incarnation: int
+    saves: tuple[Save, ...]
+
+
+class GroupState(StrEnum):
+    """State of a group in the queue."""
+
+    OPEN = "open"
+    READY = "ready"
+    CUT = "cut"
+    ASIDE = "aside"
+    """Set aside without tokens until it is recalled; not counted as admitted."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelMember:
+    """One trajectory."""
+
+    group: ModelGroup
+    trajectory_id: str
+    number: int
+    """Position in the group, from 0."""
+    state: TrajectoryState = TrajectoryState.PENDING
+    session: str | None = None
+    """Session that holds it; after its score, the one that scored it."""
+    attempts: int = 0
+    """Leases without token progress, the current one included."""
+    scorings: int = 0
+    """Leases to score it, once finished."""
+    incarnation: int = 0
+    tokens: int = 0
+    saves: list[Save] = field(default_factory=list)
+    tokens_at_lease: int | None = -1
+    """Tokens at the last lease; -1 before the first, None after a restart: then no number of tokens is progress."""
+    step: int | None = None
+    """Smallest train_step among the policy versions of its tokens in the loss."""
+    birth_version: int | None = None
+    """Newest policy version at the first lease."""
+    reward: float | None = None
+    is_wasted: bool = False
+    """True if its tokens were counted as wasted, so that a drop of its group does not count them again."""
+
+    @property
+    def order(self) -> int:
+        """Position in admission order: the members of the oldest group first."""
+        return self.group.index * ORDERS_PER_GROUP + self.number
+
+
+@dataclass(slots=True, eq=False)
+class ModelGroup:
+    """One admitted group."""
+
+    group_id: str
+    index: int
+    """Admission index."""
+    needed: int
+    spare: int = 0
+    """Members launched beyond ``needed``; the surplus is cut off."""
+    members: list[ModelMember] = field(default_factory=list)
+    state: GroupState = GroupState.OPEN
+    prompt_id: str = ""
+    """Prompt in the history; empty without one."""
+    expected_tokens: float | None = None
+    """Expected length of a trajectory at the admission."""
+    start_rank: int | None = None
+    """Groups of a lower rank start first, within blocks of groups; None for admission order."""
+    incarnation: int = 0
+    """Incarnation of the members that it will get."""
+    scored: int = 0
+    scored_tokens: int = 0
+    """Tokens of the scored members."""
+    terminal: int = 0
+    step: int | None = None
+    """Smallest train_step among the tokens of its members that are in the loss."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the scored members."""
+        return [m.reward for m in self.members if m.state is TrajectoryState.SCORED and m.reward is not None]
+
+
+@dataclass(slots=True, eq=False)
+class DroppedGroup:
+    """A large group that has left the queue, and whose members are deleted in slices."""
+
+    group_id: str
+    reason: str
+    """Reason for the ledger; empty when a batch file has the group."""
+    members: list[ModelMember]
+    deleted: int = 0
+    """Number of members deleted so far, from the first on."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupReset:
+    """A large group that begins again, and whose members are reset in slices, from the last one to the first."""
+
+    group: ModelGroup
+    reason: str
+    """Reason for which the tokens are wasted."""
+    left: int
+    """Number of members to reset."""
+
+
+class ScoredSet:
+    """Members by a score, with the smallest first; a member may leave from any place."""
+
+    def __init__(self) -> None:
+        self._scores: dict[str, int] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._scores
+
+    def add(self, name: str, score: int) -> None:
+        """Add a member, or change its score."""
+        self._scores[name] = score
+        heapq.heappush(self._heap, (score, name))
+        if len(self._heap) > 64 + 2 * len(self._scores):
+            self._heap = sorted((score, name) for name, score in self._scores.items())
+
+    def discard(self, name: str) -> None:
+        """Remove a member if it is there; its entry in the heap is skipped later."""
+        self._scores.pop(name, None)
+
+    def first(self) -> str | None:
+        """Return the member with the smallest score; None if the set is empty."""
+        while self._heap and self._scores.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None

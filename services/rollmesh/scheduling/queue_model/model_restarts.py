@@ -1,0 +1,124 @@
+"""Groups of the queue model that begin again, at once or after a recall; large ones are reset in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+
+from rollmesh.errors import Conflict
+from rollmesh.scheduling.queue_model.model_records import (
+    ENDED_WITHOUT_SCORE,
+    MOST_MEMBERS_AT_ONCE,
+    GroupReset,
+    GroupState,
+    ModelGroup,
+    ModelMember,
+)
+from rollmesh.scheduling.queue_model.model_state import QueueState
+
+
+class RestartOperations(QueueState):
+    """Operations of the leader on groups over the staleness bound."""
+
+    def begin_again(self, group_ids: Sequence[str], *, aside: bool) -> list[str]:
+        """Reset the open and ready ones among these groups that exceed the staleness bound at the next cut.
+
+        They open again, or wait ``aside`` for a recall. Returns these groups; ``sweep_returning`` completes large ones.
+        """
+        oldest, incarnation, begun = self.cut_step - self.limits.max_staleness, self._next_incarnation(), list[str]()
+        for group in map(self.find_group, group_ids):
+            if group is None or group.state not in (GroupState.OPEN, GroupState.READY):
+                continue
+            if group.step is not None and group.step < oldest:
+                self._begin_group_again(group, incarnation, aside)
+                begun.append(group.group_id)
+        self.totals["groups_set_aside_total" if aside else "groups_restarted_total"] += len(begun)
+        return begun
+
+    def sweep_returning(self, group_id: str, most: int) -> bool:
+        """Continue the reset of a large group; returns True while another call is needed."""
+        reset = self.returning.get(group_id)
+        if reset is None:
+            return False
+        if reset.left:
+            self._reset_members(reset, most, self._next_incarnation())
+            return True
+        if self._forget_spare_members(reset.group, most) == most:
+            return True
+        del self.returning[group_id]
+        self._begin_fresh(reset.group)
+        return False
+
+    def recall(self, train_step: int, count: int) -> int:
+        """Open the oldest groups that are aside, until ``count`` were recalled for the batch of a train step.
+
+        Returns the number of groups that this call opened. Raises Conflict unless the step is the next one to cut.
+        """
+        if train_step != self.cut_step + 1:
+            raise Conflict(f"recall for {train_step}: cut_step is {self.cut_step}")
+        if self.recalled_for != train_step:
+            self.recalled_for, self.recalled = train_step, 0
+        before = self.recalled
+        while opened := [g for g in self.oldest_aside(count - self.recalled) if not self.is_gone(g)]:
+            for group in opened:
+                self.move_group(group, GroupState.OPEN)
+                self._begin_fresh(group)
+            self.recalled += len(opened)
+        self.totals["groups_recalled_total"] += self.recalled - before
+        return self.recalled - before
+
+    def oldest_aside(self, most: int) -> list[ModelGroup]:
+        """Return the oldest groups that were set aside."""
+        return nsmallest(most, self.groups[GroupState.ASIDE].values(), key=lambda group: group.index)
+
+    def _next_incarnation(self) -> int:
+        return self.totals["restarts_total"] + self.totals["begun_again_total"] + 1
+
+    def _begin_group_again(self, group: ModelGroup, incarnation: int, aside: bool) -> None:
+        self.forget_steps(group)
+        self.move_group(group, GroupState.ASIDE if aside else GroupState.OPEN)
+        group.spare = 0 if aside else group.spare
+        reset = GroupReset(group, "set_aside" if aside else "restarted", len(group.members))
+        for member in group.members:
+            self.leave_queues(member)
+        if reset.left > MOST_MEMBERS_AT_ONCE:
+            self.returning[group.group_id] = reset
+            return
+        self._reset_members(reset, reset.left, incarnation)
+        self._forget_spare_members(group, len(group.members))
+        self._begin_fresh(group)
+
+    def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
+        """Reset the last members that are left; a member that ended without a score stays as it is."""
+        group, first = reset.group, max(0, reset.left - most)
+        for member in group.members[first : reset.left]:
+            if member.state in ENDED_WITHOUT_SCORE:
+                continue
+            self.dropped_tokens[reset.reason] += 0 if member.is_wasted else member.tokens
+            self.forget_member(member)
+            fresh = ModelMember(group, member.trajectory_id, member.number, incarnation=incarnation)
+            group.members[member.number] = self.members[member.trajectory_id] = fresh
+        reset.left, group.incarnation = first, incarnation
+        self.totals["begun_again_total"] += 1
+
+    def _forget_spare_members(self, group: ModelGroup, most: int) -> int:
+        """Forget the last members of a group that was set aside, up to one that is lost; returns their number."""
+        lost, forgotten = _lost(group), 0
+        while group.state is GroupState.ASIDE and len(group.members) - lost > group.needed and forgotten < most:
+            if group.members[-1].state in ENDED_WITHOUT_SCORE:
+                break
+            del self.members[group.members.pop().trajectory_id]
+            forgotten += 1
+        return forgotten
+
+    def _begin_fresh(self, group: ModelGroup) -> None:
+        group.scored = group.scored_tokens = 0
+        group.terminal = _lost(group)
+        if group.state is GroupState.OPEN:
+            for member in group.members:
+                if member.state not in ENDED_WITHOUT_SCORE:
+                    self.wait(member)
+
+
+def _lost(group: ModelGroup) -> int:
+    return sum(m.state in ENDED_WITHOUT_SCORE for m in group.members)

@@ -1,0 +1,311 @@
+"""State of the queue model, and the transitions that operations share: groups settle, are dropped and deleted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollmesh.mesh import Desired, RunLimits
+from rollmesh.scheduling.queue_model.model_history import ModelHistory
+from rollmesh.scheduling.queue_model.model_places import length_bucket, resume_place, start_place
+from rollmesh.scheduling.queue_model.model_records import (
+    ENDED_WITHOUT_SCORE,
+    MOST_MEMBERS_AT_ONCE,
+    TERMINAL,
+    DroppedGroup,
+    GroupReset,
+    GroupState,
+    ModelGroup,
+    ModelMember,
+    ScoredSet,
+)
+from rollmesh.types import TrajectoryState
+
+
+class QueueState:
+    """Groups, members, queues and counters of one run, and the transitions of groups.
+
+    The driver owns the clock (``now``), the pauses, the memory figures and ``registered_generators``: it sets them.
+    """
+
+    def __init__(self, limits: RunLimits) -> None:
+        self.limits = limits
+        # Set by the driver.
+        self.now = 0.0
+        self.user_paused = self.launcher_paused = self.recovering = False
+        self.failure = ""
+        self.used_memory_bytes = self.max_memory_bytes = self.registered_generators = 0
+        # Leader and trainer.
+        self.desired = Desired(pool_size=0)
+        self.blocked_by = ""
+        self.blocked_since: float | None = None
+        self.trained_step = self.cut_step = self.admitted = 0
+        self.version_steps: list[int] = []
+        """Train step of every announced policy version."""
+        self.branch_version = 0
+        """Version announced by the last rollback: no trajectory may start on an older one."""
+        self.batch: tuple[str, ...] = ()
+        """Groups of the cut that is not trained yet, in order."""
+        self.batch_is_confirmed = False
+        # Groups by state, each in the order in which the groups came into it.
+        self.groups: dict[GroupState, dict[str, ModelGroup]] = {state: {} for state in GroupState}
+        self.half_gone: dict[str, DroppedGroup] = {}
+        self.returning: dict[str, GroupReset] = {}
+        """Large groups, open or aside, whose members are being reset."""
+        self.recalled_for = self.recalled = 0
+        """Train step of the newest recall, and the groups recalled for it."""
+        self.history = ModelHistory()
+        self.ended: dict[str, str] = {}
+        """Reason by group that has left the queue ("consumed" once trained); the driver may clear it."""
+        # Members.
+        self.members: dict[str, ModelMember] = {}
+        self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
+        self.held: dict[str, set[str]] = {}
+        """Leased and finished trajectories by worker session."""
+        # Counters.
+        self.counts: Counter[TrajectoryState] = Counter()
+        """Members by state, those of half-deleted groups included; without pending and partial ones."""
+        self.unclaimed: Counter[int] = Counter()
+        """Open and ready groups with tokens, by their smallest train step."""
+        self.filtered_in_a_row = self.unscored_in_a_row = 0
+        self.totals: Counter[str] = Counter()
+        self.drops: Counter[str] = Counter()
+        """Dropped groups by reason."""
+        self.dropped_tokens: Counter[str] = Counter()
+        """Saved tokens that are never trained on, by reason."""
+        self.drop_deciles: Counter[str] = Counter()
+        """Dropped groups by ``<reason>:<length decile>``."""
+        self.surplus_deciles: Counter[str] = Counter()
+        """Trajectories cut off by length decile."""
+        self.finished_lengths: Counter[int] = Counter()
+        """Finished trajectories by length bucket, floor(4 log2(tokens + 1))."""
+
+    @property
+    def policy_version(self) -> int:
+        """Newest announced policy version; -1 before the first."""
+        return len(self.version_steps) - 1
+
+    @property
+    def admitted_unconsumed(self) -> int:
+        """Number of open, ready and cut groups."""
+        return sum(len(groups) for state, groups in self.groups.items() if state is not GroupState.ASIDE)
+
+    @property
+    def recalled_groups(self) -> int:
+        """Number of groups recalled for the next batch."""
+        return self.recalled if self.recalled_for == self.cut_step + 1 else 0
+
+    @property
+    def leased(self) -> int:
+        """Number of leased trajectories."""
+        return self.counts[TrajectoryState.LEASED]
+
+    @property
+    def is_paused(self) -> bool:
+        """True while nothing may be leased."""
+        return self.user_paused or self.launcher_paused or self.desired.paused
+
+    @property
+    def start_at_version(self) -> int:
+        """Oldest policy version on which a trajectory without tokens may start."""
+        return max(self.desired.start_at_version, self.branch_version)
+
+    @property
+    def most_burials(self) -> int:
+        """Most trajectories that one lease may turn into dead letters; each may drop its group."""
+        members = min(MOST_MEMBERS_AT_ONCE, self.most_members(self.limits.group_size))
+        return max(1, min(4, 400 // (2 * members + 15)))
+
+    def most_members(self, needed: int) -> int:
+        """Return the most members of a group, replacements and forks included."""
+        return self.limits.most_members or 2 * needed
+
+    def find_group(self, group_id: str) -> ModelGroup | None:
+        """Return a group that is open, ready, cut or aside."""
+        return next((groups[group_id] for groups in self.groups.values() if group_id in groups), None)
+
+    def is_gone(self, group: ModelGroup) -> bool:
+        """Tell whether the record of a group is deleted, or waits while its members are reset."""
+        gid = group.group_id
+        return gid not in self.groups[group.state] or not group.members or gid in self.returning
+
+    # -- members ---------------------------------------------------------------------------------------------------
+    def add_member(self, group: ModelGroup, state: TrajectoryState = TrajectoryState.PENDING) -> ModelMember:
+        """Add a member to an open group."""
+        number = len(group.members)
+        member = ModelMember(group, f"{group.group_id}.{number}", number, state, incarnation=group.incarnation)
+        group.members.append(member)
+        self.members[member.trajectory_id] = member
+        self._enter(member)
+        return member
+
+    def move(self, member: ModelMember, state: TrajectoryState) -> None:
+        """Change the state of a member, with its queue or counter."""
+        self._leave(member)
+        member.state = state
+        self._enter(member)
+
+    def _enter(self, member: ModelMember) -> None:
+        if member.state is TrajectoryState.PENDING:
+            self.wait(member)
+        elif member.state is TrajectoryState.PARTIAL:
+            self.partial.add(member.trajectory_id, resume_place(member, self.limits))
+        else:
+            self.counts[member.state] += 1
+
+    def _leave(self, member: ModelMember) -> None:
+        if member.state is TrajectoryState.PENDING:
+            self.pending.discard(member.trajectory_id)
+        elif member.state is TrajectoryState.PARTIAL:
+            self.partial.discard(member.trajectory_id)
+        else:
+            self.counts[member.state] -= 1
+
+    def wait(self, member: ModelMember) -> None:
+        """Queue a pending member."""
+        self.pending.add(member.trajectory_id, start_place(member, self.limits))
+
+    def leave_queues(self, member: ModelMember) -> None:
+        """Take a member out of every queue."""
+        for queue in (self.pending, self.partial, self.scoring):
+            queue.discard(member.trajectory_id)
+
+    def forget_member(self, member: ModelMember) -> None:
+        """Delete the record of a member, which may be held."""
+        self._leave(member)
+        if member.session is not None:
+            self.held.get(member.session, set()).discard(member.trajectory_id)
+        del self.members[member.trajectory_id]
+
+    def end_without_score(self, member: ModelMember, state: TrajectoryState) -> None:
+        """End a member as unscorable or dead: it is replaced while the group has less than its most members."""
+        group = member.group
+        self.move(member, state)
+        self.totals[f"{state}_total"] += 1
+        self.dropped_tokens[state] += member.tokens
+        member.is_wasted = True
+        if state is TrajectoryState.DEAD:
+            member.session, member.step = None, None
+        group.terminal += 1
+        self.recompute_step(group)
+        if len(group.members) < self.most_members(group.needed):
+            self.add_member(group)
+            self.totals["replacements_total"] += 1
+        self.settle(group)
+
+    # -- train steps of groups -------------------------------------------------------------------------------------
+    def lower_step(self, member: ModelMember, step: int) -> None:
+        """Note tokens of this train step in the loss."""
+        if member.step is None or step < member.step:
+            member.step = step
+            group = member.group
+            if (group.step is None or step < group.step) and not self.is_gone(group):
+                self._set_step(group, step)
+
+    def recompute_step(self, group: ModelGroup) -> None:
+        """Recompute the step of a group after a member's tokens have left the loss."""
+        steps = [m.step for m in group.members if m.step is not None and m.state not in ENDED_WITHOUT_SCORE]
+        self._set_step(group, min(steps, default=None))
+
+    def forget_steps(self, group: ModelGroup) -> None:
+        """Note that no tokens of a group are left."""
+        self._set_step(group, None)
+
+    def _set_step(self, group: ModelGroup, step: int | None) -> None:
+        self._count_unclaimed(group, -1)
+        group.step = step
+        self._count_unclaimed(group, 1)
+
+    def _count_unclaimed(self, group: ModelGroup, by: int) -> None:
+        if group.step is None:
+            return
+        self.unclaimed[group.step] += by
+        if not self.unclaimed[group.step]:
+            del self.unclaimed[group.step]
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+    def move_group(self, group: ModelGroup, state: GroupState) -> None:
+        """Change the state of a group; the groups of a cut are claimed."""
+        del self.groups[group.state][group.group_id]
+        if (group.state is GroupState.CUT) != (state is GroupState.CUT):
+            self._count_unclaimed(group, -1 if state is GroupState.CUT else 1)
+        group.state = state
+        self.groups[state][group.group_id] = group
+
+    def settle(self, group: ModelGroup) -> None:
+        """Close an open group once every member has ended, or once the needed ones are scored if it has spare ones."""
+        if group.spare and group.scored >= group.needed:
+            self._cut_off_surplus(group)
+        if group.terminal < len(group.members):
+            return
+        self.history.note(group, self.trained_step)
+        rewards = group.rewards
+        if group.scored < min(2, group.needed):
+            self.unscored_in_a_row += 1
+            self.drop(group, "too_few_scored")
+        elif self.limits.filter_zero_variance and min(rewards) == max(rewards):
+            self.filtered_in_a_row += 1
+            self.unscored_in_a_row = 0
+            self.drop(group, "filtered_all_right" if rewards[0] > 0 else "filtered_all_wrong")
+        else:
+            self.filtered_in_a_row = self.unscored_in_a_row = 0
+            self.totals["groups_ready_total"] += 1
+            self.move_group(group, GroupState.READY)
+
+    def _cut_off_surplus(self, group: ModelGroup) -> None:
+        """End the members that a group with spare ones no longer needs; their tokens are wasted."""
+        for member in (m for m in group.members if m.state not in TERMINAL):
+            self.leave_queues(member)
+            if member.session is not None:
+                self.held[member.session].discard(member.trajectory_id)
+            self.move(member, TrajectoryState.SURPLUS)
+            member.session, member.step, member.is_wasted = None, None, True
+            self.totals["surplus_total"] += 1
+            self.dropped_tokens["surplus"] += member.tokens
+            self.surplus_deciles[str(self._length_decile(member.tokens))] += 1
+            group.terminal += 1
+        self.recompute_step(group)
+
+    def drop(self, group: ModelGroup, reason: str) -> None:
+        """Remove an open or ready group from the queue for a reason."""
+        del self.groups[group.state][group.group_id]
+        self._count_unclaimed(group, -1)
+        self.ended[group.group_id] = reason
+        self.drops[reason] += 1
+        self.delete_members(group, reason)
+
+    def delete_members(self, group: ModelGroup, reason: str = "") -> None:
+        """Delete the members of a group; those of a large group leave the queues now and are deleted in slices."""
+        is_large = self.returning.pop(group.group_id, None) is not None or len(group.members) > MOST_MEMBERS_AT_ONCE
+        gone = DroppedGroup(group.group_id, reason, group.members)
+        group.members = []
+        self.half_gone[group.group_id] = gone
+        for member in gone.members:
+            self.leave_queues(member)
+        if not is_large:
+            self.sweep(group.group_id, len(gone.members))
+
+    def sweep(self, group_id: str, most: int) -> bool:
+        """Delete a slice of the members of a large group that is gone; returns True while more of them are left."""
+        gone = self.half_gone.get(group_id)
+        if gone is None:
+            return False
+        for member in gone.members[gone.deleted : gone.deleted + most]:
+            self.forget_member(member)
+        gone.deleted += most
+        if gone.deleted < len(gone.members):
+            return True
+        del self.half_gone[group_id]
+        if gone.reason:
+            self._note_drop(gone)
+        return False
+
+    def _note_drop(self, gone: DroppedGroup) -> None:
+        self.dropped_tokens[gone.reason] += sum(m.tokens for m in gone.members if not m.is_wasted)
+        decile = self._length_decile(max(m.tokens for m in gone.members))
+        self.drop_deciles[f"{gone.reason}:{decile}"] += 1
+
+    def _length_decile(self, tokens: int) -> int:
+        """Return the decile of a length among the finished trajectories."""
+        bucket, total = length_bucket(tokens), self.finished_lengths.total()
+        below = sum(count for length, count in self.finished_lengths.items() if length < bucket)
+        return min(9, 10 * below // total) if total else 0

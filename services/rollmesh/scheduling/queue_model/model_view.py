@@ -1,0 +1,114 @@
+"""The scheduler's view of the queue model, as the store's ``view`` script and its reader return it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from heapq import nsmallest
+
+from rollmesh.mesh import GroupView, MeshView
+from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup
+from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
+from rollmesh.scheduling.queue_model.model_state import QueueState
+from rollmesh.types import TrajectoryState
+
+_STEPS = 256
+"""Most train steps in ``unclaimed_by_step``."""
+
+
+def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> MeshView:
+    """Return the view; without single groups it costs the same at every number of groups and trajectories."""
+    opened, ready = state.groups[GroupState.OPEN], state.groups[GroupState.READY]
+    totals, counts = state.totals, state.counts
+    saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
+    unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.pending)
+    expected = state.used_memory_bytes + (unfinished * saved_bytes / finished if finished else 0)
+    bound = 2 * state.limits.groups_per_batch if listed else 0
+    is_blocked = state.blocked_since is not None and state.blocked_since <= state.now
+    return MeshView(
+        now=state.now,
+        trained_step=state.trained_step,
+        cut_step=state.cut_step,
+        policy_version=state.policy_version,
+        policy_train_step=state.version_steps[-1] if state.version_steps else 0,
+        admitted_unconsumed=state.admitted_unconsumed,
+        open_groups=len(opened),
+        ready_groups=len(ready),
+        listed=listed,
+        ready=_views(state, _ready(ready.values(), bound, shortest)),
+        stalest_open=_views(state, _stalest(opened.values(), bound)),
+        unclaimed_by_step=_unclaimed(state),
+        pending=len(state.pending),
+        partial=len(state.partial),
+        leased=counts[TrajectoryState.LEASED],
+        finished=counts[TrajectoryState.FINISHED],
+        memory_ratio=expected / state.max_memory_bytes if state.max_memory_bytes else 0.0,
+        used_memory_bytes=state.used_memory_bytes,
+        max_memory_bytes=state.max_memory_bytes,
+        saved_bytes_total=saved_bytes,
+        finished_total=finished,
+        mean_prompt_bytes=totals["prompt_bytes_total"] / max(1, totals["prompts_total"]),
+        filtered_in_a_row=state.filtered_in_a_row,
+        unscored_in_a_row=state.unscored_in_a_row,
+        blocked_by=state.blocked_by if is_blocked else "",
+        blocked_since=state.blocked_since if is_blocked else None,
+        registered_generators=state.registered_generators,
+        desired=state.desired,
+        aside_groups=len(state.groups[GroupState.ASIDE]),
+        recalled_groups=state.recalled_groups,
+        aside=tuple(group.group_id for group in state.oldest_aside(bound)),
+        failure=state.failure,
+        recovering=state.recovering,
+        user_paused=state.user_paused,
+        launcher_paused=state.launcher_paused,
+        is_complete=state.trained_step >= state.limits.train_steps,
+    )
+
+
+def _ready(groups: Collection[ModelGroup], bound: int, shortest: bool) -> list[ModelGroup]:
+    """Return the first groups in admission order, then the stalest of the others, then those with the fewest tokens."""
+    listed = [*nsmallest(bound, groups, key=_by_index), *nsmallest(bound, groups, key=_by_step)]
+    if shortest:
+        listed += nsmallest(bound, groups, key=_by_tokens)
+    return list({group.group_id: group for group in listed}.values())
+
+
+def _stalest(groups: Collection[ModelGroup], bound: int) -> list[ModelGroup]:
+    """Return the open groups with the smallest step, then the first ones without tokens."""
+    stalest = nsmallest(bound, (group for group in groups if group.step is not None), key=_by_step)
+    if len(stalest) < bound:
+        stalest += (group for group in nsmallest(bound, groups, key=_by_index) if group.step is None)
+    return stalest
+
+
+def _by_index(group: ModelGroup) -> int:
+    return group.index
+
+
+def _by_tokens(group: ModelGroup) -> tuple[int, str]:
+    return group.scored_tokens, group.group_id
+
+
+def _by_step(group: ModelGroup) -> tuple[float, str]:
+    return math.inf if group.step is None else group.step, group.group_id
+
+
+def _views(state: QueueState, groups: Iterable[ModelGroup]) -> tuple[GroupView, ...]:
+    # Tokens older than the bound are masked out of the loss, so they do not count.
+    oldest = state.trained_step - state.limits.max_staleness if state.limits.mask_old_segments else None
+    return tuple(
+        GroupView(
+            group_id=group.group_id,
+            admission_index=group.index,
+            min_train_step=group.step if group.step is None or oldest is None else max(group.step, oldest),
+            token_count=group.scored_tokens if group.state is GroupState.READY else 0,
+        )
+        for group in groups
+    )
+
+
+def _unclaimed(state: QueueState) -> tuple[tuple[int, int], ...]:
+    if not state.unclaimed:
+        return ()
+    newest = min(state.version_steps[-1], min(state.unclaimed) + _STEPS - 1)
+    return tuple(sorted((step, count) for step, count in state.unclaimed.items() if step <= newest))

@@ -1,0 +1,269 @@
+"""Operations of workers on the queue model: leases, saves, scores, forks, and what a worker gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.errors import SessionLost
+from rollmesh.scheduling.queue_model.model_places import length_bucket
+from rollmesh.scheduling.queue_model.model_records import HeldSaves, ModelMember, Save, ScoredSet
+from rollmesh.scheduling.queue_model.model_state import QueueState
+from rollmesh.types import ForkStatus, TrajectoryState, WriteStatus
+
+BYTES_PER_TOKEN = 8
+"""Payload of a token where the driver does not state the bytes of a save: an int32 id and a float32 logprob."""
+_LEASED, _FINISHED = TrajectoryState.LEASED, TrajectoryState.FINISHED
+
+
+class WorkerOperations(QueueState):
+    """The queue as workers use it; each operation is one script of the store."""
+
+    def open_session(self, session: str) -> None:
+        """Open a worker session under a name that no other session has had."""
+        self.held[session] = set()
+
+    def close_session(self, session: str, *, free_attempt: bool) -> None:
+        """Close a session and give back what it holds; the attempts count unless ``free_attempt``."""
+        for trajectory_id in self.held.pop(session, set()):
+            self._give_back(self.members[trajectory_id], free_attempt)
+
+    def lease(self, session: str, limit: int, most_new: int | None = None) -> list[ModelMember]:
+        """Lease up to ``limit`` trajectories within the pool: partial ones first, each queue in its order.
+
+        ``most_new`` limits the pending ones. A trajectory with too many leases without progress becomes a dead letter.
+        """
+        held, leased = self._session(session), list[ModelMember]()
+        if self.recovering or self.is_paused:
+            return leased
+        room = min(limit, self.desired.pool_size - self.leased)
+        buried = self._lease_from(self.partial, session, room, 0, leased)
+        room = min(room, len(leased) + (limit if most_new is None else most_new))
+        self._lease_from(self.pending, session, room, buried, leased)
+        held.update(member.trajectory_id for member in leased)
+        self.totals["leases_total"] += len(leased)
+        return leased
+
+    def _lease_from(self, queue: ScoredSet, session: str, room: int, buried: int, leased: list[ModelMember]) -> int:
+        most_burials = self.most_burials
+        while len(leased) < room and buried < most_burials and (name := queue.first()) is not None:
+            member = self.members[name]
+            if member.tokens_at_lease in (member.tokens, None):
+                if member.attempts >= self.limits.max_attempts:
+                    self.end_without_score(member, TrajectoryState.DEAD)
+                    buried += 1
+                    continue
+                member.attempts += 1
+            else:
+                member.attempts = 1
+            self._take(member, session)
+            leased.append(member)
+        return buried
+
+    def _take(self, member: ModelMember, session: str) -> None:
+        self.move(member, _LEASED)
+        member.session, member.tokens_at_lease = session, member.tokens
+        if member.birth_version is None:
+            member.birth_version = max(0, self.policy_version)
+
+    def lease_scoring(self, session: str, limit: int) -> list[ModelMember]:
+        """Lease finished trajectories without a worker; a dead letter after max_attempts of these leases."""
+        held, leased, buried = self._session(session), list[ModelMember](), 0
+        if self.recovering:
+            return leased
+        for _ in range(min(limit, len(self.scoring))):
+            name = self.scoring.first()
+            member = self.members[name] if name is not None else None
+            if member is None or (member.scorings >= self.limits.max_attempts and buried >= self.most_burials):
+                break
+            self.scoring.discard(member.trajectory_id)
+            if member.scorings < self.limits.max_attempts:
+                member.scorings += 1
+                member.session = session
+                held.add(member.trajectory_id)
+                leased.append(member)
+            else:
+                buried += 1
+                member.attempts = member.scorings
+                self.end_without_score(member, TrajectoryState.DEAD)
+        return leased
+
+    def begin(self, session: str, trajectory_id: str, policy_version: int) -> WriteStatus:
+        """Report the policy version of a first token that is saved later."""
+        member = self._held(session, trajectory_id)
+        if member is None or member.state is not _LEASED:
+            return WriteStatus.LOST
+        self.lower_step(member, self.version_steps[policy_version])
+        return WriteStatus.SAVED
+
+    def append(self, session: str, trajectory_id: str, save: Save, byte_count: int | None = None) -> WriteStatus:
+        """Save tokens that follow those in the queue; a finished trajectory refuses them."""
+        member = self._held(session, trajectory_id)
+        if member is None:
+            return WriteStatus.LOST
+        if member.state is not _LEASED:
+            return WriteStatus.REFUSED
+        if not save.token_count:
+            return WriteStatus.SAVED
+        member.saves.append(save)
+        member.tokens += save.token_count
+        self.lower_step(member, self.version_steps[save.policy_version])
+        self.totals["saved_tokens_total"] += save.token_count
+        self.totals["saved_bytes_total"] += BYTES_PER_TOKEN * save.token_count if byte_count is None else byte_count
+        return WriteStatus.SAVED
+
+    def finish(self, session: str, trajectory_id: str, save: Save, byte_count: int | None = None) -> WriteStatus:
+        """Save the last tokens, possibly none: leased -> finished."""
+        status = self.append(session, trajectory_id, save, byte_count)
+        if status is WriteStatus.SAVED:
+            member = self.members[trajectory_id]
+            self.move(member, _FINISHED)
+            self.totals["finished_total"] += 1
+            self.finished_lengths[length_bucket(member.tokens)] += 1
+        return status
+
+    def score(self, session: str, trajectory_id: str, reward: float | None) -> WriteStatus:
+        """Record an outcome, None for unscorable; the last one of a group changes the group's state."""
+        member = self.members.get(trajectory_id)
+        if member is None or member.session != session:
+            return WriteStatus.LOST
+        if member.state in (TrajectoryState.SCORED, TrajectoryState.UNSCORABLE):
+            return WriteStatus.DUPLICATE if member.reward == reward else WriteStatus.REFUSED
+        if member.state is not _FINISHED:
+            return WriteStatus.REFUSED
+        if self.is_gone(member.group):
+            return WriteStatus.LOST
+        member.reward = reward
+        self.held[session].discard(trajectory_id)
+        if reward is None:
+            self.end_without_score(member, TrajectoryState.UNSCORABLE)
+            return WriteStatus.SAVED
+        self.move(member, TrajectoryState.SCORED)
+        self.totals["scored_total"] += 1
+        member.group.terminal += 1
+        member.group.scored += 1
+        member.group.scored_tokens += member.tokens
+        self.settle(member.group)
+        return WriteStatus.SAVED
+
+    def release(self, session: str, trajectory_id: str, *, free_attempt: bool) -> bool:
+        """Give a trajectory back: partial, pending, or in the scoring queue once finished; False if it is not held."""
+        member = self._held(session, trajectory_id)
+        if member is not None:
+            self.held[session].discard(trajectory_id)
+            self._give_back(member, free_attempt)
+        return member is not None
+
+    def _give_back(self, member: ModelMember, free_attempt: bool) -> None:
+        member.session = None
+        if self.is_gone(member.group):
+            return
+        if member.state is _FINISHED:
+            member.scorings = max(0, member.scorings - 1) if free_attempt else member.scorings
+            self.scoring.add(member.trajectory_id, member.order)
+            return
+        member.attempts = max(0, member.attempts - 1) if free_attempt else member.attempts
+        self.move(member, TrajectoryState.PARTIAL if member.tokens else TrajectoryState.PENDING)
+        if member.step is not None and not member.tokens:
+            member.step = None
+            self.recompute_step(member.group)
+
+    def restart(self, session: str, trajectory_id: str) -> int | None:
+        """Drop the saved tokens of a leased trajectory; returns its incarnation, None if it is not held."""
+        member = self._held(session, trajectory_id)
+        if member is None or member.state is not _LEASED:
+            return None
+        if member.tokens:
+            self.totals["restarts_total"] += 1
+            self.totals["restarted_tokens_total"] += member.tokens
+            member.incarnation += 1
+            member.saves, member.tokens, member.step, member.tokens_at_lease = [], 0, None, None
+            if not self.is_gone(member.group):
+                self.recompute_step(member.group)
+        return member.incarnation
+
+    def fail(self, session: str, trajectory_id: str) -> bool:
+        """Turn a held trajectory into a dead letter; False if it is not held."""
+        member = self._held(session, trajectory_id)
+        if member is None or self.is_gone(member.group):
+            return False
+        self.held[session].discard(trajectory_id)
+        self.end_without_score(member, TrajectoryState.DEAD)
+        return True
+
+    def fork(self, session: str, trajectory_id: str) -> tuple[ForkStatus, ModelMember | None]:
+        """Add a member to the group of a leased trajectory and lease it to the same session."""
+        held, parent = self._session(session), self._held(session, trajectory_id)
+        if parent is None or parent.state is not _LEASED:
+            return ForkStatus.LOST, None
+        if self.recovering or self.is_paused:
+            return ForkStatus.PAUSED, None
+        if self.leased >= self.desired.pool_size:
+            return ForkStatus.POOL_FULL, None
+        if self.is_gone(parent.group):
+            return ForkStatus.LOST, None
+        if len(parent.group.members) >= self.most_members(parent.group.needed):
+            return ForkStatus.GROUP_FULL, None
+        member = self.add_member(parent.group)
+        member.attempts = 1
+        self._take(member, session)
+        held.add(member.trajectory_id)
+        self.totals["leases_total"] += 1
+        self.totals["forks_total"] += 1
+        return ForkStatus.FORKED, member
+
+    def held_by(self, session: str) -> list[HeldSaves]:
+        """Return the memory of a worker that has missed nothing, oldest group first."""
+        held = sorted((self.members[name] for name in self._session(session)), key=lambda m: m.order)
+        return [HeldSaves(m.trajectory_id, m.incarnation, tuple(m.saves)) for m in held if not self.is_gone(m.group)]
+
+    def reregister(self, session: str, stated: Sequence[HeldSaves]) -> list[tuple[bool, int]]:
+        """Register what a worker holds, and give back the rest; returns (kept, saved tokens) per trajectory.
+
+        It keeps a trajectory only if the tokens in the queue are the first of those that it states.
+        """
+        held = self.held.setdefault(session, set())
+        agreeing = {each.trajectory_id for each in stated if self._agrees(each)}
+        for name in held - agreeing:
+            held.discard(name)
+            self._give_back(self.members[name], free_attempt=True)
+            self.totals["released_by_recovery_total"] += 1
+        answers = []
+        for each in stated:
+            member = self.members[each.trajectory_id] if each.trajectory_id in agreeing else None
+            kept = member is not None and self._keep(member, session)
+            self.totals["lost_by_recovery_total"] += not kept
+            answers.append((kept, member.tokens if member is not None and kept else 0))
+        return answers
+
+    def _keep(self, member: ModelMember, session: str) -> bool:
+        name = member.trajectory_id
+        if member.session == session:
+            return member.state in (_LEASED, _FINISHED)
+        if member.state is _FINISHED and member.session is None:
+            # A member of a half-deleted group is in no queue; the score of its worker is then refused.
+            self.scoring.discard(name)
+            member.session = session
+        elif (name in self.pending or name in self.partial) and self.leased < self.desired.pool_size:
+            member.attempts = max(1, member.attempts)
+            self._take(member, session)
+            self.totals["reregistered_total"] += 1
+        else:
+            return False
+        self.held[session].add(name)
+        return True
+
+    def _agrees(self, stated: HeldSaves) -> bool:
+        member = self.members.get(stated.trajectory_id)
+        if member is None or member.incarnation != stated.incarnation:
+            return False
+        return stated.saves[: len(member.saves)] == tuple(member.saves)
+
+    def _session(self, session: str) -> set[str]:
+        if session not in self.held:
+            raise SessionLost(f"session {session} is not open")
+        return self.held[session]
+
+    def _held(self, session: str, trajectory_id: str) -> ModelMember | None:
+        if trajectory_id not in self.held.get(session, ()):
+            return None
+        return self.members[trajectory_id]

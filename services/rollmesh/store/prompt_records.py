@@ -1,0 +1,103 @@
+"""Prompt history in the queue: one record per prompt, and the outcomes that no batch file has yet.
+
+A run keeps it if RunLimits.keeps_history is true. It has at most 1,048,576 prompts of about 100 bytes each; a later new
+prompt has no record (``history_full_total`` in the counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord
+from rollmesh.store.limits import Limits
+from rollmesh.store.redis_connection import Connection
+
+_OUTCOMES_PER_CALL = 512
+_PROMPTS_PER_READ = 512
+_MILLIONTHS = 1_000_000
+
+
+class PromptRecords:
+    """Reads of the prompt history by the leader, and its copy in batch files by the trainer."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+
+    async def read(self, prompt_ids: Sequence[str]) -> dict[str, PromptRecord]:
+        """Return the records of these prompts; prompts of which no group has ended are left out."""
+        found: dict[str, PromptRecord] = {}
+        for at in range(0, len(prompt_ids), _PROMPTS_PER_READ):
+            part = prompt_ids[at : at + _PROMPTS_PER_READ]
+            raw = await self._connection.command("HMGET", self._keys.single("history"), *part)
+            found |= {i: _record(text) for i, text in zip(part, raw, strict=True) if text is not None}
+        return found
+
+    async def predictions(self) -> list[LengthPrediction]:
+        """Return the newest predictions of lengths, at most 256, the newest first."""
+        raw = await self._connection.command("LRANGE", self._keys.single("predictions"), 0, -1)
+        return [_prediction(text) for text in raw]
+
+    async def size(self) -> int:
+        """Return the number of prompts with a record."""
+        return int(await self._connection.command("HLEN", self._keys.single("history")))
+
+    async def unsaved(self, trainer_session: str, train_step: int) -> list[PromptOutcome]:
+        """Return the outcomes for the batch file of a train step: those that no earlier file has.
+
+        Raises Conflict while the outcomes of an earlier file are missing here, because Redis came back with an earlier
+        state: re-assert the files first.
+        """
+        if not (await self._limits.get()).keeps_history:
+            return []
+        flat = await self._connection.run("unsaved_outcomes", trainer_session, train_step)
+        return sorted(_outcome(group_id, text) for group_id, text in zip(flat[0::2], flat[1::2], strict=True))
+
+    async def save(self, trainer_session: str, train_step: int, outcomes: Sequence[PromptOutcome]) -> None:
+        """Take the outcomes of a batch file on disk: they are saved, and those that Redis has lost are added again.
+
+        Files are taken in the order of their steps; repeats, and files before a later one, change nothing.
+        """
+        if not (await self._limits.get()).keeps_history:
+            return
+        first, last = 0, False
+        while not last:
+            part = outcomes[first : first + _OUTCOMES_PER_CALL]
+            last = first + len(part) >= len(outcomes)
+            words = [word for outcome in part for word in (outcome.group_id, _text(outcome))]
+            done = int(
+                await self._connection.run("save_outcomes", trainer_session, train_step, first, int(last), *words)
+            )
+            if done < 0:
+                return
+            last, first = last and done == first + len(part), done
+
+
+def _record(text: bytes) -> PromptRecord:
+    groups, members, solved, rewards, tokens, longest, step = map(int, text.split())
+    return PromptRecord(
+        groups=groups,
+        members=members,
+        solved=solved,
+        reward_sum=rewards / _MILLIONTHS,
+        token_sum=tokens,
+        longest=longest,
+        train_step=step,
+    )
+
+
+def _prediction(text: bytes) -> LengthPrediction:
+    expected, mean, first, rest = (None if word == b"-" else float(word) for word in text.split())
+    assert mean is not None
+    return LengthPrediction(expected, mean, first, rest)
+
+
+def _outcome(group_id: bytes, text: bytes) -> PromptOutcome:
+    *numbers, prompt_id = text.decode().split(" ", 6)
+    return PromptOutcome(group_id.decode(), prompt_id, *map(int, numbers))
+
+
+def _text(outcome: PromptOutcome) -> str:
+    _, prompt_id, *numbers = outcome
+    return " ".join([*map(str, numbers), prompt_id])

@@ -1,0 +1,32 @@
+-- uses: core
+-- Reads complete groups as (group, admission index, scored members, payload).
+-- A member is (number, birth version, finish reason, outcome, reward). The payload is the prompt and the saved segments
+-- of each member. A payload over the maximum, in tokens of eight bytes, is omitted, so that no call blocks the server
+-- for long: the caller reads it with plain commands.
+local function batch_rows(gids, left)
+  local function payload_of(gid, members, tokens)
+    tokens = tokens + call('STRLEN', prompt_key(gid)) / 8
+    if tokens > left then return {} end
+    left = left - tokens
+    local payload = {call('GET', prompt_key(gid))}
+    for at, member in ipairs(members) do
+      payload[at + 1] = call('LRANGE', segments_key(gid .. '.' .. member[1]), 0, -1)
+    end
+    return payload
+  end
+
+  local rows = {}
+  for _, gid in ipairs(gids) do
+    local v, members, tokens = call('HMGET', group_key(gid), 'index', 'launched'), {}, 0
+    for member = 0, tonumber(v[2]) - 1 do
+      local id = gid .. '.' .. member
+      local m = call('HMGET', trajectory_key(id), 'state', 'birth', 'finish', 'outcome', 'reward', 'tokens')
+      if m[1] == S.scored then
+        members[#members + 1] = {member, m[2], m[3], m[4], m[5]}
+        tokens = tokens + tonumber(m[6])
+      end
+    end
+    rows[#rows + 1] = {gid, tonumber(v[1]), members, payload_of(gid, members, tokens)}
+  end
+  return rows
+end

@@ -1,0 +1,322 @@
+"""One training run from all sides: metrics, page, commands, ports, a second launcher, and a kill at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.store import EmbeddedServer
+from rollmesh.v1 import generation_service_pb2 as generation
+from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
+from rollmesh.v1 import reward_service_pb2 as reward
+from rollmesh.v1 import reward_service_pb2_grpc as reward_stubs
+
+from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, until, write_small_run
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+MOVED = {
+    "rollout": ("sampled_tokens_total", "leases_total", "groups_admitted_total", "last_finished_timestamp_seconds"),
+    "generator": (
+        "generated_tokens_total",
+        "running_slot_seconds_total",
+        "reloads_total",
+        "last_call_timestamp_seconds",
+    ),
+    "reward": ("answers_total", "outcomes_total", "last_outcome_timestamp_seconds"),
+    "trainer": ("trained_tokens_total", "groups_total", "checkpoint_writes_total", "last_step_timestamp_seconds"),
+    "gateway": ("look_seconds", "last_look_timestamp_seconds", "store_call_seconds"),
+    "agents": ("store_call_seconds",),
+}
+"""Metrics that a trained step changes, by service."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """``rollmesh up`` in the background."""
+
+    line: CommandLine
+    process: subprocess.Popen[str]
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.line.folder
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Lines of the trained steps."""
+        return self.line.json_lines("metrics.jsonl")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition; the end of the run ends the wait."""
+        until(condition, f"{what} (output in {self.output})", self.process)
+
+    def trains(self, steps: int) -> None:
+        """Wait for further train steps."""
+        wanted = len(self.steps) + steps
+        self.until(lambda: len(self.steps) >= wanted, f"train step {wanted}")
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A run of every service that never ends by itself; the last test of this file kills it."""
+    line = write_small_run(
+        tmp_path_factory.mktemp("training"), trainer={"train_steps": ENDLESS}, agents={"enabled": True}
+    )
+    output = line.run_file.with_name("up.log")
+    with output.open("w") as log:
+        process = line.start("up", str(line.run_file), output=log)
+    try:
+        yield Training(line, process, output)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        EmbeddedServer(line.folder / "redis").kill()
+
+
+# Metrics ----------------------------------------------------------------------------------------------------------
+
+
+def documented() -> dict[str, set[str]]:
+    """Names of the table, by service."""
+    text = DOCUMENT.read_text()
+    sections = {service: text.partition(f"\n## {service}\n")[2].partition("\n## ")[0] for service in MOVED}
+    return {
+        service: set(re.findall(r"^\| `(rollmesh_\w+)` \|", section, re.MULTILINE))
+        for service, section in sections.items()
+    }
+
+
+def scraped(folder: Path, service: str) -> list[dict[str, float]]:
+    """Sum over the labels of every sample, for each process of a service."""
+    found = []
+    for endpoint in read_endpoints(folder, service):
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(
+            httpx.get(f"http://{endpoint.admin}/metrics", timeout=WAIT_SECONDS).text
+        ):
+            exported = f"{family.name}_total" if family.type == "counter" else family.name
+            totals.setdefault(exported, 0.0)
+            for sample in family.samples:
+                totals[exported] += sample.value
+        found.append(totals)
+    return found
+
+
+def lacking(folder: Path) -> list[str]:
+    """Return the metrics that no process of their service exports yet, or that have not changed in some process."""
+    found = []
+    for service in MOVED:
+        processes = scraped(folder, service)
+        found += [f"a {service}"] * (not processes)
+        for name in MOVED[service]:
+            exported = f"rollmesh_{service}_{name}"
+            found += [exported for totals in processes if not totals.get(exported)]
+    return found
+
+
+def test_every_documented_metric_is_exported_by_a_run_and_moves(training: Training) -> None:
+    training.trains(2)
+    missing = ["not looked yet"]
+
+    def everything_moves() -> bool:
+        missing[:] = lacking(training.folder)
+        return not missing
+
+    # Each process has its share of the work after a while: the second generator may come late to it.
+    training.until(everything_moves, "every metric to move")
+    for service, names in documented().items():
+        for totals in scraped(training.folder, service):
+            ours = {name for name in totals if name.startswith("rollmesh_") and not name.endswith("_created")}
+            assert ours == names, service
+
+    report = training.steps[-1]
+    assert sum(report["mesh"]["trained_groups_by_length_decile"]) == 4 * report["train_step"]
+
+    def engines_are_reported() -> bool:
+        engines = [record["mesh"]["engines"] for record in training.steps]
+        working = [e for e in engines if e["prefill_tokens"] > 0 and e["running_slot_seconds"] > 0]
+        return any(0 <= e["reprefill_share"] < 1 and 0 < e["bubble_ratio"] < 1 for e in working)
+
+    training.until(engines_are_reported, "a train step that reports what the engines did")
+
+
+# The page's API and the commands that show it ---------------------------------------------------------------------
+
+
+def test_a_run_is_watched_paused_and_resumed_through_its_gateway(training: Training) -> None:
+    training.until(lambda: bool(read_endpoints(training.folder, "gateway")), "the gateway")
+    url = read_endpoints(training.folder, "gateway")[0].url
+    token = (training.folder / "gateway-token").read_text()
+    with httpx.Client(base_url=url, timeout=WAIT_SECONDS) as page, _actor(url, token) as actor:
+        training.until(lambda: _overview(page).get("train_step", 0) >= 2, "two train steps")
+        training.until(lambda: _everything_runs(_overview(page)), "a look at every service at work")
+        training.until(lambda: bool(_overview(page)["evaluations"]), "the evaluation of the initial policy")
+        assert [point["policy_version"] for point in _overview(page)["evaluations"]] == [0]
+        training.until(lambda: len(_curves(page)["reward_mean"]["x"]) >= 2, "two step reports")
+        _check_timeline(page, training)
+        _check_trajectories(page, training.folder)
+        assert actor.post("api/v1/pause").status_code == 200
+        training.until(lambda: _at_rest(page), "rollouts to come to rest")
+        before = _overview(page)["totals"]["leases_total"]
+        try:
+            _check_commands(training.line, url, token)
+            assert _overview(page)["totals"]["leases_total"] == before
+        finally:
+            assert actor.post("api/v1/resume").status_code == 200
+        training.until(lambda: _overview(page)["totals"]["leases_total"] > before, "new leases")
+    for log in (training.folder / "logs").glob("*.log"):
+        assert token not in log.read_text()
+
+
+def _actor(url: str, token: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=WAIT_SECONDS)
+
+
+def _overview(page: httpx.Client) -> dict[str, Any]:
+    body: dict[str, Any] = page.get("api/v1/overview").json()
+    return body
+
+
+def _everything_runs(overview: dict[str, Any]) -> bool:
+    """Tell whether this snapshot shows the whole mesh training; it may lack tokens or a late service."""
+    running = {service["service"]: service["running"] for service in overview["services"]}
+    return (
+        overview["state"] == "running"
+        and running == {"agents": 1, "gateway": 1, "generator": 2, "reward": 1, "rollout": 1, "trainer": 1}
+        and [generator["serving"] for generator in overview["generators"]] == [True, True]
+        and overview["rates"]["saved_tokens_per_second"] > 0
+        and overview["report"] is not None
+        and overview["report"]["train_step"] >= 1
+    )
+
+
+def _curves(page: httpx.Client) -> dict[str, Any]:
+    return {curve["name"]: curve for curve in page.get("api/v1/series").json()["series"]}
+
+
+def _at_rest(page: httpx.Client) -> bool:
+    overview = _overview(page)
+    return overview["state"] == "paused" and overview["trajectories"]["leased"] == 0
+
+
+def _check_timeline(page: httpx.Client, training: Training) -> None:
+    """Rollouts of this mesh last a second or so: some look sees one that has tokens."""
+
+    instances = {generator["instance_id"] for generator in _overview(page)["generators"]}
+
+    def written() -> bool:
+        timeline = page.get("api/v1/timeline").json()
+        written = [span for span in timeline["rollouts"] if span["intervals"] and span["worker"] == "rollout-0"]
+        return any(span["generator"] in instances for span in written)
+
+    training.until(written, "a rollout with tokens on the timeline")
+
+
+def _check_trajectories(page: httpx.Client, folder: Path) -> None:
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    detail = page.get(f"api/v1/trajectories/{sample['trajectory_id']}").json()
+    assert (detail["found_in"], detail["train_step"]) == ("batch", sample["train_step"])
+    assert "".join(detail["runs"][0]["texts"]) == sample["prompt"]
+    policy = [run for run in detail["runs"] if run["source"] == "policy"]
+    assert sorted({run["policy_version"] for run in policy}) == sample["policy_versions"]
+    assert sum(len(run["token_ids"]) for run in policy) == sample["token_count"]
+    assert all(logprob <= 0 for run in policy for logprob in run["logprobs"])
+    curves = _curves(page)
+    assert len(curves["evaluation"]["x"]) == 1
+    assert max(curves["tokens_per_second"]["high"]) > 0
+
+
+def _check_commands(line: Any, url: str, token: str) -> None:
+    status = line.run("status", str(line.folder))
+    assert url in status.stdout, status.stdout + status.stderr
+    assert token in status.stdout
+    shown = line.run("top", str(line.folder), "--once")
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"state\s+paused", shown.stdout)
+    assert "an operator to resume" in shown.stdout
+    overview = json.loads(line.run("top", "--url", url, "--json").stdout)
+    assert overview["paused_by_person"] is True
+    gone = line.run("top", "--url", "http://127.0.0.1:9", "--once")
+    assert gone.returncode == 2
+    assert "http://127.0.0.1:9/api/v1/overview" in gone.stderr
+
+
+# Loopback ports: every user of a machine reaches them, and without the token of the run can do nothing there ---------
+
+
+async def refused(call: Awaitable[object]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def call_without_token(generator: Endpoint, scorer: Endpoint) -> None:
+    async with create_channel(generator.grpc) as channel:
+        stub = generation_stubs.GenerationServiceStub(channel)
+        await refused(stub.Pause(generation.PauseRequest()))
+        await refused(stub.Drain(generation.DrainRequest()))
+    async with create_channel(scorer.grpc) as channel:
+        await refused(reward_stubs.RewardServiceStub(channel).Score(reward.ScoreRequest()).read())
+
+
+async def drain(generator: Endpoint, token: str) -> None:
+    async with create_channel(generator.grpc) as channel:
+        stub = generation_stubs.GenerationServiceStub(channel)
+        await stub.Drain(generation.DrainRequest(), metadata=call_metadata(token=token))
+
+
+def test_loopback_ports_need_the_token_of_the_run_and_a_drained_generator_comes_back(training: Training) -> None:
+    def generator_pids() -> dict[int, int]:
+        return {endpoint.index: endpoint.pid for endpoint in read_endpoints(training.folder, "generator")}
+
+    training.trains(1)
+    before, scorer = (read_endpoints(training.folder, name)[0] for name in ("generator", "reward"))
+    asyncio.run(call_without_token(before, scorer))
+    asyncio.run(drain(before, (training.folder / "mesh-token").read_text().strip()))
+    training.until(lambda: generator_pids().get(before.index, before.pid) != before.pid, "another generator")
+    training.trains(2)
+    restarted = f"generator-{before.index} ended with status 0, restart 1 of 20"
+    training.until(lambda: restarted in training.output.read_text(), restarted)
+
+
+# A second launcher, and the end -----------------------------------------------------------------------------------
+
+
+def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_signal_kills(training: Training) -> None:
+    training.until((training.folder / "config.yaml").exists, "the first launcher")
+    second = training.line.run("up", str(training.line.run_file))
+    assert second.returncode == 2
+    assert "another launcher" in second.stderr
+
+    training.until(lambda: {e.service for e in read_endpoints(training.folder)} == set(MOVED), "every service")
+    pids = {e.pid for e in read_endpoints(training.folder)}
+    (worker,) = read_endpoints(training.folder, "rollout")
+    os.kill(worker.pid, signal.SIGSTOP)  # it cannot drain, and has half a minute to do so
+    training.process.send_signal(signal.SIGTERM)
+    training.until(lambda: "draining services" in training.output.read_text(), "the drain")
+    training.process.send_signal(signal.SIGINT)
+    assert training.process.wait(WAIT_SECONDS) == 130, training.output.read_text()
+    assert "killed without draining" in training.output.read_text()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert EmbeddedServer(training.folder / "redis").pid is None

@@ -1,0 +1,150 @@
+"""Reloads in turns, and versions that are passed over: generators over real Redis and real policy folders."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import httpx
+
+from rollmesh.mesh import Desired
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store.policy_registry import PolicyRegistry
+from rollmesh.store.redis_connection import Connection
+from rollmesh.types import FinishReason
+
+from .generator_run import SLOW, make_call
+
+
+async def metric(run, name, index=0):
+    """Value of a metric without labels of its own, of one generator."""
+    (admin,) = [e.admin for e in read_endpoints(run.folder, "generator") if e.index == index]
+    async with httpx.AsyncClient(timeout=60) as client:
+        text = (await client.get(f"http://{admin}/metrics")).text
+    (line,) = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    return float(line.split()[-1])
+
+
+async def waits(run, index=0) -> bool:
+    return await metric(run, "rollmesh_generator_reload_waiting", index) == 1
+
+
+async def live(run):
+    return {record.address: record for record in await run.store.generators.live()}
+
+
+async def test_generators_load_one_after_another_and_the_others_go_on(make_run, monkeypatch):
+    run = await make_run(reload_at_once=1)
+    await run.publish(0)
+    for index in range(3):
+        run.start(index)
+    await run.serving(0, count=3)
+    held: set[str] = set()
+    most = 0
+    call = Connection.run
+
+    async def watched(self, name, *arguments):
+        nonlocal most
+        if name == "end_reload":  # before the call: Redis may grant the next turn before this one's answer is read
+            held.discard(arguments[0])  # the turn of a first load may have begun before this watch
+        reply = await call(self, name, *arguments)
+        if name == "begin_reload" and reply[0]:
+            held.add(arguments[0])
+        most = max(most, len(held))
+        return reply
+
+    monkeypatch.setattr(Connection, "run", watched)
+    await run.publish(1)
+    await run.serving(1, count=3)
+    assert most == 1
+    assert sum([await metric(run, "rollmesh_generator_reloads_total", n) for n in range(3)]) == 6
+    assert max([await metric(run, "rollmesh_generator_reload_wait_seconds_sum", n) for n in range(3)]) > 0
+
+
+async def test_a_generator_killed_while_it_loads_hands_its_turn_on_and_the_next_one_serves_until_then(make_run):
+    run = await make_run(pace=SLOW, reload_at_once=1, on_new_version="drain")
+    await run.publish(0)
+    newer = await run.prepare(1)
+    killed = run.start_process(0)
+    (first,) = await run.serving(0)
+    # A drain for this call holds the turn until the process is killed.
+    begun = await run.under_way(first, make_call(max_new_token_count=200))
+    await run.announce(newer)
+
+    async def drains() -> bool:
+        return "reload" in (await live(run))[first.address].reason
+
+    await run.until("the first generator to drain", drains)
+    assert not begun.task.done()
+    run.start(1)  # it serves nothing, so it loads at once and above the limit
+    (second,) = await run.serving(1)
+    newest = await run.prepare(2)
+    await run.announce(newest)
+    await run.until("the second one to wait for its turn", lambda: waits(run, 1))
+    served = run.stream(second, make_call("meanwhile", max_new_token_count=20), min_version=1)
+    assert await served.end() is FinishReason.LENGTH
+    assert served.versions == {1}
+    killed.send_signal(signal.SIGKILL)
+    (after,) = await run.serving(2)
+    assert after.address == second.address
+    assert not await waits(run, 1)
+    await asyncio.gather(begun.task, return_exceptions=True)
+
+
+async def test_a_generator_that_cannot_go_on_with_its_version_does_not_wait_for_its_turn(make_run):
+    run = await make_run(reload_at_once=1)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    assert await run.store.reloads.begin("another generator", at_once=1, ttl=600.0) == []
+    await run.publish(1)
+    await run.until("the generator to wait", lambda: waits(run))
+    await run.store.policies.pin(1, owner="evaluation", instance_id=record.instance_id)
+    await run.serving(1)
+    await run.publish(2)
+    await run.store.policies.pin(None, owner="evaluation", instance_id=record.instance_id)
+    await run.until("the generator to wait again", lambda: waits(run))
+    leader = await run.store.leadership.acquire("test")
+    await run.store.leadership.set_desired(leader, Desired(pool_size=8, start_at_version=2))
+    await run.serving(2)
+    await run.publish(3)
+    await run.until("the generator to wait once more", lambda: waits(run))
+    assert await run.store.reloads.end("another generator")
+    await run.serving(3)
+
+
+async def test_versions_are_passed_over_until_a_trajectory_needs_one(make_run, monkeypatch):
+    run = await make_run(reload_every_versions=4)
+    await run.publish(0)
+    run.start()
+    await run.serving(0)
+
+    looks = 0
+    outlook = PolicyRegistry.outlook
+
+    async def counted(self, instance_id=None):
+        nonlocal looks
+        looks += 1
+        return await outlook(self, instance_id)
+
+    monkeypatch.setattr(PolicyRegistry, "outlook", counted)
+
+    async def look_twice() -> None:
+        before = looks
+
+        async def looked() -> bool:
+            return looks >= before + 2
+
+        await run.until("the generator to look for a version", looked)
+
+    for version in (1, 2):
+        await run.publish(version)
+        await look_twice()
+    assert [record.policy_version for record in await run.store.generators.live()] == [0]
+    assert await run.store.policies.require(1)
+    await run.serving(2)
+    await run.publish(3)
+    await look_twice()
+    await run.publish(4)
+    await run.serving(4)
+    assert await metric(run, "rollmesh_generator_reloads_total") == 3

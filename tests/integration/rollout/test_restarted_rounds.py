@@ -1,0 +1,89 @@
+"""Late groups in a whole mesh: set aside at the cut and trained in a long round of their own, or begun again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import Chunk, GenerationCall, OutcomeKind, RewardOutcome, Trajectory
+
+from .replicas import running, schedule
+from .scenes import all_groups, check_batch, start
+from .scripted import ScriptedGenerator, ScriptedReward
+
+LATE = ("e0-0.", "e0-3.")
+"""Members of the groups that do not end in the first two rounds."""
+
+
+class LateOnTwo(ScriptedGenerator):
+    """Stops after the first chunk of late groups until the call is interrupted."""
+
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        is_late = call.trajectory_id.startswith(LATE) and self.version < 2
+        async for chunk in super().generate(call):
+            yield chunk
+            if is_late and chunk.finish_reason is None:
+                await self.running[call.trajectory_id].wait()
+
+
+async def test_rollpacker_trains_late_groups_on_policy_in_a_long_round(store: TrajectoryStore) -> None:
+    plan = schedule("rollpacker", train_steps=4)
+    assert (plan.spare_groups, plan.spare_members) == (1, 1)
+    cluster, trainer = await start(store, plan, LateOnTwo("a", slots=64))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=2) as replica:
+        for step in (1, 2, 3):
+            check_batch(await trainer.train(step), plan)
+        name = "rollmesh_rollout_groups_begun_again_total"
+        assert (replica.value(name, kind="set_aside"), replica.value(name, kind="recalled")) == (2, 2)
+        assert all_groups(trainer) == ["e0-1", "e0-2", "e0-4", "e0-5", "e0-0", "e0-3"]
+        late = [t for group in trainer.batches[2].groups for t in group.trajectories]
+        assert {segment.policy_version for t in late for segment in t.segments} == {2}
+        assert {t.member_index for t in late} == {0, 1, 2, 3}, "the long round has no spare members"
+        check_batch(await trainer.train(4), plan)
+        async with asyncio.timeout(120):
+            while await store.mesh.live_groups():
+                await asyncio.sleep(0.05)
+    counts = await store.mesh.counts()
+    assert counts.dropped_tokens["set_aside"] > 0
+    assert counts.drops == {"run_complete": 1}, "every other group was trained"
+
+
+@dataclass
+class HeldReward(ScriptedReward):
+    """Holds the reward of the first answer of one trajectory until its second answer is scored."""
+
+    holds: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
+        (trajectory,) = trajectories
+        if trajectory.trajectory_id != "e0-0.1":
+            return await super().score(trajectories)
+        if trajectory.policy_versions[0] == 0:
+            await self.holds.wait()
+            return [RewardOutcome(kind=OutcomeKind.SCORED, value=99.0)]
+        self.holds.set()
+        await self.old_lease_ends()
+        return await super().score(trajectories)
+
+    old_lease_ends: Callable[[], Awaitable[None]] = field(init=False)
+
+
+async def test_a_reward_that_arrives_after_its_trajectory_began_again_is_not_recorded(store: TrajectoryStore) -> None:
+    waves = {"wave_batches": 2, "window_groups": 4, "spare_groups": 0, "spare_members": 0}
+    plan = schedule("rollpacker", train_steps=2, on_stale="restart", **waves)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64))
+    reward = HeldReward()
+    async with running(store, cluster, reward, plan, chunk=2) as replica:
+
+        async def old_lease_ends() -> None:
+            async with asyncio.timeout(60):
+                while not replica.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back"):
+                    await asyncio.sleep(0.01)
+
+        reward.old_lease_ends = old_lease_ends
+        for step in (1, 2):
+            check_batch(await trainer.train(step), plan)
+    rewards = {t.trajectory_id: t.shaped_reward for b in trainer.batches for g in b.groups for t in g.trajectories}
+    assert rewards["e0-0.1"] == 1.0

@@ -1,0 +1,241 @@
+"""Record of every prompt, and its copy in batch files, on a real server."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.errors import Conflict
+from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome, PromptRecord
+from rollmesh.store import TrajectoryStore
+
+from .store_mesh import Mesh, group, limits, policy
+from .stored_keys import read_truth
+
+
+async def history(store: TrajectoryStore) -> dict[str, PromptRecord]:
+    return await store.prompt_records.read(["0", "1", "2", "3"])
+
+
+async def admit(mesh: Mesh, *positions: tuple[int, int]) -> None:
+    """Open groups at (epoch, index); prompt ``index`` has the same id in every epoch."""
+    for epoch, index in positions:
+        before = await mesh.store.leadership.cursor()
+        after = Cursor(epoch=epoch, index=index + 1)
+        assert await mesh.store.leadership.admit(mesh.leader, [group(index, epoch=epoch)], before, after) == 1
+    while await mesh.store.trajectories.lease(mesh.session, 64):
+        pass
+
+
+async def end(mesh: Mesh, group_id: str, *members: tuple[int, float | None]) -> None:
+    """Finish and score members as (tokens, reward)."""
+    for member, (tokens, reward) in enumerate(members):
+        await mesh.finish(f"{group_id}.{member}", 0, tokens)
+        assert await mesh.score(f"{group_id}.{member}", reward) == 1
+
+
+GROUPS = {
+    "e0-0": ((10, 0.1), (30, 0.2)),
+    "e1-0": ((5, 0.0), (7, 0.7)),
+    "e0-1": ((8, 1.0), (9, 1.0)),
+}
+"""The last one is filtered; 0.1 + 0.2 + 0.7 depends on the order in floating point."""
+
+
+@pytest.mark.parametrize("order", [("e0-0", "e1-0", "e0-1"), ("e0-1", "e1-0", "e0-0")])
+async def test_every_order_of_the_groups_gives_the_same_record(store: TrajectoryStore, order: tuple[str, ...]) -> None:
+    mesh = await Mesh.start(store, keeps_history=True, filter_zero_variance=True)
+    await admit(mesh, (0, 0), (0, 1), (1, 0))
+    for group_id in order:
+        await end(mesh, group_id, *GROUPS[group_id])
+    assert (await store.mesh.counts()).drops == {"filtered_all_right": 1}
+    assert await history(store) == {
+        "0": PromptRecord(groups=2, members=4, solved=3, reward_sum=1.0, token_sum=52, longest=30, train_step=0),
+        "1": PromptRecord(groups=1, members=2, solved=2, reward_sum=2.0, token_sum=17, longest=9, train_step=0),
+    }
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_record_has_the_newest_train_step_and_scored_members_only(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0), (0, 1))
+    await end(mesh, "e0-0", (4, 1.0), (6, 0.0))
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
+    await store.training.report_trained(mesh.trainer, 1)
+    await store.policies.announce(mesh.trainer, policy(1))
+    await end(mesh, "e0-1", (50, None), (3, 0.5))
+    assert "1" not in await history(store), "a replacement is still to come"
+    await store.trajectories.lease(mesh.session, 8)
+    await mesh.finish("e0-1.2", 0, 2)
+    for _ in range(2):
+        assert await mesh.score("e0-1.2", -0.25) in (1, 2)
+    assert (await history(store))["1"] == PromptRecord(
+        groups=1, members=2, solved=1, reward_sum=0.25, token_sum=5, longest=3, train_step=1
+    )
+
+
+async def test_a_group_without_two_scores_and_a_replayed_one_are_in_the_history(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0))
+    await end(mesh, "e0-0", (4, 1.0))
+    for member in (1, 2, 3):  # the other member and its replacements
+        assert await store.trajectories.fail(mesh.session, [(f"e0-0.{member}", "broke")]) == 1
+        await store.trajectories.lease(mesh.session, 8)
+    assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
+    assert (await history(store))["0"].members == 1
+    (letter, *_) = await store.dead_letters.newest()
+    replayed = await store.dead_letters.replay(letter.trajectory_id)
+    await store.trajectories.lease(mesh.session, 8)
+    await end(mesh, replayed, (2, 1.0), (2, 0.0))
+    assert (await history(store))["0"].groups == 2
+
+
+async def test_a_run_that_does_not_ask_keeps_no_history(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await admit(mesh, (0, 0))
+    await end(mesh, "e0-0", *GROUPS["e0-0"])
+    assert await history(store) == {}
+    assert await store.prompt_records.unsaved(mesh.trainer, 1) == []
+    keys = [store.connection.keys.single(name) for name in ("history", "outcomes")]
+    assert await store.connection.command("EXISTS", *keys) == 0
+
+
+async def test_each_outcome_is_in_one_batch_file(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0), (0, 1))
+    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
+    first = await store.prompt_records.unsaved(mesh.trainer, 1)
+    assert first == [PromptOutcome("e0-0", "0", 2, 1, 500_000, 10, 6, 0)]
+    await end(mesh, "e0-1", (1, 0.0), (1, 1.0))
+    with pytest.raises(Conflict, match="file 2 cannot follow"):
+        await store.prompt_records.unsaved(mesh.trainer, 2)
+    before = await history(store)
+    for _ in range(2):
+        await store.prompt_records.save(mesh.trainer, 1, first)
+    assert [o.group_id for o in await store.prompt_records.unsaved(mesh.trainer, 2)] == ["e0-1"]
+    assert await history(store) == before
+
+
+async def reassert(mesh: Mesh, outcomes: list[list[PromptOutcome]]) -> None:
+    """State batch files without groups, of steps 1, 2, ..., as a trainer does after a restart of Redis."""
+    steps = range(1, len(outcomes) + 1)
+    await mesh.store.training.reassert(
+        mesh.trainer,
+        committed_step=len(outcomes),
+        trained_step=len(outcomes),
+        batches=[(step, [f"e9-{step}"]) for step in steps],
+        policies=[policy(0)],
+        cursor=Cursor(),
+        outcomes=outcomes,
+    )
+
+
+async def forget_everything(store: TrajectoryStore) -> None:
+    """Redis comes back empty; the first client that knows the limits writes them again."""
+    pattern = store.connection.keys.prefix.replace("{", "\\{").replace("}", "\\}") + "*"
+    await store.connection.command("UNLINK", *await store.connection.command("KEYS", pattern))
+    await store.limits.init_run(limits(keeps_history=True))
+
+
+async def test_the_batch_files_restore_the_history_of_an_empty_redis(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    files: list[list[PromptOutcome]] = []
+    await admit(mesh, (0, 0), (0, 1), (1, 0))
+    for step, group_id in enumerate(GROUPS, 1):
+        await end(mesh, group_id, *GROUPS[group_id])
+        files.append(await store.prompt_records.unsaved(mesh.trainer, step))
+        await store.prompt_records.save(mesh.trainer, step, files[-1])
+    before = await history(store)
+    await forget_everything(store)
+    assert await history(store) == {}
+    for _ in range(2):
+        await reassert(mesh, files)
+        assert await history(store) == before
+    assert (await store.mesh.counts()).totals["outcomes_restored_total"] == 3
+
+
+async def test_a_damaged_batch_file_costs_its_own_outcomes_only(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    outcomes = [[PromptOutcome(f"e0-{i}", str(i), 2, 1, 1_000_000, 9, 5, i)] for i in range(2)]
+    await reassert(mesh, outcomes)
+    await store.training.reassert(
+        mesh.trainer, committed_step=4, trained_step=4, batches=[], policies=[policy(0)], cursor=Cursor()
+    )
+    assert set(await history(store)) == {"0", "1"}
+    assert await store.prompt_records.unsaved(mesh.trainer, 5) == []
+
+
+async def test_a_restored_redis_counts_no_group_twice(store: TrajectoryStore) -> None:
+    """e0-0 ended before the restored state, e0-1 is open in it and ends again, e0-2 is unknown to it."""
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0), (0, 1))
+    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
+    file = [PromptOutcome(f"e0-{i}", str(i), 2, 1, 500_000, 10, 6, 0) for i in range(3)]
+    await reassert(mesh, [file])
+    await end(mesh, "e0-1", (4, 0.5), (6, 0.0))
+    assert {i: (r.groups, r.token_sum) for i, r in (await history(store)).items()} == {
+        "0": (1, 10),
+        "1": (1, 10),
+        "2": (1, 10),
+    }
+
+
+async def test_a_trainer_that_dies_between_two_slices_of_a_file_loses_and_doubles_nothing(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    file = [PromptOutcome(f"e0-{i}", str(i), 2, 1, 500_000, 10, 6, 0) for i in range(1100)]
+    words = [word for o in file[:600] for word in (o.group_id, f"2 1 500000 10 6 0 {o.prompt_id}")]
+    assert await store.connection.run("save_outcomes", mesh.trainer, 1, 0, 0, *words) == 600
+    for _ in range(2):
+        await store.prompt_records.save(mesh.trainer, 1, file)
+    records = await store.prompt_records.read([str(i) for i in range(1100)])
+    assert len(records) == 1100 and {r.groups for r in records.values()} == {1}
+    assert await store.prompt_records.unsaved(mesh.trainer, 2) == []
+
+
+async def test_the_history_is_bounded_and_a_record_takes_about_100_bytes(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    key = store.connection.keys.single("history")
+    fill = """for at = ARGV[1], ARGV[1] + 8191 do
+      redis.call('HSET', KEYS[1], 'prompt-' .. at, '12 96 41 43500000 ' .. (100000 + at) .. ' 2048 317')
+    end"""
+    for first in range(0, 1_048_576, 8_192):
+        await store.connection.command("EVAL", fill, 1, key, first)
+    assert await store.connection.command("MEMORY", "USAGE", key, "SAMPLES", 1000) / 1_048_576 < 128
+    await admit(mesh, (0, 0))
+    await end(mesh, "e0-0", *GROUPS["e0-0"])
+    assert await store.prompt_records.size() == 1_048_576
+    assert (await store.mesh.counts()).totals["history_full_total"] == 1
+    await store.connection.command("HDEL", key, "prompt-7")
+    await admit(mesh, (1, 0))
+    await end(mesh, "e1-0", *GROUPS["e1-0"])
+    assert (await history(store))["0"].groups == 1
+    await store.connection.command("UNLINK", key)
+
+
+async def test_a_group_that_begins_again_after_it_was_ready_counts_twice_here_and_in_the_file(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store, keeps_history=True, max_staleness=0)
+    await admit(mesh, (0, 0), (0, 1))
+    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
+    await end(mesh, "e0-1", (4, 0.5), (6, 0.0))
+    await store.leadership.cut(mesh.leader, 1, ["e0-1"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
+    await store.training.report_trained(mesh.trainer, 1)
+    await store.policies.announce(mesh.trainer, policy(1))
+    assert await store.restarted.restart(mesh.leader, ["e0-0"]) == 1
+    for item in await store.trajectories.lease(mesh.session, 8):
+        await mesh.complete(item, float(item.trajectory.member_index), version=1)
+    file = await store.prompt_records.unsaved(mesh.trainer, 1)
+    assert [o.group_id for o in file] == ["e0-0", "e0-0~2", "e0-1"]
+    before = await history(store)
+    assert (before["0"].groups, before["0"].token_sum) == (2, 20)
+    await store.prompt_records.save(mesh.trainer, 1, file)
+    await forget_everything(store)
+    await reassert(mesh, [file])
+    assert await history(store) == before

@@ -1,0 +1,243 @@
+"""Groups that begin again: restarted, set aside and recalled; stale workers, crashes and the end of the run."""
+
+from __future__ import annotations
+
+from rollmesh.mesh import Cursor
+from rollmesh.store import Append, EmbeddedServer, TokenDigest, TrajectoryStore, WriteStatus
+from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
+
+from .store_mesh import Mesh, policy, segment
+from .stored_keys import read_truth
+from .test_script_keys import most_keys
+
+
+async def train_one_step(mesh: Mesh) -> None:
+    """Train a batch of two groups, so that tokens of version 0 exceed a bound of 0 steps."""
+    store = mesh.store
+    first = (await store.leadership.cursor()).index
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await store.leadership.cut(mesh.leader, 1, [f"e0-{first}", f"e0-{first + 1}"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
+    await store.training.report_trained(mesh.trainer, 1)
+    await store.policies.announce(mesh.trainer, policy(1))
+
+
+async def truth_of(store: TrajectoryStore) -> dict[str, str]:
+    truth = await read_truth(store)
+    assert truth.problems == []
+    return truth.groups
+
+
+async def test_a_restarted_group_loses_every_token_and_begins_again_under_its_old_place(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(3)
+    by_id = {i.trajectory.trajectory_id: i for i in await store.trajectories.lease(mesh.session, 6)}
+    await mesh.complete(by_id["e0-2.0"], 1.0)
+    await mesh.complete(by_id["e0-2.1"], 0.0)  # e0-2 is ready
+    await mesh.finish("e0-3.0", 0, 4)
+    await mesh.append("e0-3.1", 0, 3)
+    await mesh.append("e0-4.0", 0, 7, version=1)  # within the bound
+    assert await store.restarted.restart(mesh.leader, ["e0-2", "e0-3", "e0-4", "e0-9"]) == 2
+    assert await store.restarted.restart(mesh.leader, ["e0-2", "e0-3", "e0-4"]) == 0, "a retry changes nothing"
+    view, counts = await store.mesh.view(), await store.mesh.counts()
+    assert (view.open_groups, view.ready_groups, view.pending, view.leased, view.finished) == (3, 0, 4, 2, 0)
+    assert view.unclaimed_by_step == ((1, 1),)
+    assert (counts.dropped_tokens["restarted"], counts.totals["groups_restarted_total"]) == (17, 2)
+    assert await truth_of(store) == {"e0-2": "open", "e0-3": "open", "e0-4": "open"}
+    again = await store.trajectories.lease(mesh.session, 2)
+    assert [i.trajectory.trajectory_id for i in again] == ["e0-2.0", "e0-2.1"]
+    assert {(i.lease_new, i.attempt, i.trajectory.response_token_count) for i in again} == {(True, 1, 0)}
+    assert min(i.incarnation for i in again) > 0
+    for item in again:
+        await mesh.complete(item, 1.0, version=1)
+    await mesh.complete_all(version=1)
+    assert (await store.mesh.view()).ready_groups == 2
+
+
+async def test_a_stale_worker_cannot_append_to_a_group_that_began_again(store: TrajectoryStore) -> None:
+    """Not even the session that leases the same trajectory again, whose older save arrives late."""
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 2)
+    await mesh.append("e0-2.0", 0, 3)
+    late = Append(trajectory_id="e0-2.1", token_offset=0, segments=[segment(4)], digest=TokenDigest())
+    await store.restarted.restart(mesh.leader, ["e0-2"])
+    assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.LOST
+    await store.trajectories.lease(mesh.session, 2)
+    assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.REFUSED
+    assert await mesh.append("e0-2.1", 0, 4, version=1) is WriteStatus.SAVED
+
+
+async def test_a_member_that_takes_an_earlier_members_id_refuses_its_late_saves(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 2)
+    await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
+    await mesh.append("e0-2.0", 0, 3)
+    await store.restarted.set_aside(mesh.leader, ["e0-2"])  # a recall brings two members, so the third has gone
+    assert await store.restarted.recall(mesh.leader, 2, 1) == 1
+    assert len(await store.trajectories.lease(mesh.session, 4)) == 2
+    fork = await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
+    assert fork.leased is not None
+    assert (fork.leased.trajectory.trajectory_id, fork.leased.incarnation) == ("e0-2.2", 1)
+    late = Append(trajectory_id="e0-2.2", token_offset=0, segments=[segment(4)], digest=TokenDigest())
+    assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.REFUSED
+    await store.trajectories.fail(mesh.session, [("e0-2.1", "broke")])
+    replacement = [i for i in await store.trajectories.lease(mesh.session, 4)]
+    assert [(i.trajectory.trajectory_id, i.incarnation) for i in replacement] == [("e0-2.3", 1)]
+
+
+async def test_dead_and_unscorable_members_stay_when_their_group_begins_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1, needed=3)
+    by_id = {i.trajectory.trajectory_id: i for i in await store.trajectories.lease(mesh.session, 3)}
+    await mesh.append("e0-2.0", 0, 6)
+    await store.trajectories.fail(mesh.session, [("e0-2.0", "broke")])
+    await mesh.complete(by_id["e0-2.1"], None)
+    await mesh.complete(by_id["e0-2.2"], 1.0)
+    await store.restarted.set_aside(mesh.leader, ["e0-2"])
+    assert (await store.mesh.counts()).dropped_tokens == {"dead": 6, "unscorable": 5, "set_aside": 5}
+    assert await truth_of(store) == {"e0-2": "aside"}
+    await store.restarted.recall(mesh.leader, 2, 1)
+    leased = await store.trajectories.lease(mesh.session, 9)
+    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.2", "e0-2.3", "e0-2.4"]
+    assert [letter.trajectory_id for letter in await store.dead_letters.newest()] == ["e0-2.0"]
+    for item in leased:
+        await mesh.complete(item, float(item.trajectory.member_index == 3), version=1)
+    assert (await store.mesh.view()).ready_groups == 1
+    assert (await read_truth(store)).problems == []
+
+
+async def test_groups_set_aside_wait_until_they_are_recalled_oldest_first(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(3)
+    await store.trajectories.lease(mesh.session, 6)
+    for index in (4, 2, 3):
+        await mesh.append(f"e0-{index}.0", 0, 2)
+        assert await store.restarted.set_aside(mesh.leader, [f"e0-{index}"]) == 1
+    view = await store.mesh.view()
+    assert (view.aside_groups, view.open_groups, view.admitted_unconsumed, view.pending) == (3, 0, 0, 0)
+    assert view.aside == ("e0-2", "e0-3", "e0-4")
+    assert await store.trajectories.lease(mesh.session, 6) == []
+    assert set(await store.mesh.live_groups()) == {"e0-2", "e0-3", "e0-4"}
+    assert [await store.restarted.recall(mesh.leader, 2, 2) for _ in range(2)] == [2, 0]
+    view = await store.mesh.view()
+    assert (view.aside_groups, view.recalled_groups, view.open_groups, view.pending) == (1, 2, 2, 4)
+    assert await store.restarted.recall(mesh.leader, 2, 3) == 1, "a leader that died in between is continued"
+    assert await mesh.complete_all(version=1) == 6
+    await store.leadership.cut(mesh.leader, 2, ["e0-2", "e0-3"])
+    assert (await store.mesh.view()).recalled_groups == 0, "the long round ends with its cut"
+
+
+async def test_a_rollback_keeps_what_is_aside_and_the_end_of_the_run_counts_it(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(2)
+    await store.trajectories.lease(mesh.session, 4)
+    await mesh.append("e0-2.0", 0, 2)
+    await mesh.append("e0-3.0", 0, 2)
+    await store.restarted.set_aside(mesh.leader, ["e0-3"])
+    assert await store.training.roll_back(mesh.trainer) == 1
+    assert await truth_of(store) == {"e0-3": "aside"}
+    assert await store.leadership.evict(mesh.leader, ["e0-3"], "run_complete") == 1
+    assert await truth_of(store) == {}
+    assert await store.ledger.dropped_groups() == {"e0-2": "rolled_back", "e0-3": "run_complete"}
+    assert (await store.mesh.counts()).trajectories["leased"] == 0
+
+
+async def test_a_batch_file_takes_its_group_out_of_what_is_aside(store: TrajectoryStore) -> None:
+    """Redis came back from before the recall: the trainer has trained the group that the queue has aside."""
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(2)
+    await store.trajectories.lease(mesh.session, 4)
+    await mesh.append("e0-2.0", 0, 2)
+    await mesh.append("e0-3.0", 0, 2)
+    await store.restarted.set_aside(mesh.leader, ["e0-2", "e0-3"])
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
+    await store.sessions.reregister(mesh.session, [])
+    policies = [policy(version) for version in range(3)]
+    await store.training.reassert(mesh.trainer, 2, 2, [(2, ["e0-2"])], policies, Cursor(index=4), digests=["digest"])
+    assert await truth_of(store) == {"e0-3": "aside"}
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "recovering_until", 1)
+    groups = await store.restarted.recall(mesh.leader, 3, 2)
+    assert (groups, (await store.mesh.view()).open_groups) == (1, 1)
+
+
+LARGE = 150
+
+
+async def large_group(store: TrajectoryStore) -> Mesh:
+    """A group of 150 members: one is dead, two have tokens, the others are leased or pending."""
+    mesh = await Mesh.start(store, pool_size=10_000, group_size=LARGE, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1, needed=LARGE)
+    await store.trajectories.lease(mesh.session, 64)
+    await store.trajectories.lease(mesh.session, 64)
+    await mesh.append("e0-2.3", 0, 5)
+    await mesh.append("e0-2.100", 0, 7)
+    await store.trajectories.fail(mesh.session, [("e0-2.20", "broke")])
+    return mesh
+
+
+async def test_a_large_group_begins_again_in_slices_that_keep_to_the_bound(
+    server: EmbeddedServer, store: TrajectoryStore
+) -> None:
+    mesh = await large_group(store)
+
+    async def restart() -> None:
+        assert await store.restarted.restart(mesh.leader, ["e0-2"]) == 1
+
+    assert 0 < await most_keys(server, store, restart) <= MAX_KEYS_PER_SCRIPT
+    assert await truth_of(store) == {"e0-2": "open"}
+    view = await store.mesh.view()
+    assert (view.pending, view.leased, view.unclaimed_by_step) == (LARGE, 0, ())
+    assert (await store.mesh.counts()).dropped_tokens == {"restarted": 12, "dead": 0}
+    assert await mesh.complete_all(version=1) == LARGE
+    assert (await store.mesh.view()).ready_groups == 1
+
+
+async def test_the_next_leader_completes_a_large_group_that_the_last_one_left_half_reset(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await large_group(store)
+    begun, unfinished = await store.connection.run("set_aside", mesh.leader, "e0-2")
+    assert (begun, unfinished) == (1, [b"e0-2"])
+    assert await store.connection.run("sweep_returning", "e0-2", 40) == 1
+    assert await truth_of(store) == {"e0-2": "aside"}
+    assert await store.restarted.recall(mesh.leader, 2, 1) == 0, "it is not complete"
+    # A worker that has not heard of it goes on with its members.
+    assert await mesh.append("e0-2.3", 5, 2) is WriteStatus.SAVED
+    assert await mesh.finish("e0-2.4", 0, 2) is WriteStatus.SAVED
+    assert await mesh.score("e0-2.4", 1.0) is WriteStatus.LOST
+    await store.trajectories.release(mesh.session, ["e0-2.5"])
+    assert await truth_of(store) == {"e0-2": "aside"}
+    await store.leadership.resign(mesh.leader)
+    leader = await store.leadership.acquire("next")
+    assert leader is not None
+    await store.leadership.reap(leader)
+    assert (await store.mesh.counts()).dropped_tokens == {"set_aside": 16, "dead": 0}
+    assert await store.restarted.recall(leader, 2, 1) == 1
+    assert await truth_of(store) == {"e0-2": "open"}
+    assert (await store.mesh.view()).pending == LARGE
+
+
+async def test_a_large_group_that_is_evicted_while_it_is_reset_is_dropped_once(store: TrajectoryStore) -> None:
+    mesh = await large_group(store)
+    await store.connection.run("set_aside", mesh.leader, "e0-2")
+    await store.connection.run("sweep_returning", "e0-2", 100)
+    assert [await store.leadership.evict(mesh.leader, ["e0-2"], "run_complete") for _ in range(2)] == [1, 0]
+    await store.leadership.reap(mesh.leader)
+    assert await truth_of(store) == {}
+    assert (await store.mesh.counts()).dropped_tokens == {"set_aside": 7, "run_complete": 5, "dead": 0}
+    assert await store.ledger.dropped_groups() == {"e0-2": "run_complete"}
+    assert await store.mesh.live_groups() == []
+    keys = await store.connection.command("KEYS", store.connection.keys.of("trajectory", "*").replace("{", "\\{"))
+    assert keys == []

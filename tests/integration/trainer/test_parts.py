@@ -1,0 +1,90 @@
+"""A trainer that computes gradients of ready groups before the cut: the same training, after a kill too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.store import EmbeddedServer
+
+from .trainer_run import GROUPS, START_SECONDS, TrainerRun, opened_run, write_run_file
+
+SCHEDULE = {"preset": "one_step_off", "max_staleness": 1, "part_groups": 1}
+
+
+def lines(run: TrainerRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def begun(run: TrainerRun, steps: int) -> None:
+    """The trainer waits for a cut, and the groups of these steps are ready."""
+    run.start()
+
+    async def announced() -> bool:
+        return await run.store.policies.latest() is not None
+
+    await run.until("the initial policy", announced, START_SECONDS, pause=0.05)
+    await run.feed(steps)
+
+
+async def accumulated(run: TrainerRun, times: int = 1) -> None:
+    """All groups of the next batch are in parts, for the ``times``-th time."""
+
+    def logged() -> bool:
+        events = [json.loads(line) for line in run.log().splitlines() if '"part_accumulated"' in line]
+        return sum(event["groups"] == GROUPS for event in events) >= times
+
+    await run.until("the parts", logged, pause=0.02)
+
+
+async def trained(run: TrainerRun, step: int) -> None:
+    async def reported() -> bool:
+        return (await run.store.training.state()).committed_step == step
+
+    await run.until(f"train step {step}", reported, pause=0.02)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, kill: bool
+) -> None:
+    config = write_run_file(tmp_path / "parts", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
+    async with opened_run(config) as run:
+        await begun(run, 1)
+        await accumulated(run)
+        if kill:
+            run.kill()
+            run.start()
+            await accumulated(run, 2)
+        assert run.checkpoints.batch_steps() == []
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
+        await trained(run, 1)
+        assert run.checkpoints.batch_steps() == [1]
+        ours = lines(run)
+    whole = write_run_file(
+        tmp_path / "whole", tiny_model, server, schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}
+    )
+    async with opened_run(whole) as run:
+        await begun(run, 1)
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
+        await trained(run, 1)
+        theirs = lines(run)
+    assert [line["groups_before_cut"] for line in (*ours, *theirs)] == [GROUPS, 0]
+    for name in ("loss", "grad_norm"):
+        assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5, abs=1e-7)
+
+
+async def test_a_batch_with_other_groups_than_the_parts_is_trained_whole(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
+    async with opened_run(config) as run:
+        await begun(run, 2)
+        await accumulated(run)
+        await run.store.leadership.cut(run.leader, 1, run.cuts[1])
+        await trained(run, 1)
+        assert run.checkpoints.batch_footer(1).group_ids == run.cuts[1]
+        assert [line["groups_before_cut"] for line in lines(run)] == [0]

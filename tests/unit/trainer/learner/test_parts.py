@@ -1,0 +1,122 @@
+"""Gradients of parts add up to the gradient of the whole batch, or are dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import DataError
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import Batch
+
+from .conftest import ModelMaker
+from .made_batches import random_batch
+from .reference import largest_difference, weights_of
+
+VERSIONS = {v: v for v in range(8)}
+BATCH = random_batch(11, groups=5, train_step=3, versions=3)
+
+
+def trainer_at_step_two(folder: Path, dtype: torch.dtype, **algorithm: Any) -> PolicyTrainer:
+    config = TrainerConfig(
+        learning_rate=1e-2, max_grad_norm=0.5, tokens_per_microbatch=60, algorithm=AlgorithmConfig(**algorithm)
+    )
+    name = str(dtype).removeprefix("torch.")
+    trainer = PolicyTrainer.from_folder(folder, config, dtype=name, compute_dtype=dtype)
+    trainer.restore_extra({"train_step": 2})
+    for module in trainer._model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            # transformers computes it in float32, where a gradient that is divided later is rounded otherwise.
+            module.forward = partial(rms_norm, module)
+    return trainer
+
+
+def rms_norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    return weights_of(folder)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"aggregation": "sequence_mean_token_mean", "loss": "gspo"},
+        {"old_logprobs": "recompute", "loss": "decoupled_ppo"},
+        {"kl_coefficient": 0.1, "kl_reference_version": 0},
+    ],
+)
+def test_parts_in_any_order_give_the_step_of_the_whole_batch(
+    make_model: ModelMaker, dtype: torch.dtype, most: float, algorithm: dict[str, Any]
+) -> None:
+    folder = make_model("qwen2")
+    whole, parts = (trainer_at_step_two(folder, dtype, **algorithm) for _ in range(2))
+    if "kl_coefficient" in algorithm:
+        for trainer in (whole, parts):
+            trainer._old_logprob_scorer._policy_folder = lambda version: folder
+    expected = whole.train(BATCH, VERSIONS)
+    parts.accumulate([BATCH.groups[3], BATCH.groups[1]], VERSIONS)
+    parts.accumulate([BATCH.groups[0]], VERSIONS)
+    assert parts.accumulated_group_ids == {"g0", "g1", "g3"}
+    report = parts.train(BATCH, VERSIONS)
+    assert (expected.groups_before_cut, report.groups_before_cut) == (0, 3)
+    assert report.loss == pytest.approx(expected.loss, rel=most, abs=most)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=most)
+    # The sums over packed sequences are rounded in another order.
+    assert report.policy.entropy == pytest.approx(expected.policy.entropy, rel=1e-6)
+    assert report.policy.old_logprob_fallbacks == expected.policy.old_logprob_fallbacks
+    assert parts.accumulated_group_ids == frozenset()
+    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included.
+    ours, theirs = parts.state_tensors(), whole.state_tensors()
+    for name in (name for name in theirs if name.endswith("exp_avg")):
+        assert float((ours[name] - theirs[name]).norm()) <= most * float(theirs[name].norm()), name
+
+
+def with_other_rewards(batch: Batch) -> Batch:
+    first, *others = batch.groups
+    members = tuple(replace(t, shaped_reward=1.0 - t.shaped_reward) for t in first.trajectories)
+    return replace(batch, groups=(replace(first, trajectories=members), *others))
+
+
+@pytest.mark.parametrize("change", ["contents", "groups", "settings", "policy", "state"])
+def test_a_batch_that_is_not_the_one_of_the_parts_is_computed_whole(
+    make_model: ModelMaker, tmp_path: Path, change: str
+) -> None:
+    folder = make_model("qwen2")
+    whole, parts = (trainer_at_step_two(folder, torch.float64) for _ in range(2))
+    batch = {"contents": with_other_rewards(BATCH), "groups": replace(BATCH, groups=BATCH.groups[1:])}.get(
+        change, BATCH
+    )
+    settings = parts.settings(3)
+    if change == "settings":
+        settings = settings.model_copy(update={"learning_rate": 2e-2})
+    parts.accumulate(BATCH.groups[:2], VERSIONS)
+    if change == "policy":
+        parts.forget_unfinished()
+    if change == "state":
+        parts.restore_extra(parts.state_extra())
+    assert parts.train(batch, VERSIONS, settings).groups_before_cut == 0
+    whole.train(batch, VERSIONS, settings)
+    assert largest_difference(weights(parts, tmp_path / "parts"), weights(whole, tmp_path / "whole")) == 0.0
+
+
+def test_a_part_that_cannot_be_trained_on_drops_the_parts_before_it(make_model: ModelMaker, tmp_path: Path) -> None:
+    folder = make_model("qwen2")
+    whole, parts = (trainer_at_step_two(folder, torch.float64) for _ in range(2))
+    parts.accumulate(BATCH.groups[:2], VERSIONS)
+    with pytest.raises(DataError, match="the policy version is unknown"):
+        parts.accumulate(BATCH.groups[2:3], {7: 7})
+    assert parts.accumulated_group_ids == frozenset()
+    assert parts.train(BATCH, VERSIONS).groups_before_cut == 0
+    whole.train(BATCH, VERSIONS)
+    assert largest_difference(weights(parts, tmp_path / "parts"), weights(whole, tmp_path / "whole")) == 0.0
