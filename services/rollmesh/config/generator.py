@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rollmesh.config.section import EngineSection, Section
-from rollmesh.config.sglang import SglangConfig
+from rollmesh.config.sglang_server import SglangConfig
 
 ENGINE_SECTIONS: Mapping[str, type[EngineSection]] = {"torch": EngineSection, "sglang": SglangConfig}
 """Section of each engine: the field of ``GeneratorConfig`` with the engine's name; the torch engine has none."""
@@ -34,8 +34,8 @@ class GeneratorConfig(Section):
     """Effect of a new policy version on running calls."""
     reload_at_once: int | None = Field(default=None, ge=1)
     """Generators that load a new version at the same time (DART: 1); the others serve their old version until it is
-    their turn. null: no limit. A generator that may not go on with its version does not wait: it starts, is pinned, or
-    its version is older than new trajectories may start on."""
+    their turn. null: no limit. A generator that may not keep its version loads at once: it starts, is pinned, or its
+    version is older than new trajectories may start on."""
     reload_every_versions: int = Field(default=1, ge=1)
     """k: generators load the newest version once k versions have passed a multiple of k; saves reloads, costs up to
     k - 1 steps of staleness. A version that new trajectories need, the last one and a pinned one are loaded always."""

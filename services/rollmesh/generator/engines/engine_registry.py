@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from rollmesh.config import RunConfig
 from rollmesh.generator.engines.engine_protocol import Engine, EngineDeclaration
-from rollmesh.generator.engines.sglang.declaration import SGLANG
-from rollmesh.generator.engines.torch.declaration import TORCH
+from rollmesh.generator.engines.sglang.sglang_declaration import SGLANG
+from rollmesh.generator.engines.torch.torch_declaration import TORCH
 
 ENGINES: Mapping[str, EngineDeclaration] = {"torch": TORCH, "sglang": SGLANG}
 

@@ -70,10 +70,7 @@ class TrainerMetrics:
         self.failures = m.counter(
             "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": Reason}
         )
-        self.free_bytes = m.gauge(
-            "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
-        )
-        self.disk_bytes = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
+        self.disk = DiskGauges(m)
         self.reasserted = m.counter(
             "rollmesh_trainer_reassertions_total",
             "Re-assertions of the trained steps: at startup and after a Redis restart.",
@@ -110,19 +107,29 @@ class TrainerMetrics:
         for metric, gauge in self._gauges:
             gauge.set(metric.value(line))
 
-    def observe_disk(self, root: Path) -> None:
-        """Export size and free space of the checkpoint store's disk; on an error the last values stay."""
-        with contextlib.suppress(OSError):
-            usage = shutil.disk_usage(root)
-            self.free_bytes.set(usage.free)
-            self.disk_bytes.set(usage.total)
-
     def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
         """Export the groups of one step by length decile, and the drops and waste since the last step."""
         for decile, groups in enumerate(trained):
             self.groups.labels(length_decile=str(decile)).inc(groups)
         self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
         self._wasted.update(counts.dropped_tokens)
+
+
+class DiskGauges:
+    """Size and free space of the checkpoint store's disk."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._free = m.gauge(
+            "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
+        )
+        self._size = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
+
+    def observe(self, root: Path) -> None:
+        """Export both; on an error the last values stay."""
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(root)
+            self._free.set(usage.free)
+            self._size.set(usage.total)
 
 
 class Growth:

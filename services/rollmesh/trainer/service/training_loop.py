@@ -209,7 +209,7 @@ class TrainingLoop:
         deps.metrics.committed_step.set(self.train_step)
         deps.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
         await asyncio.to_thread(deps.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
-        await asyncio.to_thread(deps.metrics.observe_disk, deps.checkpoints.root)
+        await asyncio.to_thread(deps.metrics.disk.observe, deps.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         deps = self._deps

@@ -11,8 +11,8 @@ def shown(metrics: Metrics, name: str) -> float:
 def test_the_disk_of_the_checkpoints_is_shown_and_an_unreachable_one_keeps_its_figures(tmp_path: Path) -> None:
     metrics = Metrics("trainer")
     trainer = TrainerMetrics(metrics)
-    trainer.observe_disk(tmp_path)
+    trainer.disk.observe(tmp_path)
     free, size = shown(metrics, "free_bytes"), shown(metrics, "disk_bytes")
     assert 0 < free <= size
-    trainer.observe_disk(tmp_path / "gone")
+    trainer.disk.observe(tmp_path / "gone")
     assert (shown(metrics, "free_bytes"), shown(metrics, "disk_bytes")) == (free, size)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.config.generator import GeneratorConfig
-from rollmesh.config.sglang import SglangConfig
+from rollmesh.config.sglang_server import SglangConfig
 from rollmesh.errors import ConfigError
 
 _SPARE_TOKENS = 8

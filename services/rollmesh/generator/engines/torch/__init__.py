@@ -1,5 +1,6 @@
 """The embedded engine: continuous batching of Hugging Face causal LMs on CPU or one GPU.
 
+torch_declaration      entry of the engine registry
 torch_engine           asyncio interface: implements ``generator.engines.engine_protocol.Engine``
   model_thread         the model thread: commands, admission, decode steps
     running_batch      calls in slots: prefill, chunks, end of calls
