@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
@@ -35,9 +36,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for options that cannot work on this machine, StoreUnavailable if Redis is unreachable at
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
-    engine = build_engine(config, index)
-    async with service_host(config, "generator", index) as host:
-        host.stack.push_async_callback(engine.aclose)
+    async with aclosing(build_engine(config, index)) as engine, service_host(config, "generator", index) as host:
         observer = StoreCallMetrics(host.metrics)
         store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
