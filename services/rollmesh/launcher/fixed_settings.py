@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
 from rollmesh.scheduling import Schedule
 
 _NOT_COMPARABLE = "rewards and evaluations of one run are compared with each other"
@@ -72,12 +73,29 @@ def reason_to_keep(field: str) -> str | None:
 
 
 def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """Return the changed fixed settings with their reasons; empty when the run may be continued."""
-    old, new = (_with_resolved_schedule(run) for run in (before, now))
+    """Return the changed fixed settings with their reasons; empty when the run may be continued.
+
+    A recorded schedule that this version refuses has no numbers to compare: then its fields count as they were written.
+    Raises ConfigError for an impossible schedule of ``now``.
+    """
+    new = _with_resolved_schedule(now)
+    if schedule_problem(before) is None:
+        old = _with_resolved_schedule(before)
+    else:
+        old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     found = {name: reason_to_keep(name) for name in sorted(_differences(old, new))}
     if now.trainer.train_steps < before.trainer.train_steps:
         found["trainer.train_steps"] = f"it may only grow, and was {before.trainer.train_steps}"
     return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def schedule_problem(run: RunConfig) -> str | None:
+    """Return the rule that the schedule of a run file breaks; None for a possible schedule."""
+    try:
+        Schedule.from_config(run)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _with_resolved_schedule(run: RunConfig) -> dict[str, Any]:

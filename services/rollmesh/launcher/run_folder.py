@@ -28,8 +28,13 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.fixed_settings import refused_changes
+from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
 from rollmesh.report.recorded_run import FAILURE_FILE
+
+_REFUSED = (
+    "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
+    "another folder"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +117,26 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
         lock.write(str(os.getpid()))
         lock.flush()
         if folder.config_file.exists():
-            _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)
+            _refuse_other_settings(_recorded_settings(folder), config, folder)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
         yield folder
+
+
+def _recorded_settings(folder: RunFolder) -> RunConfig:
+    try:
+        return load_run_config(folder.config_file, environ={})
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nfolder={folder.path}: {_REFUSED}") from error
 
 
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     refused = refused_changes(before, now)
     if refused:
         changes = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ConfigError(
-            f"folder={folder.path} holds a run with other settings ({changes}). Continue it with its recorded "
-            f"settings ({folder.config_file}), or choose another folder"
+        problem = schedule_problem(before)
+        remedy = (
+            f"{folder.config_file}: {problem}; {_REFUSED}"
+            if problem
+            else f"Continue it with its recorded settings ({folder.config_file}), or choose another folder"
         )
+        raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")

@@ -21,7 +21,7 @@ def contradictions(config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_ord
     every = config.generator.reload_every_versions
     if every > (1 if preset.barrier else bounds.max_staleness + 1):
         why = "its barrier" if preset.barrier else f"max_staleness={bounds.max_staleness}"
-        remedy = "" if preset.barrier else " or raise max_staleness"
+        remedy = "" if preset.barrier or preset.fixed_staleness else " or raise max_staleness"
         yield (
             f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
             f"start on versions that old, so it would have no effect; lower it{remedy}"

@@ -30,7 +30,8 @@ class Bounds:
         preset = PRESETS[section.preset]
         staleness = _staleness(section, preset)
         window = _window(section, preset, staleness, on_stale)
-        waves, spare = _wave(section, preset, window)
+        larger = _larger_window(section, preset, window, on_stale)
+        waves, spare = _wave(section, preset, window, larger)
         spare_members = section.spare_members
         if spare_members is None:
             spare_members = math.ceil(preset.spare_member_share * section.group_size)
@@ -41,7 +42,7 @@ class Bounds:
             wave_batches=waves,
             spare_groups=spare,
             spare_members=spare_members,
-            pool_size=_pool(section, preset, staleness, window, spare_members),
+            pool_size=_pool(section, staleness, window, spare_members, larger),
             part_groups=batch // math.gcd(batch, preset.parts) if parts is None and preset.parts else parts or 0,
         )
 
@@ -73,16 +74,26 @@ def _window(section: ScheduleConfig, preset: Preset, staleness: int, on_stale: O
             f"complete; raise it to at least {batch}, or leave it null"
         )
     if on_stale is OnStale.PACE and window > most:
+        raised = "" if preset.fixed_staleness else ", raise max_staleness"
         raise ConfigError(
             f"schedule.window_groups={window} is above (max_staleness + 1) * groups_per_batch = "
             f"({staleness} + 1) * {batch} = {most}: with schedule.on_stale=pace the last groups of the window could "
-            f"not be trained within the bound; set at most {most}, raise max_staleness, or take another on_stale"
+            f"not be trained within the bound; set at most {most}{raised}, or take another on_stale"
         )
     return window
 
 
-def _wave(section: ScheduleConfig, preset: Preset, window: int) -> tuple[int, int]:
-    """Return (wave_batches, spare_groups)."""
+def _larger_window(section: ScheduleConfig, preset: Preset, window: int, on_stale: OnStale) -> str:
+    """Return the fields that may enlarge the window, as the end of an error; a preset can fix both."""
+    if not preset.fixed_staleness:
+        return ", or raise window_groups or max_staleness"
+    if on_stale is not OnStale.PACE or window < (preset.max_staleness + 1) * section.groups_per_batch:
+        return ", or raise window_groups"
+    return f"; schedule.preset={section.preset} opens no more groups at once"
+
+
+def _wave(section: ScheduleConfig, preset: Preset, window: int, larger: str) -> tuple[int, int]:
+    """Return (wave_batches, spare_groups); ``larger`` ends the error of a wave that the window cannot hold."""
     batch = section.groups_per_batch
     waves = preset.wave_batches if section.wave_batches is None else section.wave_batches
     spare = section.spare_groups
@@ -98,25 +109,29 @@ def _wave(section: ScheduleConfig, preset: Preset, window: int) -> tuple[int, in
     if spare is None:
         spare = min(math.ceil(preset.spare_batches * batch), max(0, window - waves * batch))
     if waves * batch + spare > window:
+        lower = " or ".join(
+            n for n, value, least in (("wave_batches", waves, 1), ("spare_groups", spare, 0)) if value > least
+        )
         raise ConfigError(
             f"schedule.wave_batches * groups_per_batch + spare_groups = {waves} * {batch} + {spare} = "
             f"{waves * batch + spare} is above the window of {window} groups: the rest of the wave could never open; "
-            "lower wave_batches or spare_groups, or raise window_groups or max_staleness"
+            f"lower {lower}{larger}"
         )
     return waves, spare
 
 
-def _pool(section: ScheduleConfig, preset: Preset, staleness: int, window: int, spare_members: int) -> int:
+def _pool(section: ScheduleConfig, staleness: int, window: int, spare_members: int, larger: str) -> int:
+    """Return the pool size; ``larger`` ends the error of a pool that the window cannot fill."""
     # docs/architecture.md: The staleness bound
     members = section.group_size + spare_members
     limit, pool = window * members, section.pool_size
     if pool is None:
-        batches = preset.pool_batches
+        batches = PRESETS[section.preset].pool_batches
         return limit if batches is None else min(limit, math.ceil(batches * section.groups_per_batch) * members)
     if pool > limit:
         raise ConfigError(
             f"schedule.pool_size={pool} is above window_groups * (group_size + spare_members) = {window} * "
             f"({section.group_size} + {spare_members}) = {limit}: with schedule.max_staleness={staleness} the "
-            "rest of the pool could never be filled; lower pool_size, or raise window_groups or max_staleness"
+            f"rest of the pool could never be filled; lower pool_size{larger}"
         )
     return pool

@@ -108,7 +108,13 @@ def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
             "=1: schedule.preset=copris opens no waves.*april, flexmarl, one_step_off, rollpacker, streamrl, sync",
         ),
         ("areal", {"wave_batches": 2}, "wave_batches=2: schedule.preset=areal opens no waves"),
-        ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups"),
+        ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups.* lower wave_batches;"),
+        ("sync", {"spare_groups": 1}, "lower spare_groups; schedule.preset=sync opens no more groups at once$"),
+        ("sync", {"pool_size": 9}, "lower pool_size; schedule.preset=sync opens no more groups at once$"),
+        ("sync", {"window_groups": 5}, "set at most 4, or take another on_stale$"),
+        ("one_step_off", {"window_groups": 7, "spare_groups": 4}, "lower spare_groups, or raise window_groups$"),
+        ("rollpacker", {"spare_groups": 4}, "lower spare_groups, or raise window_groups$"),
+        ("april", {"window_groups": 4, "spare_groups": 1}, "spare_groups, or raise window_groups or max_staleness$"),
         ("copris", {"spare_members": 1, "pool_size": 61}, r"pool_size=61 is above .* = 20 \* \(2 \+ 1\) = 60"),
     ],
 )
@@ -120,6 +126,7 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"schedule": {"preset": "sync"}, "generator": {"reload_every_versions": 2}}, "no effect; lower it$"),
         ({"schedule": {"preset": "sync", "part_groups": 5}}, "=5 does not divide schedule.groups_per_batch=16"),
         (
             {"schedule": {"preset": "flexmarl"}, "trainer": {"minibatches": 2}},
