@@ -7,15 +7,10 @@ import random
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.mesh import GroupView, MeshView
+from rollmesh.mesh import GroupView
 from rollmesh.scheduling import decide
 
-from .views import group, schedule, view
-
-
-def at_step(step: int, ready: list[GroupView], opened: list[GroupView] | None = None) -> MeshView:
-    steps = {"trained_step": step, "cut_step": step, "policy_version": step, "policy_train_step": step}
-    return view(ready=ready, opened=opened, **steps)
+from .views import at_step, group, schedule
 
 
 @pytest.mark.parametrize(
@@ -24,29 +19,31 @@ def at_step(step: int, ready: list[GroupView], opened: list[GroupView] | None = 
 )
 def test_groups_that_no_later_batch_needs_leave_in_the_cut_order(order: str, expected: tuple[str, ...]) -> None:
     ready = [group(1, 2, tokens=90), group(2, 3, tokens=40), group(3, 1, tokens=70), group(4, 3, tokens=10)]
-    assert decide(schedule(max_staleness=4, cut_order=order), at_step(3, ready)).cut == expected
+    assert decide(schedule(max_staleness=4, cut_order=order), at_step(3, ready=ready)).cut == expected
 
 
 def test_a_group_that_is_due_goes_before_shorter_ones() -> None:
     """Staleness 2 at step 3: tokens of train step 1 can be trained in this batch only."""
     ready = [group(1, 3, tokens=5), group(2, 3, tokens=4), group(7, 1, tokens=900)]
-    assert decide(schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready)).cut == ("e0-7", "e0-2")
+    assert decide(schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready=ready)).cut == ("e0-7", "e0-2")
 
 
 def test_an_unfinished_group_that_is_due_still_blocks_the_cut_of_shorter_ones() -> None:
     ready = [group(5, 3, tokens=1), group(6, 3, tokens=1)]
-    assert decide(schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready, [group(1, 1)])).blocked
+    assert decide(
+        schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready=ready, opened=[group(1, 1)])
+    ).blocked
 
 
 @pytest.mark.parametrize("order", ["shortest", "oldest"])
 def test_equal_groups_leave_in_admission_order(order: str) -> None:
     ready = [group(index, 3, tokens=8) for index in (4, 9, 6)]
-    assert decide(schedule(max_staleness=4, cut_order=order), at_step(3, ready)).cut == ("e0-4", "e0-6")
+    assert decide(schedule(max_staleness=4, cut_order=order), at_step(3, ready=ready)).cut == ("e0-4", "e0-6")
 
 
 def test_a_group_without_tokens_is_the_newest() -> None:
     ready = [group(1, None), group(2, 3), group(3, 2)]
-    assert decide(schedule(max_staleness=4, cut_order="oldest"), at_step(3, ready)).cut == ("e0-3", "e0-2")
+    assert decide(schedule(max_staleness=4, cut_order="oldest"), at_step(3, ready=ready)).cut == ("e0-3", "e0-2")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,7 +57,7 @@ def test_no_order_lets_a_group_pass_the_bound(seed: int) -> None:
         while len(ready) < 4:
             ready.append(group(index, step, tokens=random_.randrange(1, 100)))
             index += 1
-        cut = decide(rules, at_step(step, ready)).cut
+        cut = decide(rules, at_step(step, ready=ready)).cut
         assert cut is not None
         if long.group_id in cut:
             return

@@ -8,7 +8,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling import OnStale, decide, needs_groups
 from rollmesh.scheduling.presets import AdmissionRule
 
-from .views import group, schedule, view
+from .views import at_step, group, schedule, traced, view
 
 
 def on_policy_waves(on_stale, **changes):
@@ -83,9 +83,7 @@ def test_a_long_round_begins_when_a_batch_is_aside_and_nothing_is_open(row):
 
 
 def test_recalled_groups_start_on_the_current_policy():
-    seen = view(
-        trained_step=3, cut_step=3, policy_version=3, policy_train_step=3, aside_groups=2, aside=("e0-1", "e0-2")
-    )
+    seen = at_step(3, aside_groups=2, aside=("e0-1", "e0-2"))
     decisions = decide(on_policy_waves(OnStale.SET_ASIDE), seen)
     assert (decisions.recall, decisions.desired.start_at_version) == (2, 3)
 
@@ -122,29 +120,17 @@ LONG_ROUND = [
 
 @pytest.mark.parametrize("row", LONG_ROUND)
 def test_rollpacker_trains_its_late_prompts_in_a_long_round(row):
-    trained, cut, policy, opened, ready, aside, recalled, admit, set_aside, recall, cuts = row
-    seen = view(
-        trained_step=trained,
-        cut_step=cut,
-        policy_version=policy,
-        policy_train_step=policy,
-        ready=[group(i, policy) for i in range(ready)],
-        opened=[group(100 + i, policy) for i in range(opened)],
-        in_training=2 * (cut - trained),
-        aside_groups=aside,
-        recalled_groups=recalled,
-    )
-    decisions = decide(schedule("rollpacker"), seen)
+    *seen, aside, recalled, admit, set_aside, recall, cuts = row
+    decisions = decide(schedule("rollpacker"), traced(*seen, aside_groups=aside, recalled_groups=recalled))
     assert (decisions.admit_groups, len(decisions.set_aside), decisions.recall) == (admit, set_aside, recall)
     assert (decisions.cut is not None) == cuts
     assert not decisions.evict
 
 
 def test_groups_without_tokens_neither_begin_again_nor_postpone_the_long_round():
-    late = {"aside_groups": 2, "trained_step": 1, "cut_step": 1, "policy_version": 1, "policy_train_step": 1}
     rules = on_policy_waves(OnStale.SET_ASIDE)
-    assert decide(rules, view(opened=[group(4, None)], **late)).recall == 2
-    missed = decide(rules, view(opened=[group(3, 0)], **late | {"aside_groups": 1}))
+    assert decide(rules, at_step(1, opened=[group(4, None)], aside_groups=2)).recall == 2
+    missed = decide(rules, at_step(1, opened=[group(3, 0)], aside_groups=1))
     assert (missed.set_aside, missed.admit_groups) == (("e0-3",), 0)
 
 

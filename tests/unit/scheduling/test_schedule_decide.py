@@ -7,11 +7,7 @@ import pytest
 from rollmesh.mesh import Eviction
 from rollmesh.scheduling import decide, needs_groups
 
-from .views import group, schedule, view
-
-
-def at_step(step, **values):
-    return view(trained_step=step, cut_step=step, policy_version=step, policy_train_step=step, **values)
+from .views import at_step, group, schedule, view
 
 
 def test_pace_waits_for_an_open_group_that_the_step_after_could_not_train():
@@ -199,8 +195,7 @@ def test_what_the_last_batch_leaves_over_ends_as_run_complete():
 
 def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
     assert decide(schedule("sync", train_steps=1), view(in_training=0)).admit_groups == 2
-    near_end = {"trained_step": 8, "cut_step": 8, "policy_version": 8, "policy_train_step": 8}
-    seen = view(**near_end, opened=[group(0, 8), group(1, 8)], unfinished=2)
+    seen = at_step(8, opened=[group(0, 8), group(1, 8)], unfinished=2)
     assert decide(schedule("copris", train_steps=9), seen).admit_groups == 1
     assert decide(schedule("copris", train_steps=12), seen).admit_groups == 4
 
@@ -266,5 +261,5 @@ def test_new_trajectories_start_on_weights_that_even_the_last_batch_can_still_tr
 
 
 def test_the_version_floor_counts_back_from_the_newest_version_not_from_the_train_step():
-    seen = view(trained_step=5, cut_step=5, policy_version=9, policy_train_step=5)
+    seen = at_step(5, policy_version=9)
     assert decide(schedule("sync"), seen).desired.start_at_version == 9

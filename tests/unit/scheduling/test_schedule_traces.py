@@ -11,7 +11,7 @@ from rollmesh.scheduling import decide
 from rollmesh.scheduling.admission import room
 from rollmesh.scheduling.presets import PRESETS
 
-from .views import group, schedule, view
+from .views import at_step, group, schedule, traced, view
 
 # trained, cut, policy, open, ready, unfinished -> admit, cuts, paused
 SYNC = [
@@ -143,18 +143,8 @@ TRACES = [
     ],
 )
 def test_the_preset_follows_its_papers_trace(preset, overrides, row):
-    trained, cut, policy, opened, ready, unfinished, admit, cuts, paused = row
-    seen = view(
-        trained_step=trained,
-        cut_step=cut,
-        policy_version=policy,
-        policy_train_step=policy,
-        ready=[group(i, policy) for i in range(ready)],
-        opened=[group(100 + i, policy) for i in range(opened)],
-        in_training=2 * (cut - trained),
-        unfinished=unfinished,
-    )
-    decisions = decide(schedule(preset, **overrides), seen)
+    *seen, unfinished, admit, cuts, paused = row
+    decisions = decide(schedule(preset, **overrides), traced(*seen, unfinished=unfinished))
     assert decisions.admit_groups == admit
     assert decisions.cut == (("e0-0", "e0-1") if cuts else None)
     assert decisions.desired.paused == paused
@@ -164,9 +154,8 @@ def test_the_preset_follows_its_papers_trace(preset, overrides, row):
 
 
 def test_every_call_of_a_paper_stage_runs_on_the_stages_own_policy():
-    seen = view(trained_step=3, cut_step=3, policy_version=3, policy_train_step=3)
-    assert decide(schedule("copris_paper"), seen).desired.interrupt_below_version == 3
-    assert decide(schedule("copris"), seen).desired.interrupt_below_version == 0
+    assert decide(schedule("copris_paper"), at_step(3)).desired.interrupt_below_version == 3
+    assert decide(schedule("copris"), at_step(3)).desired.interrupt_below_version == 0
 
 
 def test_every_preset_has_a_trace():
@@ -180,8 +169,7 @@ def test_a_wave_of_four_batches_shrinks_by_each_cut_and_begins_again():
 
 
 def test_spare_groups_are_opened_for_the_last_batch_too():
-    last = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
-    assert decide(schedule("april", train_steps=4), view(**last)).admit_groups == 4
+    assert decide(schedule("april", train_steps=4), at_step(3)).admit_groups == 4
 
 
 def test_spare_members_count_in_the_pool():
@@ -191,10 +179,9 @@ def test_spare_members_count_in_the_pool():
 
 
 def test_roll_cuts_the_oldest_groups_first_and_evicts_those_beyond_alpha():
-    at_3 = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
     ready = [group(0, 3), group(1, 3), group(2, 2)]
-    assert decide(schedule("roll", max_staleness=2), view(**at_3, ready=ready)).cut == ("e0-2", "e0-0")
-    assert decide(schedule("copris", max_staleness=2), view(**at_3, ready=ready)).cut == ("e0-0", "e0-1")
-    late = decide(schedule("roll"), view(**at_3, ready=ready, opened=[group(3, 1)]))
+    assert decide(schedule("roll", max_staleness=2), at_step(3, ready=ready)).cut == ("e0-2", "e0-0")
+    assert decide(schedule("copris", max_staleness=2), at_step(3, ready=ready)).cut == ("e0-0", "e0-1")
+    late = decide(schedule("roll"), at_step(3, ready=ready, opened=[group(3, 1)]))
     assert late.cut == ("e0-2", "e0-0")
     assert late.evict == (Eviction(group_id="e0-3", reason="stale"),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollmesh.config import RunConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.trainer import TrainerConfig
@@ -58,3 +60,22 @@ def view(
         "is_complete": False,
     }
     return MeshView(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+def at_step(step: int, **values: Any) -> MeshView:
+    """View of a mesh that has trained, cut and announced the same number of batches."""
+    return view(**{"trained_step": step, "cut_step": step, "policy_version": step, "policy_train_step": step, **values})
+
+
+def traced(trained: int, cut: int, policy: int, opened: int, ready: int, **values: Any) -> MeshView:
+    """View of one line of a trace; every group has tokens of the newest policy."""
+    return at_step(
+        trained,
+        cut_step=cut,
+        policy_version=policy,
+        policy_train_step=policy,
+        ready=[group(i, policy) for i in range(ready)],
+        opened=[group(100 + i, policy) for i in range(opened)],
+        in_training=2 * (cut - trained),
+        **values,
+    )
