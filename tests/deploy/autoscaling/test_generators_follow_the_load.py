@@ -166,7 +166,7 @@ def answers(prometheus: str, service: str) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for each in rule.signals:
         reply = httpx.post(
-            f"{prometheus}/api/v1/query", data={"query": rule.query(each, 'run="load"', SPEED_UP)}, timeout=20
+            f"{prometheus}/api/v1/query", data={"query": rule.query(each, 'run="load"', SPEED_UP)}, timeout=WAIT_SECONDS
         )
         assert reply.status_code in (200, 422), reply.text
         data = reply.json().get("data", {"result": []})

@@ -59,7 +59,7 @@ class Bucket:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=60)
         self._log.close()
 
     def section(self, prefix: str, **fields: object) -> CheckpointConfig:

@@ -13,7 +13,9 @@ def test_ctrl_c_while_the_commands_are_imported_ends_the_process_without_a_trace
     """The moment is chosen by what is imported: pydantic comes long before the last command."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     module, _, function = project["project"]["scripts"]["rollmesh"].partition(":")
-    script = f"from {module} import {function}; {function}()"
+    # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heard}; from {module} import {function}; {function}()"
     # With a pipe this small the imports cannot run ahead of the signal.
     with subprocess.Popen(
         [sys.executable, "-X", "importtime", "-c", script],

@@ -37,11 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 @pytest.fixture
 async def make_run(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """``await make_run(pace=SLOW)``: a run with these generator options, without policies and generators."""
+    """``await make_run(pace=SLOW)``: a run with these options of ``make_config``, without policies and generators."""
     async with AsyncExitStack() as stack:
 
-        async def make(**generator: Any) -> GeneratorRun:
-            config = make_config(tmp_path / f"run{next(_NUMBERS)}", server, **generator)
+        async def make(**options: Any) -> GeneratorRun:
+            config = make_config(tmp_path / f"run{next(_NUMBERS)}", server, **options)
             store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
             client = await stack.enter_async_context(GenerationClient())
             run = GeneratorRun(config, store, open_checkpoints(config), client)

@@ -81,7 +81,10 @@ def hf_logprobs(folder: Path, ids: Int32Array) -> Float32Array:
         return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
 
 
-def make_config(folder: Path, server: EmbeddedServer, **generator: Any) -> RunConfig:
+def make_config(
+    folder: Path, server: EmbeddedServer, *, session_ttl_seconds: float = 60.0, **generator: Any
+) -> RunConfig:
+    """The run file of ``folder``; no entry or lease ends here by the clock, unless a test waits for that."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "name": folder.name,
@@ -90,7 +93,7 @@ def make_config(folder: Path, server: EmbeddedServer, **generator: Any) -> RunCo
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 200},
         "checkpoints": {"secret": SECRET},
-        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 5.0},
+        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": session_ttl_seconds},
         "generator": {
             "slots": 8,
             "max_context_tokens": 256,

@@ -9,11 +9,14 @@ import httpx
 
 from rollmesh.mesh import Desired
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.grpc import create_channel
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.store.redis_connection import Connection
 from rollmesh.types import FinishReason
+from rollmesh.v1 import generation_service_pb2 as pb
+from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
-from .generator_run import SLOW, make_call
+from .generator_run import make_call
 
 
 async def metric(run, name, index=0):
@@ -33,12 +36,18 @@ async def live(run):
     return {record.address: record for record in await run.store.generators.live()}
 
 
+async def take_turn_of_another(run):
+    """Above the limit: the turn of a first load ends only after its generator serves."""
+    assert await run.store.reloads.begin("another generator", at_once=1, ttl=600.0, above_limit=True) == []
+
+
 async def test_generators_load_one_after_another_and_the_others_go_on(make_run, monkeypatch):
     run = await make_run(reload_at_once=1)
     await run.publish(0)
     for index in range(3):
         run.start(index)
     await run.serving(0, count=3)
+    await take_turn_of_another(run)
     held: set[str] = set()
     most = 0
     call = Connection.run
@@ -55,20 +64,31 @@ async def test_generators_load_one_after_another_and_the_others_go_on(make_run, 
 
     monkeypatch.setattr(Connection, "run", watched)
     await run.publish(1)
+    for index in range(3):
+        await run.until(f"generator {index} to wait for its turn", lambda index=index: waits(run, index))
+    assert (most, {record.policy_version for record in (await live(run)).values()}) == (0, {0})
+    assert await run.store.reloads.end("another generator")
     await run.serving(1, count=3)
     assert most == 1
     assert sum([await metric(run, "rollmesh_generator_reloads_total", n) for n in range(3)]) == 6
-    assert max([await metric(run, "rollmesh_generator_reload_wait_seconds_sum", n) for n in range(3)]) > 0
+    assert min([await metric(run, "rollmesh_generator_reload_wait_seconds_sum", n) for n in range(3)]) > 0
 
 
 async def test_a_generator_killed_while_it_loads_hands_its_turn_on_and_the_next_one_serves_until_then(make_run):
-    run = await make_run(pace=SLOW, reload_at_once=1, on_new_version="drain")
+    run = await make_run(reload_at_once=1, on_new_version="drain", session_ttl_seconds=15.0)  # a lease must end
     await run.publish(0)
     newer = await run.prepare(1)
     killed = run.start_process(0)
     (first,) = await run.serving(0)
-    # A drain for this call holds the turn until the process is killed.
-    begun = await run.under_way(first, make_call(max_new_token_count=200))
+    # It is paused, so its drain for this call holds the turn until the process is killed.
+    async with create_channel(first.address) as channel:
+        await stubs.GenerationServiceStub(channel).Pause(pb.PauseRequest())
+    begun = run.stream(first, make_call())
+
+    async def held() -> bool:
+        return (await run.client.status(first)).waiting_count == 1
+
+    await run.until("a held call", held)
     await run.announce(newer)
 
     async def drains() -> bool:
@@ -96,7 +116,7 @@ async def test_a_generator_that_cannot_go_on_with_its_version_does_not_wait_for_
     await run.publish(0)
     run.start()
     (record,) = await run.serving(0)
-    assert await run.store.reloads.begin("another generator", at_once=1, ttl=600.0) == []
+    await take_turn_of_another(run)
     await run.publish(1)
     await run.until("the generator to wait", lambda: waits(run))
     await run.store.policies.pin(1, owner="evaluation", instance_id=record.instance_id)

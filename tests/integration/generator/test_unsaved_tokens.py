@@ -78,7 +78,7 @@ async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
         vocab_size=VOCAB,
         max_context_tokens=256,
         saving=SaveLimits.of(partial_save_tokens),
-        chunk_timeout_seconds=20.0,
+        chunk_timeout_seconds=60.0,
     )
     return Caller(run.client, generators, NewestPolicy(run.store.policies), limits, RolloutMetrics(Metrics("rollout")))
 

@@ -24,7 +24,7 @@ def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
     )
 
 
-async def until(condition, seconds: float = 20.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

@@ -1,6 +1,7 @@
 """Rollouts whose generators die, hang, send invalid answers or change their weights, on a real queue."""
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,28 @@ class PoisonedGenerator(ScriptedGenerator):
             raise EngineError("the kernel died")
         async for chunk in super().generate(call):
             yield chunk
+
+
+@dataclass
+class StopsOnOne(ScriptedGenerator):
+    """Stops every call after its first chunk of version 1, until the generator dies."""
+
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: dict[str, int] = field(default_factory=dict)
+    """Tokens of the context with that chunk, by trajectory."""
+
+    async def generate(self, call):
+        context_tokens = len(call.context_ids)
+        async for chunk in super().generate(call):
+            yield chunk
+            context_tokens += len(chunk.token_ids)
+            if chunk.policy_version == 1 and chunk.finish_reason is None:
+                self.stopped[call.trajectory_id] = context_tokens
+                await self.died.wait()
+
+    def die(self):
+        self.dead = True
+        self.died.set()
 
 
 class PassingOver(ScriptedGenerator):
@@ -120,7 +143,7 @@ async def test_a_trajectory_never_goes_back_to_an_older_version(store):
 async def test_tokens_of_a_version_that_died_with_its_generator_are_continued_once_another_one_has_loaded_it(store):
     """The one left passes over versions (reload_every_versions): the worker asks for the version that it needs."""
     plan = schedule("copris", train_steps=8)
-    behind, ahead = PassingOver("behind"), ScriptedGenerator("ahead", slots=64, seconds_per_token=0.02)
+    behind, ahead = PassingOver("behind"), StopsOnOne("ahead", slots=64)
     cluster, trainer = await start(store, plan, behind, ahead)
 
     async def required() -> int:
@@ -128,13 +151,15 @@ async def test_tokens_of_a_version_that_died_with_its_generator_are_continued_on
         value = await store.connection.command("HGET", store.connection.keys.single("desired"), "required_version")
         return int(value or 0)
 
+    def saved() -> bool:
+        """Tell whether tokens of version 1, which only one generator serves, are saved."""
+        return any(cluster.acknowledged.get(i, 0) >= tokens for i, tokens in ahead.stopped.items())
+
     async with running(store, cluster, ScriptedReward(), plan):
         check_batch(await trainer.train(1), plan)
-        before = set(cluster.contexts)
-        # Saved tokens of calls that began on version 1, which only one generator serves.
-        await until(lambda: (set(ahead.running) & set(cluster.acknowledged)) - before)
+        await until(saved)
         assert (behind.version, ahead.version, await required()) == (0, 1, 0)
-        ahead.dead = True
+        ahead.die()
         assert await until(required) == 1
         behind.wanted = True
         behind.load(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
@@ -58,6 +58,11 @@ async def leading(
         await task
 
 
+async def at_once(store: TrajectoryStore, *commands: Sequence[str | int]) -> None:
+    """Run commands in one transaction, so that the leader, which looks several times a second, sees all or none."""
+    await store.connection.commands([("MULTI",), *commands, ("EXEC",)])
+
+
 async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) -> None:
     """The lead survives in the restored state, so nothing else would make the leader write."""
     plan = schedule("copris")
@@ -68,10 +73,12 @@ async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) 
 
     async with leading(store, plan):
         await until(working)
-        keys, command = store.connection.keys, store.connection.command
-        await command("HSET", keys.single("desired"), "paused", 1, "reason", "from before")
-        await command("HSET", keys.single("meta"), "run_id", "another")
-        assert not await working()
+        keys = store.connection.keys
+        await at_once(
+            store,
+            ("HSET", keys.single("desired"), "paused", 1, "reason", "from before"),
+            ("HSET", keys.single("meta"), "run_id", "another"),
+        )
         await until(working)
 
 
@@ -131,10 +138,12 @@ async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) 
     async with leading(store, schedule("copris"), EvalConfig(every_versions=1)) as trainer:
         await trainer.announce(1)
         await until(asked)
-        keys, command = store.connection.keys, store.connection.command
-        await command("DEL", keys.single("evaluations"), keys.of("evaluation", "version-1"))
-        await command("HSET", keys.single("meta"), "run_id", "another")
-        assert not await asked()
+        keys = store.connection.keys
+        await at_once(
+            store,
+            ("DEL", keys.single("evaluations"), keys.of("evaluation", "version-1")),
+            ("HSET", keys.single("meta"), "run_id", "another"),
+        )
         await until(asked)
 
 

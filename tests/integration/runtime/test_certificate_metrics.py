@@ -44,7 +44,10 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def admin_port(server: PortSecurity, client: PortSecurity) -> AsyncIterator[Port]:
-    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, server) as port, AdminClient(client) as asking:
+    async with (
+        admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, server) as port,
+        AdminClient(client, 60.0) as asking,
+    ):
         yield Port(f"127.0.0.1:{port}", asking)
 
 

@@ -61,7 +61,7 @@ async def call(address: str, security: PortSecurity) -> int:
     async with create_channel(address, security) as channel:
         request = pb.ScoreRequest(items=[pb.ScoreItem(trajectory_id="a")])
         answers = stubs.RewardServiceStub(channel).Score(
-            request, timeout=10.0, metadata=call_metadata(token=security.sent_token)
+            request, timeout=60.0, metadata=call_metadata(token=security.sent_token)
         )
         return len([answer async for answer in answers])
 
@@ -167,7 +167,7 @@ async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(a
         assert (await anonymous.get(f"https://{address}/other")).status_code == 401
         scrape = await anonymous.get(f"https://{address}/metrics", headers={"Authorization": "Bearer s3cret"})
         assert "rollmesh_reward_build_info" in scrape.text
-        async with AdminClient(guarded(authority.issue("scraper"))) as scraper:
+        async with AdminClient(guarded(authority.issue("scraper")), 60.0) as scraper:
             assert "rollmesh_reward_build_info" in (await scraper.get(address, "/metrics")).text
         with pytest.raises(httpx.HTTPError):
             await anonymous.get(f"http://{address}/healthz")
@@ -179,7 +179,7 @@ async def test_a_certificate_of_another_authority_is_refused_on_the_admin_port_t
     outsider = Authority(tmp_path / "theirs").issue("outsider")
     async with admin_port(guarded(authority.issue("server"))) as address:
         for certificate in (outsider, authority.issue("expired", expired=True)):
-            async with AdminClient(intruder(certificate, authority)) as client:
+            async with AdminClient(intruder(certificate, authority), 60.0) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get(address, "/metrics")
 
@@ -197,11 +197,11 @@ async def test_rotated_certificates_count_without_a_restart_and_the_old_authorit
         assert server.tls is not None
         server.tls.clock = lambda: float("inf")  # the next look is due
         assert await call(address, new_client) == 1
-        async with AdminClient(new_client) as client:
+        async with AdminClient(new_client, 60.0) as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
         with pytest.raises(grpc.aio.AioRpcError):
             await call(address, guarded(old_client))
-        async with AdminClient(guarded(old_client)) as client:
+        async with AdminClient(guarded(old_client), 60.0) as client:
             with pytest.raises(httpx.HTTPError):
                 await client.get(admin, "/metrics")
 
@@ -231,7 +231,7 @@ def scrape(
 ) -> tuple[bytes, ssl.SSLSession | None]:
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host, int(port)), timeout=10.0) as plain,
+        socket.create_connection((host, int(port)), timeout=60.0) as plain,
         context.wrap_socket(plain, server_hostname="rollmesh", session=session) as connection,
     ):
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -252,9 +252,9 @@ async def test_connections_never_see_files_that_are_only_half_replaced(authority
         assert server.tls.material.certificate == new.certificate.read_bytes()
         server.tls.clock = lambda: 0.0  # until the next look, whatever the files hold now
         files.key.write_text("half a key")
-        async with AdminClient(guarded(authority.issue("scraper"))) as client:
+        async with AdminClient(guarded(authority.issue("scraper")), 60.0) as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
-        async with AdminClient(server) as client:
+        async with AdminClient(server, 60.0) as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
 
 
@@ -297,7 +297,7 @@ async def test_a_rotation_does_not_end_the_calls_in_progress() -> None:
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, AdminClient(Rotating(), 10.0) as client:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, AdminClient(Rotating(), 60.0) as client:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         slow = asyncio.create_task(client.get(address, "/slow"))
         await asyncio.wait_for(asked.wait(), 60)
@@ -372,7 +372,7 @@ def test_without_a_security_section_ports_are_open() -> None:
 async def test_open_ports_answer_as_before() -> None:
     async with grpc_service(OPEN) as address, admin_port(OPEN) as admin:
         assert await call(address, OPEN) == 1
-        async with AdminClient() as client:
+        async with AdminClient(timeout_seconds=60.0) as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
 
 
@@ -382,7 +382,7 @@ def test_an_idle_tls_connection_whose_client_does_not_listen_does_not_hold_up_th
 
     def looks_once(port: int) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=str(authority.file))
-        raw = socket.create_connection(("127.0.0.1", port), timeout=10)
+        raw = socket.create_connection(("127.0.0.1", port), timeout=60)
         connection = context.wrap_socket(raw, server_hostname="localhost")
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")

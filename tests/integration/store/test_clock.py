@@ -29,7 +29,7 @@ async def set_back(store: TrajectoryStore) -> None:
 
 
 async def soon(condition: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not await condition():
         assert time.monotonic() < deadline, "held up by the clock"
         await asyncio.sleep(0.02)

@@ -90,7 +90,7 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
         await store.policies.announce(mesh.trainer, policy(2))
     with pytest.raises(Conflict, match="exists already"):
         await store.policies.announce(mesh.trainer, policy(0, train_step=3))
-    waiting = asyncio.create_task(store.policies.wait(0, 10.0))
+    waiting = asyncio.create_task(store.policies.wait(0, 60.0))
     await asyncio.sleep(0)
     await store.policies.announce(mesh.trainer, policy(1))
     assert await waiting == policy(1)

@@ -18,7 +18,7 @@ from rollmesh.store import EmbeddedServer, ReleaseReason
 
 from .queue_machine import QueueMachine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a walk is half a minute of one core, and cores may be busy
 
 WALK = {
     "admit": 4,

@@ -209,7 +209,7 @@ async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watch
 
     async def looked_twice() -> list[str]:
         before = registry.looks
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while registry.looks < before + 2:
                 assert not running.done()
                 await asyncio.sleep(0.001)
