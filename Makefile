@@ -133,7 +133,7 @@ chaos: $(VENV)/.local ## 26 rounds against a training mesh: kill -9, stalls, dam
 	$(BIN)/rollmesh bench chaos
 
 bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine
-	for name in engine train queue reload; do $(BIN)/rollmesh bench $$name || exit 1; done
+	for name in engine train queue schedules reload; do $(BIN)/rollmesh bench $$name || exit 1; done
 
 publish-contract: $(VENV)/.dev ## Publish new fields of proto/: from then on they cannot be broken
 	$(BIN)/buf breaking proto --against proto/published.binpb

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,11 +12,11 @@ from rich.markup import escape
 from rollmesh.cli.common import EXIT_STOPPED, SetOption, clear_errors
 from rollmesh.cli.up import InlineOption, run_to_report
 from rollmesh.config import load_run_config
-from rollmesh.config.yaml_text import parse_yaml
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
 from rollmesh.report.console import output_console
-from rollmesh.scheduling.presets import PRESETS, Preset
+from rollmesh.scheduling.companions import companion_settings
+from rollmesh.scheduling.presets import PRESETS
 
 _WITHOUT_OVERRIDES = ("schedule.pool_size=null", "schedule.max_staleness=null", "evaluation.before_and_after=false")
 _ONE_REPLICA = ("generator.replicas=1",)
@@ -54,19 +52,6 @@ def demo_schedules(
         style = "bold green" if passed == len(results) else "bold red"
         console.print(f"{passed} of {len(results)} schedules: all updates, audit green", style=style, highlight=False)
     raise typer.Exit(0 if passed == len(results) else 1)
-
-
-def companion_settings(preset: Preset) -> list[str]:
-    """Return the settings of other sections that go with a preset, as overrides of a run file."""
-    return [f"{field}={json.dumps(value)}" for field, value in _leaves(parse_yaml(f"{{{preset.goes_with}}}"))]
-
-
-def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _known(names: list[str]) -> list[str]:

@@ -3,11 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.demo_schedules import companion_settings
 from rollmesh.cli.main import app
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 
 
