@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from rollmesh.config import load_run_config
-from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Desired, GroupView, MeshView
+from rollmesh.report.schedules.preset_schedule import preset_schedule
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
 
 _STEP = 100
 """Train step of the views: the middle of a run."""
@@ -15,10 +12,8 @@ _STEP = 100
 
 def large_batch_schedule(preset: str, groups_per_batch: int) -> Schedule:
     """Return the schedule of a preset with this batch and its own numbers in everything else."""
-    overrides = ["schedule.pool_size=null", "schedule.max_staleness=null", f"trainer.train_steps={2 * _STEP}"]
-    overrides += [f"schedule.preset={preset}", f"schedule.groups_per_batch={groups_per_batch}"]
-    overrides += companion_settings(PRESETS[preset])
-    return Schedule.from_config(load_run_config(recipe_file("countdown", "demo.yaml"), overrides, environ={}))
+    batch = f"schedule.groups_per_batch={groups_per_batch}"
+    return preset_schedule(preset, batch, f"trainer.train_steps={2 * _STEP}")
 
 
 def view_without_cut(schedule: Schedule) -> MeshView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rollmesh.runtime.imports import many_imports, own_process
 
@@ -54,6 +55,14 @@ def metrics_table() -> None:
     from rollmesh.report.metrics_document import metrics_document
 
     typer.echo(metrics_document(), nl=False)
+
+
+@app.command(hidden=True)
+def schedule_document(folder: Path) -> None:
+    """Write schedules.md and its pictures into the folder docs, for developers who change a preset."""
+    from rollmesh.report.schedules.schedule_document import write_schedule_files
+
+    write_schedule_files(folder, schedule_table.numbers)
 
 
 def main() -> None:
