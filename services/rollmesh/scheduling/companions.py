@@ -12,7 +12,12 @@ from rollmesh.scheduling.presets import Preset
 
 def companion_settings(preset: Preset) -> list[str]:
     """Return the settings that go with a preset, as ``a.b=c`` overrides of a run file."""
-    return [f"{field}={json.dumps(value)}" for field, value in _leaves(parse_yaml(f"{{{preset.goes_with}}}"))]
+    return [f"{field}={json.dumps(value)}" for field, value in companion_fields(preset)]
+
+
+def companion_fields(preset: Preset) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted fields of the run file that go with a preset, with their values."""
+    return _leaves(parse_yaml(f"{{{preset.goes_with}}}"))
 
 
 def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
