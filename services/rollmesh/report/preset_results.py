@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -52,8 +51,6 @@ def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
     run = RecordedRun(folder)
     summary = summarise(run)
     records = newest_per_step(run.metrics.records)
-    mesh: Mapping[str, Any] = records[-1]["mesh"] if records else {}
-    totals, wasted = mesh.get("totals", {}), mesh.get("wasted_tokens", {})
     return PresetResult(
         preset=preset,
         planned_updates=updates,
@@ -61,9 +58,9 @@ def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
         versions=summary.policy_versions,
         trained_groups=None if summary.audit is None else summary.audit.groups,
         dropped_groups=sum(summary.dropped.values()),
-        restarted_groups=totals.get("groups_restarted_total", 0),
-        groups_set_aside=totals.get("groups_set_aside_total", 0),
-        surplus_tokens=wasted.get("surplus", 0),
+        restarted_groups=summary.begun_again.get("restarted", 0),
+        groups_set_aside=summary.begun_again.get("set aside", 0),
+        surplus_tokens=summary.surplus_tokens,
         largest_staleness=summary.largest_staleness,
         off_policy_share=summary.off_policy_share,
         updates_per_second=_rate([float(record["time"]) for record in records]),
