@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds schedules test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ demo: $(VENV)/.local ## Set up what is needed and run the main job: train a smal
 
 demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
 	$(BIN)/rollmesh demo-seeds
+
+schedules: $(VENV)/.local ## The demo's task under every preset of `rollmesh schedules`, 6 updates each
+	$(BIN)/rollmesh demo-schedules
 
 test: lint-and-unit integration contract deploy e2e ## Set up what is needed and run all checks and tests
 
@@ -126,11 +129,11 @@ e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on r
 # A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
 	$(BIN)/pytest tests/e2e/gateway
 
-chaos: $(VENV)/.local ## 26 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
+chaos: $(VENV)/.local ## 28 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos
 
 bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine
-	for name in engine train queue reload; do $(BIN)/rollmesh bench $$name || exit 1; done
+	for name in engine train queue schedules reload; do $(BIN)/rollmesh bench $$name || exit 1; done
 
 publish-contract: $(VENV)/.dev ## Publish new fields of proto/: from then on they cannot be broken
 	$(BIN)/buf breaking proto --against proto/published.binpb

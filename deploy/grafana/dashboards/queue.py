@@ -114,6 +114,23 @@ PAGE = Page(
                 limits=above(300, RED),
             ),
         ],
+        "Order": [
+            curve(
+                "Prediction of lengths",
+                "Rank correlation of the length of a group with its prompt's history, and with its first member. Below "
+                "0.5 for the history, groups start in admission order.",
+                Query(led("rollmesh_rollout_length_rank_correlation", "source"), "{{source}} {{run}}"),
+                least=None,
+                most=1,
+            ),
+            curve(
+                "Longest first",
+                "1 while groups start longest expected first, 0 in admission order.",
+                Query(led("rollmesh_rollout_longest_first"), "{{run}}"),
+                unit="bool",
+                most=1,
+            ),
+        ],
         "Drops": [
             curve(
                 "Evicted groups",
@@ -122,8 +139,16 @@ PAGE = Page(
                 unit="ops",
             ),
             curve(
+                "Groups that begin again",
+                "Groups that lost their tokens and started again at once (restarted), or after a wait for a long round "
+                "(set aside, then recalled), per second.",
+                per_second("rollmesh_rollout_groups_begun_again_total", "run, kind"),
+                unit="ops",
+            ),
+            curve(
                 "Wasted tokens",
-                "Saved tokens dropped: of dropped groups by reason, of members as unscorable or dead.",
+                "Saved tokens dropped: of dropped groups by reason, of members as unscorable, dead or surplus, of "
+                "groups that were restarted or set aside.",
                 per_second("rollmesh_trainer_wasted_tokens_total", "run, reason"),
                 unit="short",
                 stacked=True,

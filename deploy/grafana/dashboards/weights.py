@@ -64,6 +64,13 @@ PAGE = Page(
                 rule("train_step_seconds:mean_rate30m", word="train step"),
                 unit="s",
             ),
+            curve(
+                "Wait for a turn",
+                "Share of each generator's time in which a new version waited because others were loading "
+                "(generator.reload_at_once).",
+                per_second("rollmesh_generator_reload_wait_seconds_sum", "instance", labels=PROCESS),
+                unit="percentunit",
+            ),
             density(
                 "Pause of a reload",
                 "Time during which a reload holds decoding, canary included.",

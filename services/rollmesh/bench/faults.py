@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from rollmesh.bench.faults_of_redis import fill_redis, kill_redis, stall_redis
 from rollmesh.bench.faults_of_services import kill_leader, kill_service, kill_trainer_after, stall_service
 from rollmesh.bench.processes import SESSION_TTL_SECONDS, TRAIN_STEPS
 from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
 
 
 class Cost(Enum):
@@ -23,7 +24,8 @@ class Cost(Enum):
     UNSAVED = "partial_save_tokens"
     """Unsaved tokens."""
     UNBOUNDED = "unbounded"
-    """Tokens that Redis loses after it stored them: whole rollouts without a lease may be sampled again."""
+    """Tokens that Redis loses after it stored them, so that whole rollouts without a lease may be sampled again; or
+    unsaved tokens of members that a schedule cuts off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,14 @@ class Fault:
     """Inject the fault and block until it has ended; do nothing if the run ends first."""
     cost: Cost = Cost.UNSAVED
     expected_end: ExpectedEnd = _GREEN
+    preset: str = "copris"
+    """Schedule of the run."""
+
+
+def _under(preset: str, fault: Fault) -> Fault:
+    """Return the fault in a run under another preset; spare members lose unsaved tokens without any fault."""
+    cost = Cost.UNBOUNDED if PRESETS[preset].spare_member_share else fault.cost
+    return replace(fault, name=f"{fault.name}, {preset}", preset=preset, cost=cost)
 
 
 def _kill_trainer(when: str, pattern: str) -> Fault:
@@ -103,6 +113,8 @@ FAULTS: tuple[Fault, ...] = (
         Cost.NOTHING,
         ExpectedEnd(exit_statuses=(0, 1), green=False),
     ),
+    _under("rollpacker", Fault("kill -9 leader", kill_leader)),
+    _under("flexmarl", _kill_trainer("between batch file and training", "checkpoints/batches/*.pb")),
 )
 """Faults in the order of the rounds; ``make test`` runs the first four."""
 

@@ -93,7 +93,7 @@ def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, tr
 
 
 def _ours(work: Work, pool: ProcessPoolExecutor) -> tuple[float, list[Role]]:
-    work = asyncio.run(_prepare(work))
+    work = asyncio.run(prepare(work))
     result = _run_both(pool, (produce, consume), work)
     asyncio.run(_delete_keys(work.url, f"{{{work.run}}}:*"))
     return result
@@ -112,13 +112,13 @@ def _run_both(pool: ProcessPoolExecutor, mains: tuple[RoleMain, RoleMain], work:
     return work.groups * work.group_size / (max(r.ended for r in roles) - min(r.started for r in roles)), roles
 
 
-async def _prepare(work: Work) -> Work:
+async def prepare(work: Work, groups_per_batch: int = 8) -> Work:
     """Initialize the run; return the work with its leader and trainer."""
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         await store.limits.init_run(
             RunLimits(
                 group_size=work.group_size,
-                groups_per_batch=8,
+                groups_per_batch=groups_per_batch,
                 max_staleness=1 << 20,
                 max_attempts=5,
                 session_ttl_seconds=600.0,
@@ -209,7 +209,7 @@ async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure
 
 async def _resident(stack: contextlib.AsyncExitStack, folder: Path, name: str, size: int) -> _Resident:
     url = stack.enter_context(running_redis(folder / name.replace(" ", "-"), 4096)).url
-    work = await _prepare(Work(url=url, run="flatness", group_size=_FLAT_GROUP_SIZE, groups=0, tokens=FLAT_TOKENS))
+    work = await prepare(Work(url=url, run="flatness", group_size=_FLAT_GROUP_SIZE, groups=0, tokens=FLAT_TOKENS))
     store = await stack.enter_async_context(await TrajectoryStore.connect(StoreConfig(), run=work.run, url=url))
     queue = _Resident(name=name, store=store, work=work, session=await store.sessions.open("bench"))
     queue.cursor = await _fill(store, work, queue.session, size)

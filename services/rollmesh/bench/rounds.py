@@ -15,10 +15,11 @@ from rollmesh.bench.judge import judge
 from rollmesh.launcher.run_folder import RunFolder
 
 EXEMPT = "no bound"
-"""Bound of a round whose fault loses data in Redis or ends the run; the reason is printed below the table."""
+"""Bound of a round that may waste any number of tokens; the reason is printed below the table."""
 _EXEMPT_BECAUSE = (
     f"{EXEMPT}: a killed Redis loses data that is not in its file or is cut off it, also finished rollouts, which are "
-    "sampled again; all other requirements apply. A run that must not end green has no bound either"
+    "sampled again; surplus members are cut off with unsaved tokens; all other requirements apply. A run that must not "
+    "end green has no bound either"
 )
 _MOST_TRAINER_ENDS = 3
 """Maximum number of trainer exits in a run with a final error: the kill, the error, and one in between."""

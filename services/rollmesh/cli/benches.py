@@ -56,6 +56,7 @@ _PLAIN = {
     "engine": "Measure the torch engine beside Hugging Face generate, in tokens per CPU second.",
     "train": "Measure a train step on ragged trajectories beside padded micro-batches.",
     "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
+    "schedules": "Measure the leader's decisions, the choice of a generator, and the reading of a mesh view.",
     "reload": "Measure the time from publishing a policy to serving it, and the pause of running calls.",
 }
 """Benches without options of their own."""

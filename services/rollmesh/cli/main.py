@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rollmesh.runtime.imports import many_imports, own_process
 
@@ -14,6 +15,7 @@ with many_imports():
         benches,
         configuration,
         dead_letters,
+        demo_schedules,
         replicas,
         run_commands,
         schedule_table,
@@ -37,7 +39,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.demo_seeds)
+_add("Runs", up.up, up.demo, up.demo_seeds, demo_schedules.demo_schedules)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
 _add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)
@@ -53,6 +55,14 @@ def metrics_table() -> None:
     from rollmesh.report.metrics_document import metrics_document
 
     typer.echo(metrics_document(), nl=False)
+
+
+@app.command(hidden=True)
+def schedule_document(folder: Path) -> None:
+    """Write schedules.md and its pictures into the folder docs, for developers who change a preset."""
+    from rollmesh.report.schedules.schedule_document import write_schedule_files
+
+    write_schedule_files(folder, schedule_table.numbers)
 
 
 def main() -> None:

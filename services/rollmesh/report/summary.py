@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,15 @@ class RunSummary:
     max_staleness: int | None
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Number of dropped groups by reason."""
+    begun_again: Mapping[str, int] = field(default_factory=dict)
+    """Number of groups that were restarted or set aside, by kind, at the last train step."""
+    surplus_tokens: int = 0
+    """Saved tokens of members that were cut off, at the last train step."""
+    dropped_share: tuple[float | None, ...] = ()
+    """Share of the groups that were dropped rather than trained, by length decile, the shortest first; None where no
+    group has left the queue. Empty in runs of older releases."""
+    surplus_by_decile: tuple[int, ...] = ()
+    """Members that were cut off by length decile, the shortest first."""
     audit: AuditResult | None = None
     missing: tuple[str, ...] = ()
     """Descriptions of missing data of the folder."""
@@ -124,6 +133,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
         max_staleness=folder.max_staleness,
         dropped=_dropped(audit, timeline, folder),
+        **_fates(folder),
         audit=audit,
         missing=folder.missing() + audit_problem,
     )
@@ -202,6 +212,21 @@ def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: Record
     mesh = records[-1].get("mesh") if records else None
     dropped = mesh.get("dropped_groups") if isinstance(mesh, Mapping) else None
     return {str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {}
+
+
+def _fates(folder: RecordedRun) -> dict[str, Any]:
+    """Return the fields on groups that begin again, on surplus members and on drops by length, of the last report."""
+    records = newest_per_step(folder.metrics.records)
+    mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
+    totals = mesh.get("totals", {})
+    kinds = {"restarted": totals.get("groups_restarted_total", 0), "set aside": totals.get("groups_set_aside_total", 0)}
+    trained = mesh.get("trained_share_by_length_decile", ())
+    return {
+        "begun_again": {kind: count for kind, count in kinds.items() if count},
+        "surplus_tokens": mesh.get("wasted_tokens", {}).get("surplus", 0),
+        "dropped_share": tuple(None if share is None else 1 - share for share in trained),
+        "surplus_by_decile": tuple(mesh.get("surplus_members_by_length_decile", ())),
+    }
 
 
 def _share(part: FloatArray, whole: FloatArray) -> float | None:

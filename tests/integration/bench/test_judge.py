@@ -113,7 +113,7 @@ def test_a_lost_trajectory_is_found(run: Any) -> None:
 
 
 def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any) -> None:
-    run.change_config(schedule={"max_staleness": 1})
+    run.change_config(schedule={"max_staleness": 1, "pool_size": None})
     file = run.folder / "checkpoints" / "batches" / "00000001.pb"
     batch = run.store.read_batch(1)
     file.unlink()
@@ -124,6 +124,13 @@ def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any)
 
     run.store.write_batch(with_group(0, renamed)(batch), Cursor(epoch=0, index=2))
     lost = "1 groups admitted before train step 1 are lost: e0-0"
+    assert lost in judge(run.folder).problems
+    # With rollpacker, as many groups may wait for a long round: B - 1, and the spare ones of a round.
+    run.change_config(schedule={"preset": "rollpacker", "groups_per_batch": 1, "spare_groups": 0})
+    assert lost in judge(run.folder).problems
+    run.change_config(schedule={"groups_per_batch": 2})
+    assert lost not in judge(run.folder).problems
+    run.change_config(schedule={"on_stale": "pace"})
     assert lost in judge(run.folder).problems
     dropped = {"dropped_groups": {"straggler_timeout": 1}, "totals": {}}
     lines = (json.dumps({"train_step": step, "mesh": dropped}) + "\n" for step in range(1, STEPS + 1))

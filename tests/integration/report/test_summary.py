@@ -53,6 +53,25 @@ def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_fold
     assert summarise(run_folder).dropped == {"straggler_timeout": 1}
 
 
+def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of(run_folder: Path) -> None:
+    """The counts are those of the last step report."""
+    assert not any(word in words_of(run_folder) for word in ("decile", "began again", "surplus"))
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["mesh"] |= {
+        "totals": {"groups_set_aside_total": 5, "groups_restarted_total": 0},
+        "trained_share_by_length_decile": [1.0, None, *[1.0] * 7, 0.75],
+        "surplus_members_by_length_decile": [0, 3, *[0] * 7, 4],
+        "wasted_tokens": {"surplus": 1234},
+    }
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = words_of(run_folder)
+    shares = f"0%, none ended, {'0%, ' * 7}25%."
+    assert f"Share of dropped groups by length decile, the shortest first: {shares}" in words
+    assert "Groups that lost their tokens and began again: 5 set aside." in words
+    assert "cut off as surplus, with 1,234 saved tokens" in words
+    assert "the shortest first: 0, 3, 0, 0, 0, 0, 0, 0, 0, 4." in words
+
+
 def test_a_gain_is_claimed_only_beyond_two_standard_errors(run_folder: Path) -> None:
     assert "a gain of 0.400" in words_of(run_folder)
     replace_evaluations(run_folder, evaluation(0, 0.40), evaluation(12, 0.46))

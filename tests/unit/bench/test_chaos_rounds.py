@@ -20,9 +20,12 @@ from rollmesh.bench.faults import FAULTS, Cost, ExpectedEnd, faults_named
 from rollmesh.bench.measure import missed
 from rollmesh.bench.processes import short_run_config
 from rollmesh.bench.rounds import Round, read_round, regenerated, regenerated_bound, rounds_table
+from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import Endpoint
+from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.presets import PRESETS
 from rollmesh.store.embedded import EmbeddedServer
 
 GOOD = Round(
@@ -76,6 +79,18 @@ DAMAGED = replace(
     regenerated_bound=None,
     output="error: trainer-0 cannot continue:\nCheckpointError: tampered",
 )
+
+
+def test_rounds_run_under_a_schedule_with_long_rounds_and_one_with_parts() -> None:
+    assert {fault.preset for fault in FAULTS} >= {"copris", "rollpacker", "flexmarl"}
+    assert all(fault.name.endswith(f", {fault.preset}") for fault in FAULTS if fault.preset != "copris")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_have_a_round(preset: str) -> None:
+    config = validate_run_config(short_run_config(Path("run"), 0, preset), "round")
+    resolved = Schedule.from_config(config)
+    assert (resolved.preset, config.schedule.max_staleness) == (preset, resolved.max_staleness)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +187,10 @@ def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost
     assert regenerated_bound(cost, 5, short_run_config(Path("run"), 1)) == bound
 
 
-def test_only_a_redis_that_is_killed_is_without_a_bound() -> None:
-    unbounded = [fault.name for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
-    assert len(unbounded) == 5
-    assert all(name.startswith("kill -9 redis") for name in unbounded)
+def test_only_a_redis_that_is_killed_and_members_that_are_cut_off_are_without_a_bound() -> None:
+    unbounded = [fault for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
+    assert len([fault for fault in unbounded if fault.name.startswith("kill -9 redis")]) == 5
+    assert all(fault.name.startswith("kill -9 redis") or fault.preset == "rollpacker" for fault in unbounded)
     assert [fault.cost for fault in FAULTS if "outage" in fault.name or "maxmemory" in fault.name] == [Cost.UNSAVED] * 2
 
 
@@ -201,8 +216,8 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == 26
-    assert len({fault.name for fault in FAULTS}) == 26
+    assert len(FAULTS) == 28
+    assert len({fault.name for fault in FAULTS}) == 28
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:

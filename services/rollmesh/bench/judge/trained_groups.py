@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollmesh.bench.judge.files import BatchFile, RecordedTrajectory, RunFiles, SealedFolder
 
@@ -93,6 +94,8 @@ def _more_than_once(kind: str, counts: Counter[str]) -> Iterator[str]:
 
 _SPARE_SHARES = {"rollpacker": 0.25}
 """Spare members of the presets that have them by default, as a share of group_size."""
+_SPARE_GROUP_SHARES = {"rollpacker": 0.25}
+"""Spare groups of the presets that set groups aside by default, as a share of groups_per_batch."""
 
 
 def _members(run: RunFiles) -> Iterator[str]:
@@ -181,8 +184,18 @@ def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
     trained = {group for batch in run.batches.values() for group, _ in batch.groups}
     absent = [g for g in (f"e0-{i}" for i in range(early.footer["cursor_index"])) if g not in trained]
     dropped = sum(run.metrics[-1]["mesh"]["dropped_groups"].values()) if run.metrics else 0
-    if len(absent) > dropped:
+    if len(absent) > dropped + _most_aside(run.config["schedule"]):
         yield f"{len(absent)} groups admitted before train step {early.train_step} are lost: {', '.join(absent[:5])}"
+
+
+def _most_aside(schedule: Mapping[str, Any]) -> int:
+    """Return the most groups that may wait for a long round: fewer than a batch, and those of the last short round."""
+    on_stale = schedule.get("on_stale") or ("set_aside" if schedule["preset"] in _SPARE_GROUP_SHARES else "")
+    if on_stale != "set_aside":
+        return 0
+    batch, spare = schedule["groups_per_batch"], schedule.get("spare_groups")
+    share = _SPARE_GROUP_SHARES.get(schedule["preset"], 0.0)
+    return int(batch - 1 + (math.ceil(share * batch) if spare is None else spare))
 
 
 def _trajectories(run: RunFiles) -> Iterable[RecordedTrajectory]:

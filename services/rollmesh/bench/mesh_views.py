@@ -1,0 +1,83 @@
+"""Schedules with large batches, and views of a mesh that is busy with them."""
+
+from __future__ import annotations
+
+from rollmesh.mesh import Desired, GroupView, MeshView
+from rollmesh.report.schedules.preset_schedule import preset_schedule
+from rollmesh.scheduling import Schedule
+
+_STEP = 100
+"""Train step of the views: the middle of a run."""
+
+
+def large_batch_schedule(preset: str, groups_per_batch: int) -> Schedule:
+    """Return the schedule of a preset with this batch and its own numbers in everything else."""
+    batch = f"schedule.groups_per_batch={groups_per_batch}"
+    return preset_schedule(preset, batch, f"trainer.train_steps={2 * _STEP}")
+
+
+def view_without_cut(schedule: Schedule) -> MeshView:
+    """Return the view of a full window, read without single groups, in which one group of the batch is missing."""
+    ready = schedule.groups_per_batch - 1
+    opened = schedule.window_groups - ready
+    return _view(schedule, ready=(), opened=(), ready_groups=ready, open_groups=opened, listed=False)
+
+
+def view_for_cut(schedule: Schedule) -> MeshView:
+    """Return the view of a full window with as many ready groups as the view lists, of all train steps in the bound."""
+    listed = 2 * schedule.groups_per_batch
+    ready = min(schedule.window_groups, listed)
+    opened = schedule.window_groups - ready
+    groups = [_group(schedule, index) for index in range(ready)]
+    others = [_group(schedule, ready + index) for index in range(opened)]
+    others.sort(key=lambda g: (g.min_train_step, g.admission_index))
+    shown = tuple(others[:listed])
+    return _view(schedule, ready=tuple(groups), opened=shown, ready_groups=ready, open_groups=opened, listed=True)
+
+
+def _group(schedule: Schedule, index: int) -> GroupView:
+    """Return a group with tokens of the newest policy, or older ones the earlier it was admitted."""
+    age = schedule.max_staleness - index // schedule.groups_per_batch
+    step = _STEP - min(max(age, 0), schedule.max_staleness)
+    return GroupView(
+        group_id=f"e0-{index}", admission_index=index, min_train_step=step, token_count=64 + 37 * index % 4096
+    )
+
+
+def _view(
+    schedule: Schedule,
+    *,
+    ready: tuple[GroupView, ...],
+    opened: tuple[GroupView, ...],
+    ready_groups: int,
+    open_groups: int,
+    listed: bool,
+) -> MeshView:
+    steps = [_group(schedule, index).min_train_step or 0 for index in range(ready_groups + open_groups)]
+    unfinished = open_groups * schedule.launched_members
+    return MeshView(
+        now=1000.0,
+        trained_step=_STEP,
+        cut_step=_STEP,
+        policy_version=_STEP,
+        policy_train_step=_STEP,
+        admitted_unconsumed=ready_groups + open_groups,
+        open_groups=open_groups,
+        ready_groups=ready_groups,
+        listed=listed,
+        ready=ready,
+        stalest_open=opened,
+        unclaimed_by_step=tuple((step, steps.count(step)) for step in sorted(set(steps))),
+        pending=max(0, unfinished - schedule.pool_size),
+        partial=0,
+        leased=min(unfinished, schedule.pool_size),
+        finished=0,
+        memory_ratio=0.1,
+        filtered_in_a_row=0,
+        blocked_since=None,
+        registered_generators=64,
+        desired=Desired(pool_size=schedule.pool_size),
+        recovering=False,
+        user_paused=False,
+        is_complete=False,
+    )

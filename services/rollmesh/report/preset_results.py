@@ -1,0 +1,96 @@
+"""Runs of one task under several schedules: the figures of each run, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from rollmesh.report.formats import count, percent
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.series import newest_per_step
+from rollmesh.report.summary import summarise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetResult:
+    """Figures of one run; None for unknown values."""
+
+    preset: str
+    planned_updates: int
+    updates: int
+    """Train steps of the run."""
+    versions: int | None
+    """Published policy versions, with the initial one."""
+    trained_groups: int | None
+    """Groups in the batch files, from the audit."""
+    dropped_groups: int
+    restarted_groups: int
+    groups_set_aside: int
+    surplus_tokens: int
+    """Saved tokens of members that were cut off because enough others were scored."""
+    largest_staleness: int | None
+    """In train steps."""
+    off_policy_share: float | None
+    """Share of the trained tokens sampled from an older policy, 0..1."""
+    updates_per_second: float | None
+    """Rate between the ends of the first and the last train step; None with fewer than two."""
+    audit: str
+    """Verdict of the audit; ``none`` without one."""
+
+    @property
+    def passed(self) -> bool:
+        """True after all planned updates and a green audit."""
+        return self.audit == "green" and self.updates >= self.planned_updates
+
+
+def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
+    """Read the figures of a run that was to make ``updates`` train steps. Raises DataError for a missing folder."""
+    run = RecordedRun(folder)
+    summary = summarise(run)
+    records = newest_per_step(run.metrics.records)
+    return PresetResult(
+        preset=preset,
+        planned_updates=updates,
+        updates=summary.train_steps,
+        versions=summary.policy_versions,
+        trained_groups=None if summary.audit is None else summary.audit.groups,
+        dropped_groups=sum(summary.dropped.values()),
+        restarted_groups=summary.begun_again.get("restarted", 0),
+        groups_set_aside=summary.begun_again.get("set aside", 0),
+        surplus_tokens=summary.surplus_tokens,
+        largest_staleness=summary.largest_staleness,
+        off_policy_share=summary.off_policy_share,
+        updates_per_second=_rate([float(record["time"]) for record in records]),
+        audit="none" if summary.audit is None else summary.audit.verdict.value,
+    )
+
+
+def _rate(times: Sequence[float]) -> float | None:
+    """Return events per second between the first and the last time."""
+    seconds = times[-1] - times[0] if times else 0.0
+    return (len(times) - 1) / seconds if seconds > 0 else None
+
+
+def preset_table(results: Sequence[PresetResult]) -> Table:
+    """Return a table with one row per run."""
+    headings = ("versions", "groups", "dropped", "restarted", "set aside", "surplus tokens", "staleness", "off-policy")
+    table = Table(title="schedules in the real mesh", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("preset", no_wrap=True)
+    for heading in ("updates", *headings, "updates/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("audit")
+    for r in results:
+        groups = (r.versions, r.trained_groups, r.dropped_groups, r.restarted_groups, r.groups_set_aside)
+        cells = (
+            f"{r.updates} of {r.planned_updates}",
+            *("" if number is None else str(number) for number in groups),
+            count(r.surplus_tokens) or "",
+            "" if r.largest_staleness is None else str(r.largest_staleness),
+            percent(r.off_policy_share) or "",
+            "" if r.updates_per_second is None else f"{r.updates_per_second:.3f}",
+        )
+        table.add_row(r.preset, *cells, r.audit, style="" if r.passed else "red")
+    return table

@@ -1,0 +1,169 @@
+"""A small run of one schedule on the queue model: fixed lengths, one generator, no chance.
+
+In one tick the leader decides, every leased trajectory gets one token of the newest policy, and the trainer does one
+tick of work. A generator loads a policy at once, and a score takes no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollmesh.mesh import Decisions, RunLimits
+from rollmesh.scheduling import CutOrder, OnStale, Schedule, decide
+from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
+from rollmesh.types import TrajectoryState
+
+UPDATES = 6
+UPDATE_TICKS = 12
+"""Ticks that the trainer works on a batch."""
+LENGTHS = (5, 7, 4, 9, 6, 5, 22, 8, 4, 6, 11, 5, 7, 4, 15, 6)
+"""Tokens of the trajectories in admission order, repeated: most are short, a few are long."""
+_WORKER = "worker"
+_MOST_TICKS = 1000
+
+
+@dataclass(slots=True)
+class PicturedTrajectory:
+    """One trajectory: the policy version that wrote its token, by tick."""
+
+    group_id: str
+    tokens: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    """Tokens that no batch trains: of groups that began again or were dropped, and of surplus members."""
+    staleness: int | None = None
+    """Train steps between its oldest token and the trainer, once it is cut."""
+    off_policy: int = 0
+    """Tokens of older policies than the newest one, once it is cut."""
+
+    def drop(self) -> None:
+        """Turn all its tokens into dropped ones."""
+        self.dropped |= self.tokens
+        self.tokens.clear()
+
+
+@dataclass(slots=True)
+class PicturedRun:
+    """The run: trajectories in admission order, cuts and the trainer's work by tick."""
+
+    schedule: Schedule
+    trajectories: dict[str, PicturedTrajectory] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)
+    training: dict[int, int] = field(default_factory=dict)
+    """Train step of the trainer's work, by tick."""
+    ticks: int = 0
+    _queue: QueueModel = field(init=False)
+    _progress: float = 0.0
+    """Ticks of work done on the next step."""
+
+    def __post_init__(self) -> None:
+        rules = self.schedule
+        self._queue = QueueModel(
+            RunLimits(
+                group_size=rules.group_size,
+                groups_per_batch=rules.groups_per_batch,
+                max_staleness=rules.max_staleness,
+                max_attempts=_MOST_TICKS,
+                session_ttl_seconds=30.0,
+                filter_zero_variance=False,
+                mask_old_segments=rules.on_stale is OnStale.MASK_OLD_SEGMENTS,
+                train_steps=rules.train_steps,
+            )
+        )
+        self._queue.registered_generators = 1
+        self._queue.open_session(_WORKER)
+        self._queue.announce(0)
+
+    def run(self) -> None:
+        """Run until ``UPDATES`` steps are trained. Raises RuntimeError if the schedule gets stuck."""
+        while self._queue.trained_step < UPDATES:
+            if self.ticks >= _MOST_TICKS:
+                raise RuntimeError(f"schedule {self.schedule.preset} is stuck: {self._queue.view()}")
+            self._lead()
+            self._generate()
+            self._train()
+            self._note_drops()
+            self.ticks += 1
+            self._queue.now = float(self.ticks)
+
+    def _lead(self) -> None:
+        queue = self._queue
+        decisions = decide(self.schedule, queue.view(shortest=self.schedule.cut_order is CutOrder.SHORTEST))
+        queue.set_desired(decisions.desired, decisions.blocked_by)
+        if decisions.desired.paused:
+            for member in self._leased():
+                queue.release(_WORKER, member.trajectory_id, free_attempt=True)
+        for eviction in decisions.evict:
+            queue.evict([eviction.group_id], eviction.reason)
+        self._begin_again(decisions)
+        if decisions.cut is not None:
+            self._cut(decisions.cut)
+        if decisions.recall:
+            queue.recall(queue.cut_step + 1, decisions.recall)
+        for _ in range(decisions.admit_groups):
+            rules = self.schedule
+            group = queue.admit(f"e0-{queue.admitted}", rules.group_size, spare=rules.spare_members)
+            for member in group.members:
+                self.trajectories[member.trajectory_id] = PicturedTrajectory(group.group_id)
+
+    def _begin_again(self, decisions: Decisions) -> None:
+        for group_ids, aside in ((decisions.restart, False), (decisions.set_aside, True)):
+            self._queue.begin_again(group_ids, aside=aside)
+            for trajectory in self.trajectories.values():
+                if trajectory.group_id in group_ids:
+                    trajectory.drop()
+
+    def _cut(self, group_ids: tuple[str, ...]) -> None:
+        queue = self._queue
+        queue.cut(queue.cut_step + 1, group_ids)
+        self.cuts.append(self.ticks)
+        for trajectory in self.trajectories.values():
+            if trajectory.group_id in group_ids and trajectory.tokens:
+                ages = [queue.trained_step - version for version in trajectory.tokens.values()]
+                trajectory.staleness, trajectory.off_policy = max(ages), sum(age > 0 for age in ages)
+
+    def _generate(self) -> None:
+        queue, version = self._queue, self._queue.policy_version
+        queue.lease(_WORKER, self.schedule.pool_size)
+        order = {name: index for index, name in enumerate(self.trajectories)}
+        for member in self._leased():
+            name = member.trajectory_id
+            if member.state is not TrajectoryState.LEASED:
+                continue  # cut off by the score of another member in this tick
+            queue.begin(_WORKER, name, version)
+            self.trajectories[name].tokens[self.ticks] = version
+            if member.tokens + 1 < LENGTHS[order[name] % len(LENGTHS)]:
+                queue.append(_WORKER, name, Save(1, version))
+            else:
+                queue.finish(_WORKER, name, Save(1, version))
+                queue.score(_WORKER, name, float(member.number))
+
+    def _leased(self) -> list[ModelMember]:
+        opened = self._queue.groups[GroupState.OPEN].values()
+        return [m for group in opened for m in group.members if m.state is TrajectoryState.LEASED]
+
+    def _train(self) -> None:
+        """Work one tick on the batch, or on the parts of it that are ready; train and announce a complete one."""
+        queue, rules = self._queue, self.schedule
+        is_cut = bool(queue.batch)
+        at_hand = rules.groups_per_batch if is_cut else self._ready_in_parts()
+        if self._progress < UPDATE_TICKS * at_hand / rules.groups_per_batch:
+            self.training[self.ticks] = queue.trained_step + 1
+            self._progress += 1
+        if is_cut and self._progress >= UPDATE_TICKS:
+            self._progress = 0.0
+            queue.confirm_batch_file()
+            queue.report_trained()
+            queue.announce(queue.trained_step)
+
+    def _ready_in_parts(self) -> int:
+        """Return the ready groups that the trainer may work on before the cut."""
+        parts = self.schedule.part_groups
+        ready = min(len(self._queue.groups[GroupState.READY]), self.schedule.groups_per_batch)
+        return ready // parts * parts if parts else 0
+
+    def _note_drops(self) -> None:
+        for name, trajectory in self.trajectories.items():
+            member = self._queue.members.get(name)
+            reason = self._queue.ended.get(trajectory.group_id, "consumed")
+            if reason != "consumed" or (member is not None and member.state is TrajectoryState.SURPLUS):
+                trajectory.drop()

@@ -1,0 +1,93 @@
+"""The committed docs/schedules.md and its pictures are those of the code, and the pictured runs those of the rules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from rollmesh.cli.schedule_table import numbers
+from rollmesh.report.schedules.picture import COLOURS, draw
+from rollmesh.report.schedules.pictured_run import UPDATE_TICKS, UPDATES, PicturedRun
+from rollmesh.report.schedules.preset_advice import ADVICE
+from rollmesh.report.schedules.preset_schedule import preset_schedule
+from rollmesh.report.schedules.run_figures import figures_of
+from rollmesh.report.schedules.schedule_document import PICTURES, schedule_files, write_schedule_files
+from rollmesh.scheduling.presets import PRESETS
+
+DOCS = Path(__file__).parents[3] / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def pictured(preset: str) -> PicturedRun:
+    """The run of a preset with B = 4 and n = 2."""
+    run = PicturedRun(preset_schedule(preset, "schedule.groups_per_batch=4", "schedule.group_size=2"))
+    run.run()
+    return run
+
+
+def test_the_committed_document_and_pictures_are_those_of_the_code() -> None:
+    remedy = "run: rollmesh schedule-document docs"
+    files = schedule_files(numbers)
+    for name, text in files.items():
+        assert (DOCS / name).read_text() == text, f"docs/{name}: {remedy}"
+    committed = {file.relative_to(DOCS).as_posix() for file in (DOCS / PICTURES).iterdir()}
+    assert committed == files.keys() - {"schedules.md"}, remedy
+
+
+def test_a_picture_of_a_former_preset_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / PICTURES).mkdir()
+    (tmp_path / PICTURES / "former.svg").write_text("<svg/>")
+    write_schedule_files(tmp_path, numbers)
+    assert {file.stem for file in (tmp_path / PICTURES).iterdir()} == set(PRESETS)
+
+
+def test_every_preset_has_advice() -> None:
+    assert set(PRESETS) <= set(ADVICE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_pictured_run_trains_whole_batches_within_the_staleness_bound(preset: str) -> None:
+    run = pictured(preset)
+    rules = run.schedule
+    assert len(run.training) == UPDATES * UPDATE_TICKS
+    assert len(run.cuts) in (UPDATES, UPDATES + 1)  # a batch may be cut in the tick that trains the last one
+    trained = [t for t in run.trajectories.values() if t.staleness is not None]
+    assert len(trained) == len(run.cuts) * rules.groups_per_batch * rules.group_size
+    assert max(t.staleness for t in trained if t.staleness is not None) <= rules.max_staleness
+    running = [t.tokens | t.dropped for t in run.trajectories.values()]
+    assert max(sum(tick in ticks for ticks in running) for tick in range(run.ticks)) <= rules.pool_size
+
+
+def test_sync_waits_for_the_longest_of_every_batch_and_for_the_update() -> None:
+    run = pictured("sync")
+    # The longest of the first eight lengths is 22, of the others 15; an update takes 12 ticks.
+    assert run.cuts == [22, 49, 83, 110, 144, 171]
+    assert run.ticks == 3 * (22 + 12 + 15 + 12)
+    figures = figures_of(run)
+    assert (figures.mean_staleness, figures.off_policy, figures.dropped) == (0, 0, 0)
+    assert figures.trainer_idle == pytest.approx(1 - 72 / 183)
+    assert figures.mean_running == pytest.approx(3 * (66 + 58) / 183)
+
+
+def test_rollpacker_collects_the_late_groups_for_a_long_round() -> None:
+    run = pictured("rollpacker")
+    rounds = [after - before for before, after in pairwise(run.cuts)]
+    # One of five groups is late in each short round, so the fifth round has the four late ones of before.
+    assert rounds.index(max(rounds)) == 3
+    assert figures_of(run).dropped > 0
+
+
+def test_a_picture_has_a_row_for_each_trajectory_and_a_line_for_each_cut() -> None:
+    run = pictured("copris")
+    picture = ElementTree.fromstring(draw(run))
+    assert len(picture.findall(f"{SVG}path")) == len(run.cuts)
+    background, *bars = picture.findall(f"{SVG}rect")
+    heights = {bar.get("y") for bar in bars}
+    assert len(heights) == 1 + sum(bool(t.tokens) for t in run.trajectories.values())
+    assert {bar.get("fill") for bar in bars} <= set(COLOURS)
+    assert float(background.get("width") or 0) >= max(
+        float(bar.get("x") or 0) + float(bar.get("width") or 0) for bar in bars
+    )
