@@ -26,6 +26,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
+from rollmesh.tasks.sources.repeated import RepeatedPrompts
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
@@ -118,7 +119,7 @@ async def open_replica(
     leader = MeshLeader(
         store,
         schedule,
-        lambda on_checked: _prompts(config, tokenizer, on_checked),
+        lambda on_checked: RepeatedPrompts(_prompts(config, tokenizer, on_checked), schedule.prompt_repeats),
         PeriodicEvaluations(store.evaluations, config.evaluation, config.checkpoints.keep_last),
         candidate=name,
         renew_seconds=config.store.heartbeat_seconds,

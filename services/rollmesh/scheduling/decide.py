@@ -96,8 +96,9 @@ def _hopeless(schedule: Schedule, view: MeshView) -> str:
             "the verifier does not distinguish answers"
         )
     if view.unscored_in_a_row >= most:
+        too_few = "fewer than two scored answers" if schedule.group_size > 1 else "no scored answer"
         return (
-            f"{view.unscored_in_a_row} groups in a row ended with fewer than two scored answers "
+            f"{view.unscored_in_a_row} groups in a row ended with {too_few} "
             f"(schedule.max_filtered_in_a_row={most}): the verifier, its judge or the environment fails for every "
             "answer; see the dead letters and the logs of rollout and reward"
         )

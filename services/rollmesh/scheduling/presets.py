@@ -6,6 +6,9 @@ one_step_off  1              2*B     B*n             wave         no       pace
 copris        4              5*B     ceil(1.5*B)*n   pool         no       pace
 copris_paper  8              9*B     2*B*n           pool         yes      pace
 april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
+sorted        0              4*B     4*B             wave         yes      restart   harvest trajectory, wave_batches 4,
+                                                                                     cut_order shortest
+sorted_partial 3             4*B     4*B             wave         yes      pace      as sorted
 areal         4              5*B     B*n             concurrency  no       pace
 pipeline      1              2*B     the window      pool         no       pace
 roll          1              2*B     the window      pool         no       evict     cut_order oldest
@@ -14,14 +17,15 @@ rollpacker    0              1.25*B  1.25*B*1.25*n   wave         yes      set_a
 streamrl      1              2*B     B*n             wave         no       pace      part_groups B/8, longest first
 flexmarl      0              B       B*n             wave         no       pace      part_groups B/4
 
-B = groups_per_batch, n = group_size. The window is (max_staleness + 1) * B unless the run file sets window_groups.
+B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is (max_staleness + 1) * B unless
+the run file sets window_groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,7 @@ class Preset:
     """Difference between the schedule and its source."""
     goes_with: str = ""
     """Settings of other sections that the source uses with it."""
+    harvest: Harvest = Harvest.GROUP
     admission: AdmissionRule
     wave_batches: int = 1
     spare_batches: float = 0.0
@@ -98,6 +103,35 @@ PRESETS = {
         max_staleness=5,
         pool_batches=2,
         barrier=True,
+    ),
+    "sorted": Preset(
+        source="SortedRL (arXiv 2603.23414), on-policy: prompts are loaded a wave at a time, and an update takes the "
+        "first finished answers, the shortest first; the others begin again",
+        deviation="a finished answer that misses its batch begins again too, because it is off-policy",
+        goes_with="trainer.algorithm.advantage: reinforce_pp",
+        harvest=Harvest.TRAJECTORY,
+        admission=AdmissionRule.WAVE,
+        wave_batches=4,
+        window_batches=4,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=4,
+        barrier=True,
+        on_stale=OnStale.RESTART,
+        cut_order=CutOrder.SHORTEST,
+    ),
+    "sorted_partial": Preset(
+        source="SortedRL (arXiv 2603.23414), partial: as sorted, but unfinished answers keep their tokens",
+        deviation="the log-probabilities of all versions of an answer enter the ratio as they were sampled, at most "
+        "max_staleness steps old; the paper bounds no staleness",
+        goes_with="trainer.algorithm.advantage: reinforce_pp",
+        harvest=Harvest.TRAJECTORY,
+        admission=AdmissionRule.WAVE,
+        wave_batches=4,
+        max_staleness=3,
+        pool_batches=4,
+        barrier=True,
+        cut_order=CutOrder.SHORTEST,
     ),
     "areal": Preset(
         source="AReaL (arXiv 2505.24298): eta = 4 for code, 8 for maths; max_concurrent is one batch by default",

@@ -108,6 +108,20 @@ ROLLPACKER = [
     (1, 1, 0, 0, 0, 0, 0, False, True),
     (1, 1, 1, 0, 0, 0, 3, False, False),  # fewer than B are aside: another short round
 ]
+# a wave of four batches of B = 2 answers, each a group of one; the shortest that have ended train first
+SORTED = [
+    (0, 0, 0, 0, 0, 0, 8, False, False),  # group_size * update_batch answers
+    (0, 0, 0, 7, 1, 7, 0, False, False),
+    (0, 0, 0, 5, 3, 5, 0, True, True),  # the update batch is complete: interrupt the rest
+    (0, 1, 0, 6, 0, 6, 0, False, True),
+    (1, 1, 0, 6, 0, 6, 0, False, True),
+    (1, 1, 1, 6, 0, 6, 0, False, False),  # cached answers first: no new prompt before they are consumed
+    (2, 2, 2, 2, 2, 2, 0, True, True),
+    (3, 3, 3, 1, 1, 1, 0, False, False),  # the last batch of the wave waits for its slowest answer
+    (3, 3, 3, 0, 2, 0, 0, True, True),
+    (3, 4, 3, 0, 0, 0, 0, False, True),
+    (4, 4, 4, 0, 0, 0, 8, False, False),  # all are consumed: the next wave
+]
 # waves of two batches: the second wave opens once batch 2 is cut
 WAVES = [
     (0, 0, 0, 0, 0, 0, 4, False, False),
@@ -124,6 +138,8 @@ TRACES = [
     ("copris_paper", {}, COPRIS_PAPER),
     ("areal", {"max_staleness": 1}, AREAL),
     ("april", {}, APRIL),
+    ("sorted", {}, SORTED),
+    ("sorted_partial", {}, SORTED),
     ("pipeline", {"window_groups": 3}, PIPELINE),
     ("roll", {}, ROLL),
     ("dart", {}, DART),
@@ -198,3 +214,27 @@ def test_roll_cuts_the_oldest_groups_first_and_evicts_those_beyond_alpha():
     late = decide(schedule("roll"), view(**at_3, ready=ready, opened=[group(3, 1)]))
     assert late.cut == ("e0-2", "e0-0")
     assert late.evict == (Eviction(group_id="e0-3", reason="stale"),)
+
+
+def after_the_first_cut(preset):
+    """Three of six answers are unfinished with tokens of policy 0, one has ended and missed the cut; then decide."""
+    at_barrier = {"trained_step": 0, "cut_step": 1, "policy_version": 0, "policy_train_step": 0}
+    left = {"ready": [group(5, 0, 9)], "opened": [group(i, 0) for i in (1, 2, 3)], "unfinished": 5, "in_training": 2}
+    return decide(schedule(preset), view(**at_barrier, **left))
+
+
+def test_sorted_discards_what_missed_the_cut_and_sorted_partial_keeps_it():
+    assert set(after_the_first_cut("sorted").restart) == {"e0-1", "e0-2", "e0-3", "e0-5"}
+    assert after_the_first_cut("sorted_partial").restart == ()
+
+
+@pytest.mark.parametrize("preset", ["sorted", "sorted_partial"])
+def test_sorted_takes_the_shortest_answers_first(preset):
+    ended = [group(0, 0, 30), group(1, 0, 5), group(2, 0, 20)]
+    assert decide(schedule(preset), view(ready=ended, unfinished=5)).cut == ("e0-1", "e0-2")
+
+
+def test_sorted_partial_trains_an_answer_before_it_is_too_old_however_long_it_is():
+    in_last_batch = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
+    ended = [group(0, 0, 30), group(1, 3, 5), group(2, 3, 20)]
+    assert decide(schedule("sorted_partial"), view(**in_last_batch, ready=ended)).cut == ("e0-0", "e0-1")
