@@ -35,6 +35,7 @@ def numbers(preset: Preset) -> list[str]:
         f"wave_batches {preset.wave_batches}": preset.admission is AdmissionRule.WAVE,
         f"spare_groups {preset.spare_batches:g} B": preset.spare_batches,
         f"spare_members {preset.spare_member_share:g} n": preset.spare_member_share,
+        f"segment_tokens max_new_tokens / {preset.segments}": preset.segments,
         f"part_groups B / {preset.parts}": preset.parts,
         f"start_order {preset.start_order}": preset.start_order is not StartOrder.ADMISSION,
         f"cut_order {preset.cut_order}": preset.cut_order is not CutOrder.ADMISSION,

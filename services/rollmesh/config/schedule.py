@@ -25,6 +25,8 @@ class ScheduleConfig(Section):
         "roll",
         "dart",
         "rollpacker",
+        "ulorl",
+        "kimi",
         "streamrl",
         "flexmarl",
     ] = "copris"
@@ -43,8 +45,8 @@ class ScheduleConfig(Section):
     off, which favours short answers: compare the drops by length decile."""
     wave_batches: int | None = Field(default=None, ge=1, le=64)
     """Batches of a wave, for presets with waves (sync, one_step_off, april, sorted,
-    sorted_partial, rollpacker, streamrl, flexmarl): the next wave opens after they are cut; null uses the value of the
-    preset."""
+    sorted_partial, rollpacker, ulorl, kimi, streamrl, flexmarl): the next wave opens after they are cut; null uses the
+    value of the preset."""
     spare_groups: int | None = Field(default=None, ge=0, le=4096)
     """Groups open beyond those that the wave needs, for presets with waves; null uses the value of the preset."""
     window_groups: int | None = Field(default=None, ge=1)
@@ -68,6 +70,11 @@ class ScheduleConfig(Section):
     """Groups of a part: until the batch is complete, the trainer computes the gradient of so many ready groups at a
     time, at fixed weights, and makes one optimizer step for the batch. 0 for no parts, null uses the value of the
     preset. It must divide groups_per_batch, with a preset that opens one batch at a time and trainer.minibatches=1."""
+    segment_tokens: int | None = Field(default=None, ge=0)
+    """Tokens of one policy version after which an unfinished trajectory rests: it continues under a newer policy, or
+    when no other trajectory can run. 0 for no rest, null uses the value of the preset (ulorl: an eighth of
+    rollout.max_new_tokens, kimi: a quarter, but at least rollout.partial_save_tokens). Episodes that are saved only at
+    their end do not rest."""
     start_order: Literal["admission", "longest_expected"] | None = None
     """Order in which groups start, within blocks of groups_per_batch admitted groups; null uses the value of the preset
     (streamrl: longest_expected, all others: admission). longest_expected: the longest

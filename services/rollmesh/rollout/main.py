@@ -111,6 +111,7 @@ async def open_replica(
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security))
     settings = WorkerSettings.from_config(config, tokenizer)
+    settings = replace(settings, calls=replace(settings.calls, segment_tokens=schedule.segment_tokens))
     if config.rollout.program == "agent":
         settings = replace(settings, concurrency=0)
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)

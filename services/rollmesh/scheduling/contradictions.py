@@ -58,8 +58,26 @@ def contradictions(
             f"schedule.spare_members={bounds.spare_members}: with rollout.program=agent the mesh cannot cut off a "
             "session of an outside agent; set 0"
         )
+    yield from _of_segments(config)
     yield from _of_groups_of_one(config, bounds, harvest)
     yield from _of_parts(config, bounds)
+
+
+def _of_segments(config: RunConfig) -> Iterator[str]:
+    """Yield the contradictions of schedule.segment_tokens."""
+    section, rollout = config.schedule, config.rollout
+    tokens = section.segment_tokens
+    if tokens and not rollout.partial_save_tokens <= tokens <= rollout.max_new_tokens:
+        yield (
+            f"schedule.segment_tokens={tokens}: a trajectory that rests is saved, and never rests after its budget; "
+            f"set a value from rollout.partial_save_tokens={rollout.partial_save_tokens} to rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}, or 0"
+        )
+    if rollout.program == "agent" and (tokens or (tokens is None and PRESETS[section.preset].segments)):
+        yield (
+            f"schedule.preset={section.preset} with schedule.segment_tokens={tokens} and rollout.program=agent: a "
+            "session of an outside agent cannot rest; set schedule.segment_tokens=0"
+        )
 
 
 def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:

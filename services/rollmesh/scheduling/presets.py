@@ -14,6 +14,8 @@ pipeline      1              2*B     the window      pool         no       pace
 roll          1              2*B     the window      pool         no       evict     cut_order oldest
 dart          2              2*B     ceil(1.5*B)*n   pool         no       pace
 rollpacker    0              1.25*B  1.25*B*1.25*n   wave         yes      set_aside spare_groups B/4, spare_members n/4
+ulorl         7              8*B     2*B*n           wave         yes      pace      spare_groups B, segment_tokens 1/8
+kimi          0              2*B     2*B*n           wave         yes      mask_old_segments  the same, 1/4
 streamrl      1              2*B     B*n             wave         no       pace      part_groups B/8, longest first
 flexmarl      0              B       B*n             wave         no       pace      part_groups B/4
 
@@ -58,6 +60,8 @@ class Preset:
     """Default pool_size in batches, rounded up to whole groups; None for the whole window."""
     barrier: bool = False
     on_stale: OnStale = OnStale.PACE
+    segments: int = 0
+    """Default segment_tokens as a share of rollout.max_new_tokens: one over this number; 0 for no rest."""
     start_order: StartOrder = StartOrder.ADMISSION
     cut_order: CutOrder = CutOrder.ADMISSION
 
@@ -186,6 +190,36 @@ PRESETS = {
         pool_batches=1.25,
         barrier=True,
         on_stale=OnStale.SET_ASIDE,
+    ),
+    "ulorl": Preset(
+        source="UloRL (arXiv 2507.19766): a budget of 8 segments, one segment a step; finished groups train, the "
+        "others continue",
+        deviation="the mask of well-mastered tokens is left out. When every trajectory rests and no batch is complete, "
+        "all continue under the same policy; the number of unfinished groups and their age are bounded",
+        goes_with="trainer.algorithm.old_logprobs: current, schedule.filter_zero_variance: true",
+        admission=AdmissionRule.WAVE,
+        spare_batches=1,
+        max_staleness=7,
+        pool_batches=2,
+        barrier=True,
+        segments=8,
+    ),
+    "kimi": Preset(
+        source="Kimi k1.5 (arXiv 2501.12599), partial rollouts: a budget of tokens per iteration; only the segment of "
+        "the current iteration is in the loss",
+        deviation="the loss is one of ours instead of the squared log-ratio, the optimizer keeps its state, and the "
+        "budget counts per trajectory and iteration: a quarter of the longest answer; the source does not say how many "
+        "prompts are open at once. Detection of repetitions and prioritized sampling of prompts are left out",
+        goes_with="trainer.algorithm: {advantage: dr_grpo}",
+        admission=AdmissionRule.WAVE,
+        spare_batches=1,
+        window_batches=2,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=2,
+        barrier=True,
+        on_stale=OnStale.MASK_OLD_SEGMENTS,
+        segments=4,
     ),
     "streamrl": Preset(
         source="StreamRL (arXiv 2504.15930): one step of overlap, the trainer streams, expected long answers start "

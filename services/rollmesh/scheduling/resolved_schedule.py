@@ -10,7 +10,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
 from rollmesh.scheduling.contradictions import contradictions
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, Preset
 from rollmesh.scheduling.schedule_bounds import Bounds
 
 
@@ -38,6 +38,8 @@ class Schedule:
     """Trajectories leased at once over the whole mesh."""
     part_groups: int
     """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
+    segment_tokens: int
+    """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
     start_order: StartOrder
     resume_order: ResumeOrder
     cut_order: CutOrder
@@ -84,6 +86,7 @@ class Schedule:
             window_groups=bounds.window_groups,
             pool_size=bounds.pool_size,
             part_groups=bounds.part_groups,
+            segment_tokens=_segment_tokens(config, preset),
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
             resume_order=ResumeOrder(section.resume_order),
             cut_order=cut_order,
@@ -114,6 +117,13 @@ class Schedule:
         By Little's law a trajectory stays in a full pool for pool_size / (B * launched_members) train steps.
         """
         return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
+
+
+def _segment_tokens(config: RunConfig, preset: Preset) -> int:
+    given, budget = config.schedule.segment_tokens, config.rollout.max_new_tokens
+    if given is not None or not preset.segments:
+        return given or 0
+    return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
 
 
 def run_limits(config: RunConfig) -> RunLimits:

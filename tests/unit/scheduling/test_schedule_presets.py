@@ -18,6 +18,7 @@ from .views import RUN, schedule
         ("areal", 4, 128, AdmissionRule.CONCURRENCY, False),
         ("april", 5, 256, AdmissionRule.WAVE, True),
         ("sorted_partial", 3, 64, AdmissionRule.WAVE, True),
+        ("ulorl", 7, 256, AdmissionRule.WAVE, True),
         ("pipeline", 1, 256, AdmissionRule.POOL, False),
         ("roll", 1, 256, AdmissionRule.POOL, False),
         ("dart", 2, 192, AdmissionRule.POOL, False),
@@ -30,7 +31,7 @@ def test_presets_resolve_to_their_documented_numbers(preset, staleness, pool, ad
     assert resolved.on_stale is (OnStale.EVICT if preset == "roll" else OnStale.PACE)
     assert resolved.window_groups == (32 if preset == "dart" else (staleness + 1) * 16)
     assert resolved.wave_batches == (4 if preset == "sorted_partial" else 1)
-    assert resolved.spare_groups == (16 if preset == "april" else 0)
+    assert resolved.spare_groups == (16 if preset in ("april", "ulorl") else 0)
     assert resolved.group_size * resolved.prompt_repeats == 8
     assert resolved.max_filtered_in_a_row == 160
     assert (resolved.longest_trajectory_tokens, resolved.partial_save_tokens) == (512, 64)
@@ -109,8 +110,8 @@ def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
         (
             "copris",
             {"spare_groups": 1},
-            "=1: schedule.preset=copris opens no waves.*april, flexmarl, one_step_off, rollpacker, sorted, "
-            "sorted_partial, streamrl, sync",
+            "=1: schedule.preset=copris opens no waves.*april, flexmarl, kimi, one_step_off, rollpacker, "
+            "sorted, sorted_partial, streamrl, sync, ulorl",
         ),
         ("areal", {"wave_batches": 2}, "wave_batches=2: schedule.preset=areal opens no waves"),
         ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups"),
@@ -149,6 +150,15 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
         (
             {"schedule": {"preset": "rollpacker"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
             "spare_members=2: with rollout.program=agent the mesh cannot cut off .* set 0",
+        ),
+        (
+            {"schedule": {"segment_tokens": 63}},
+            "segment_tokens=63: .* from rollout.partial_save_tokens=64 to rollout.max_new_tokens=512, or 0",
+        ),
+        ({"schedule": {"preset": "kimi", "segment_tokens": 513}}, "segment_tokens=513: .* to .*=512, or 0"),
+        (
+            {"schedule": {"preset": "ulorl"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
+            "segment_tokens=None and rollout.program=agent: .* set schedule.segment_tokens=0",
         ),
         (
             {"schedule": {"preset": "sorted"}},
