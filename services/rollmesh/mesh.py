@@ -24,6 +24,9 @@ class Desired:
     """Oldest policy version on which a trajectory without tokens may start; workers read it after the lease. It ensures
     that the tokens of a slow generator can still be trained within the staleness bound. After a rollback the store
     raises it to the version announced by the rollback, so no token of the abandoned branch is trained on."""
+    rest_before_step: int = 0
+    """Train step of a policy before which trajectories no longer rest: one that has rested under an older policy
+    continues."""
     reason: str = ""
     """Explanation of the pause."""
     waiting_for: str = field(default="", compare=False)
@@ -76,6 +79,8 @@ class MeshView:
     """Trajectories never leased, or released without tokens."""
     partial: int
     """Partial trajectories: unfinished, with tokens, not leased."""
+    resting: int = 0
+    """Partial trajectories that wait for a policy after the one under which they rested, not counted as partial."""
     leased: int
     """Unfinished trajectories leased by worker sessions."""
     finished: int
@@ -120,6 +125,11 @@ class MeshView:
     """True while the launcher has paused the run for an evaluation."""
     is_complete: bool
     """True once the last train step of the run has been trained."""
+
+    @property
+    def unfinished(self) -> int:
+        """Number of trajectories without their last token."""
+        return self.pending + self.partial + self.resting + self.leased
 
     @property
     def rests_until(self) -> str:

@@ -46,6 +46,8 @@ class TrajectoryState(StrEnum):
     PENDING = "pending"
     LEASED = "leased"
     PARTIAL = "partial"
+    RESTING = "resting"
+    """Partial, and not leased before the policy moves on, or nothing else can run."""
     FINISHED = "finished"
     SCORED = "scored"
     UNSCORABLE = "unscorable"

@@ -53,7 +53,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row("failed", escape(failure))
         table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
         table.add_row("policy version", f"{view.policy_version}")
-        table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial, {view.pending} pending")
+        resting = f", {view.resting} resting" if view.resting else ""
+        table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial{resting}, {view.pending} pending")
         table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready")
         table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
         for reason, number in sorted(counts.drops.items()):

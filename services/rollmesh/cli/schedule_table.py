@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, StartOrder
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, StartOrder
 from rollmesh.scheduling.presets import PRESETS, Preset
 
 
 def schedules() -> None:
     """Print the schedules that `schedule.preset` names: numbers, source, deviations, companion settings.
 
-    B is `schedule.groups_per_batch`, n is `schedule.group_size`. Every number can be overridden in the run file.
+    B is `schedule.groups_per_batch`, n is `schedule.group_size`, the trajectories of a prompt. Every number can be
+    overridden in the run file.
     """
     for name, preset in PRESETS.items():
         typer.secho(name, bold=True)
@@ -26,12 +27,15 @@ def schedules() -> None:
 def numbers(preset: Preset) -> list[str]:
     """Return the fields of the run file that a preset sets, with their values in B and n."""
     window = preset.max_staleness + 1 if preset.window_batches is None else preset.window_batches
-    members = "n" if not preset.spare_member_share else f"{1 + preset.spare_member_share:g} n"
+    size = "n" if preset.harvest is Harvest.GROUP else "1"
+    members = size if not preset.spare_member_share else f"{1 + preset.spare_member_share:g} {size}"
     pool = window if preset.pool_batches is None else preset.pool_batches
     optional = {
+        f"harvest {preset.harvest}": preset.harvest is not Harvest.GROUP,
         f"wave_batches {preset.wave_batches}": preset.admission is AdmissionRule.WAVE,
         f"spare_groups {preset.spare_batches:g} B": preset.spare_batches,
         f"spare_members {preset.spare_member_share:g} n": preset.spare_member_share,
+        f"segment_tokens max_new_tokens / {preset.segments}": preset.segments,
         f"part_groups B / {preset.parts}": preset.parts,
         f"start_order {preset.start_order}": preset.start_order is not StartOrder.ADMISSION,
         f"cut_order {preset.cut_order}": preset.cut_order is not CutOrder.ADMISSION,

@@ -24,7 +24,7 @@ from rollmesh.config.section import EngineSection, Section
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.store import StoreConfig
 from rollmesh.config.telemetry import TelemetryConfig
-from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
+from rollmesh.config.trainer import BATCH_ADVANTAGES, DUAL_CLIP, TrainerConfig
 
 
 class RunConfig(Section):
@@ -107,10 +107,10 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"{evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
             "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
         )
-    if config.schedule.group_size < 2:
+    if config.schedule.group_size < 2 and algorithm.advantage not in BATCH_ADVANTAGES:
         yield (
             f"schedule.group_size={config.schedule.group_size}: {algorithm.advantage} compares the "
-            "members of a group, so it needs at least 2"
+            "members of a group, so it needs at least 2, or trainer.algorithm.advantage=reinforce_pp"
         )
     if algorithm.old_logprobs == "stage_end" and config.checkpoints.state_every_steps != 1:
         yield (

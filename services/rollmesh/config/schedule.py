@@ -18,25 +18,35 @@ class ScheduleConfig(Section):
         "copris",
         "copris_paper",
         "april",
+        "sorted",
+        "sorted_partial",
         "areal",
         "pipeline",
         "roll",
         "dart",
         "rollpacker",
+        "ulorl",
+        "kimi",
         "streamrl",
         "flexmarl",
     ] = "copris"
     """Named schedule of the literature."""
     groups_per_batch: int = Field(default=16, ge=1, le=2048)
-    """B: groups that one train step consumes."""
+    """B: groups that one train step consumes; trajectories with harvest trajectory."""
     group_size: int = Field(default=8, ge=1, le=1024)
-    """n: scored trajectories that complete a group."""
+    """n: trajectories of a prompt. They are a group, which n scored ones complete, or n groups of one each with harvest
+    trajectory."""
+    harvest: Literal["group", "trajectory"] | None = None
+    """Unit in which answers enter a batch; null uses the value of the preset (sorted, sorted_partial: trajectory, all
+    others: group). trajectory: every answer is a group of one, and the answers to one prompt may be in different
+    batches; it needs an advantage that compares the trajectories of a batch (reinforce_pp)."""
     spare_members: int | None = Field(default=None, ge=0, le=100)
     """Trajectories launched per group beyond n; null uses the value of the preset. Once n are scored the others are cut
     off, which favours short answers: compare the drops by length decile."""
     wave_batches: int | None = Field(default=None, ge=1, le=64)
-    """Batches of a wave, for presets with waves (sync, one_step_off, april, rollpacker, streamrl, flexmarl): the next
-    wave opens after they are cut; null uses the value of the preset."""
+    """Batches of a wave, for presets with waves (sync, one_step_off, april, sorted,
+    sorted_partial, rollpacker, ulorl, kimi, streamrl, flexmarl): the next wave opens after they are cut; null uses the
+    value of the preset."""
     spare_groups: int | None = Field(default=None, ge=0, le=4096)
     """Groups open beyond those that the wave needs, for presets with waves; null uses the value of the preset."""
     window_groups: int | None = Field(default=None, ge=1)
@@ -60,6 +70,11 @@ class ScheduleConfig(Section):
     """Groups of a part: until the batch is complete, the trainer computes the gradient of so many ready groups at a
     time, at fixed weights, and makes one optimizer step for the batch. 0 for no parts, null uses the value of the
     preset. It must divide groups_per_batch, with a preset that opens one batch at a time and trainer.minibatches=1."""
+    segment_tokens: int | None = Field(default=None, ge=0)
+    """Tokens of one policy version after which an unfinished trajectory rests: it continues under a newer policy, or
+    when no other trajectory can run. 0 for no rest, null uses the value of the preset (ulorl: an eighth of
+    rollout.max_new_tokens, kimi: a quarter, but at least rollout.partial_save_tokens). Episodes that are saved only at
+    their end do not rest."""
     start_order: Literal["admission", "longest_expected"] | None = None
     """Order in which groups start, within blocks of groups_per_batch admitted groups; null uses the value of the preset
     (streamrl: longest_expected, all others: admission). longest_expected: the longest
@@ -72,8 +87,8 @@ class ScheduleConfig(Section):
     tokens to the mean length of the scored trajectories of its group first."""
     cut_order: Literal["admission", "shortest", "oldest"] | None = None
     """Order in which ready groups enter a batch, after the groups that later batches could no longer train; null uses
-    the value of the preset (roll: oldest, all others: admission). admission:
-    the first admitted first; shortest: the fewest tokens of scored trajectories first (SortedRL); oldest: the oldest
+    the value of the preset (roll: oldest, sorted and sorted_partial: shortest, all others: admission). admission: the
+    first admitted first; shortest: the fewest tokens of scored trajectories first (SortedRL); oldest: the oldest
     weights first (ROLL)."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal; refunds their capacity."""

@@ -11,14 +11,16 @@ from rollmesh.config.section import Section
 
 DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
+BATCH_ADVANTAGES = ("reinforce_pp",)
+"""Advantages that compare the trajectories of a batch; the others compare those of a group."""
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo")
 
 
 class AlgorithmConfig(Section):
     """Advantage, old-logprob source, loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group-relative advantage."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """Advantage: grpo, dr_grpo and rloo compare the trajectories of a group, reinforce_pp those of the whole batch."""
     loss: str = Field(default="ppo_clip", json_schema_extra={"examples": [*LOSS_NAMES, "module:function"]})
     """Policy loss: ppo_clip, decoupled_ppo, tis, gspo, cispo, or ``module:function`` of your code with the defaults of
     ppo_clip; decoupled_ppo and tis need old_logprobs other than sampler."""

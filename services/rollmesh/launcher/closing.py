@@ -15,7 +15,9 @@ from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
+from rollmesh.tasks.sources.repeated import RepeatedPrompts
 from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 
@@ -81,11 +83,12 @@ def _committed_on_disk(config: RunConfig) -> int:
 
 
 def _epoch_size(config: RunConfig) -> int | None:
-    """Return the number of prompts per epoch; None for prompts from user code or prompts that cannot be opened here."""
+    """Return the number of groups per epoch; None for prompts from user code or prompts that cannot be opened here."""
     if config.data.source.runs_user_code:
         return None
     try:
         tokenizer = Tokenizer(resolve_model(config.model.path))
-        return build_prompt_source(config.data, tokenizer, config.seed).epoch_size
+        source = build_prompt_source(config.data, tokenizer, config.seed)
+        return RepeatedPrompts(source, Schedule.from_config(config).prompt_repeats).epoch_size
     except (ConfigError, DataError):
         return None

@@ -37,6 +37,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     "the queue applies it to every group and batch of the run": (
         *("schedule.preset", "schedule.groups_per_batch", "schedule.group_size", "schedule.max_staleness"),
+        "schedule.harvest",
         *("schedule.window_groups", "schedule.wave_batches", "schedule.spare_groups", "schedule.spare_members"),
         *("schedule.on_stale", "schedule.filter_zero_variance", "rollout.max_attempts", "store.session_ttl_seconds"),
         *("schedule.start_order", "schedule.resume_order"),
@@ -53,6 +54,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 """Fixed fields and sections by reason."""
 
 _RESOLVED = (
+    "harvest",
     "max_staleness",
     "window_groups",
     "wave_batches",

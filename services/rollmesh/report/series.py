@@ -18,7 +18,7 @@ from rollmesh.report.recorded_run import Record
 
 FloatArray = npt.NDArray[np.float64]
 
-QUEUE_STATES = ("pending", "partial", "leased", "finished")
+QUEUE_STATES = ("pending", "partial", "resting", "leased", "finished")
 """Trajectory states in the timeline, in the order of the life cycle."""
 GROUP_STATES = ("open_groups", "ready_groups")
 

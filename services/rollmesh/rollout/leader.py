@@ -282,4 +282,4 @@ def _counts(view: MeshView) -> tuple[int, ...]:
     """Return the numbers whose change makes the next decision due early."""
     steps = (view.trained_step, view.cut_step, view.policy_version)
     groups = (view.ready_groups, view.open_groups, view.aside_groups)
-    return (*steps, *groups, view.finished, view.leased, view.partial)
+    return (*steps, *groups, view.finished, view.leased, view.partial, view.resting)

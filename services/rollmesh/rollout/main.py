@@ -26,6 +26,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
+from rollmesh.tasks.sources.repeated import RepeatedPrompts
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
@@ -110,6 +111,7 @@ async def open_replica(
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security))
     settings = WorkerSettings.from_config(config, tokenizer)
+    settings = replace(settings, calls=replace(settings.calls, segment_tokens=schedule.segment_tokens))
     if config.rollout.program == "agent":
         settings = replace(settings, concurrency=0)
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
@@ -118,7 +120,7 @@ async def open_replica(
     leader = MeshLeader(
         store,
         schedule,
-        lambda on_checked: _prompts(config, tokenizer, on_checked),
+        lambda on_checked: RepeatedPrompts(_prompts(config, tokenizer, on_checked), schedule.prompt_repeats),
         PeriodicEvaluations(store.evaluations, config.evaluation, config.checkpoints.keep_last),
         candidate=name,
         renew_seconds=config.store.heartbeat_seconds,

@@ -14,7 +14,7 @@ from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.length_prediction import LengthEvidence
 from rollmesh.store.queue_types import StoreCounts
 
-_TRAJECTORY_STATES = ("pending", "partial", "leased", "finished")
+_TRAJECTORY_STATES = ("pending", "partial", "resting", "leased", "finished")
 _GROUP_STATES = ("open", "ready", "cut", "aside")
 _STEP_KINDS = ("trained", "cut", "last")
 _PAUSES = ("person", "launcher", "failure", "recovery", "barrier")

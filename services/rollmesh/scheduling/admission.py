@@ -53,8 +53,7 @@ def room(schedule: Schedule, view: MeshView) -> int:
         case AdmissionRule.CONCURRENCY:
             return schedule.pool_groups - view.open_groups
         case AdmissionRule.POOL:
-            unfinished = view.pending + view.partial + view.leased
-            ahead = view.ready_groups - (-unfinished // schedule.launched_members)
+            ahead = view.ready_groups - (-view.unfinished // schedule.launched_members)
             return schedule.pool_groups + schedule.groups_per_batch - ahead
 
 

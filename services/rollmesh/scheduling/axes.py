@@ -17,6 +17,14 @@ class AdmissionRule(StrEnum):
     """At most as many open groups as fill the pool, no backlog (AReaL)."""
 
 
+class Harvest(StrEnum):
+    """Unit in which answers enter a batch."""
+
+    GROUP = "group"
+    TRAJECTORY = "trajectory"
+    """Every trajectory is a group of one: answers to one prompt need not be in the same batch (SortedRL)."""
+
+
 class CutOrder(StrEnum):
     """Order in which ready groups enter a batch, after those that later batches could no longer train."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale
+from rollmesh.config.trainer import BATCH_ADVANTAGES
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.scheduling.schedule_bounds import Bounds
 
 
-def contradictions(config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_order: CutOrder) -> Iterator[str]:
+def contradictions(
+    config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_order: CutOrder, harvest: Harvest
+) -> Iterator[str]:
     """Yield one sentence per contradiction, with field, value and remedy."""
     section, preset = config.schedule, PRESETS[config.schedule.preset]
     if config.trainer.algorithm.old_logprobs == "stage_end" and not preset.barrier:
@@ -32,7 +35,7 @@ def contradictions(config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_ord
         yield (
             f"schedule.on_stale={on_stale} with schedule.preset={section.preset}: groups that begin again need waves "
             "and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or evict, or "
-            "take a preset with both (rollpacker)"
+            "take a preset with both (rollpacker, sorted)"
         )
     if on_stale is OnStale.SET_ASIDE and bounds.max_staleness > 0:
         yield (
@@ -55,7 +58,58 @@ def contradictions(config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_ord
             f"schedule.spare_members={bounds.spare_members}: with rollout.program=agent the mesh cannot cut off a "
             "session of an outside agent; set 0"
         )
+    yield from _of_segments(config)
+    yield from _of_groups_of_one(config, bounds, harvest)
     yield from _of_parts(config, bounds)
+
+
+def _of_segments(config: RunConfig) -> Iterator[str]:
+    """Yield the contradictions of schedule.segment_tokens."""
+    section, rollout = config.schedule, config.rollout
+    tokens = section.segment_tokens
+    if tokens and not rollout.partial_save_tokens <= tokens <= rollout.max_new_tokens:
+        yield (
+            f"schedule.segment_tokens={tokens}: a trajectory that rests is saved, and never rests after its budget; "
+            f"set a value from rollout.partial_save_tokens={rollout.partial_save_tokens} to rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}, or 0"
+        )
+    if rollout.program == "agent" and (tokens or (tokens is None and PRESETS[section.preset].segments)):
+        yield (
+            f"schedule.preset={section.preset} with schedule.segment_tokens={tokens} and rollout.program=agent: a "
+            "session of an outside agent cannot rest; set schedule.segment_tokens=0"
+        )
+
+
+def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
+    """Yield the contradictions of settings that compare the members of a group with groups of one trajectory."""
+    section, advantage = config.schedule, config.trainer.algorithm.advantage
+    if bounds.group_size > 1:
+        return
+    if harvest is Harvest.TRAJECTORY:
+        field = f"schedule.harvest=trajectory (schedule.preset={section.preset})"
+        remedy = "schedule.harvest=group"
+    else:
+        field, remedy = f"schedule.group_size={section.group_size}", "a larger schedule.group_size"
+    if advantage not in BATCH_ADVANTAGES:
+        yield (
+            f"trainer.algorithm.advantage={advantage} compares the members of a group, and with {field} a group has "
+            f"one; set trainer.algorithm.advantage=reinforce_pp, or {remedy}"
+        )
+    if section.filter_zero_variance:
+        yield (
+            f"schedule.filter_zero_variance=true would drop every group: with {field} the rewards of a group are "
+            f"always equal; set false, or {remedy}"
+        )
+    if section.groups_per_batch == 1:
+        yield (
+            f"schedule.groups_per_batch=1 with {field}: the advantages of a batch of one trajectory are 0; raise "
+            "schedule.groups_per_batch"
+        )
+    if harvest is Harvest.TRAJECTORY and config.rollout.program == "agent":
+        yield (
+            f"{field} with rollout.program=agent: the sessions of outside agents on one prompt are one group; set "
+            f"{remedy}"
+        )
 
 
 def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
@@ -63,6 +117,11 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     section, parts, minibatches = config.schedule, bounds.part_groups, config.trainer.minibatches
     if not parts:
         return
+    if config.trainer.algorithm.advantage in BATCH_ADVANTAGES:
+        yield (
+            f"schedule.part_groups={parts}: trainer.algorithm.advantage={config.trainer.algorithm.advantage} is known "
+            "only for the whole batch; set an advantage that compares the members of a group (grpo), or part_groups=0"
+        )
     one_batch = bounds.wave_batches == 1 and not bounds.spare_groups
     if PRESETS[section.preset].admission is not AdmissionRule.WAVE or not one_batch:
         yield (

@@ -49,7 +49,10 @@ def any_stale(schedule: Schedule, view: MeshView) -> bool:
 
 
 def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
-    """Plan batch cut_step + 1: the groups that are due, earliest deadline first, then the others in ``cut_order``."""
+    """Plan batch cut_step + 1: the groups that are due, earliest deadline first, then the others.
+
+    Groups of one deadline, and the others, are in ``cut_order``.
+    """
     # docs/architecture.md: The staleness bound
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
@@ -60,8 +63,9 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     in_order = sorted(ready.values(), key=lambda g: g.admission_index)
     if len(in_order) < batch:
         return CutPlan(waiting_for=f"{batch - len(in_order)} more ready groups of {batch}")
+    order = cut_key(schedule.cut_order)
     by_deadline = sorted(
-        (g for g in in_order if g.min_train_step is not None), key=lambda g: (g.min_train_step, g.admission_index)
+        (g for g in in_order if g.min_train_step is not None), key=lambda g: (g.min_train_step, order(g))
     )
     chosen: list[GroupView] = []
     for newest_step, needed in _quotas(schedule, view):
@@ -78,7 +82,7 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
                 "later steps could no longer train",
             )
     urgent = {g.group_id for g in chosen}
-    rest = sorted((g for g in in_order if g.group_id not in urgent), key=cut_key(schedule.cut_order))
+    rest = sorted((g for g in in_order if g.group_id not in urgent), key=order)
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
 
 

@@ -51,7 +51,13 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     admitted, not_admitted = (0, "a long round") if recall or sets_aside else groups_to_admit(schedule, view)
     blocked_by = blocking_set(schedule, view, plan, admitted + recall)
     decisions = Decisions(
-        desired=_desired(schedule, view, admitted + recall, waiting_for=_waiting(plan, view, not_admitted)),
+        desired=_desired(
+            schedule,
+            view,
+            admitted + recall,
+            waiting_for=_waiting(plan, view, not_admitted),
+            wakes=plan.group_ids is None and not admitted and not recall and _only_rests(view),
+        ),
         admit_groups=admitted,
         recall=recall,
         cut=plan.group_ids,
@@ -96,8 +102,9 @@ def _hopeless(schedule: Schedule, view: MeshView) -> str:
             "the verifier does not distinguish answers"
         )
     if view.unscored_in_a_row >= most:
+        too_few = "fewer than two scored answers" if schedule.group_size > 1 else "no scored answer"
         return (
-            f"{view.unscored_in_a_row} groups in a row ended with fewer than two scored answers "
+            f"{view.unscored_in_a_row} groups in a row ended with {too_few} "
             f"(schedule.max_filtered_in_a_row={most}): the verifier, its judge or the environment fails for every "
             "answer; see the dead letters and the logs of rollout and reward"
         )
@@ -105,7 +112,13 @@ def _hopeless(schedule: Schedule, view: MeshView) -> str:
 
 
 def _desired(
-    schedule: Schedule, view: MeshView, admitted: int = 0, *, paused: str = "", waiting_for: str = ""
+    schedule: Schedule,
+    view: MeshView,
+    admitted: int = 0,
+    *,
+    paused: str = "",
+    waiting_for: str = "",
+    wakes: bool = False,
 ) -> Desired:
     return Desired(
         pool_size=schedule.pool_size,
@@ -113,8 +126,14 @@ def _desired(
         reason=paused,
         interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
         start_at_version=start_at_version(schedule, view, admitted),
+        rest_before_step=view.policy_train_step + int(wakes) if schedule.segment_tokens else 0,
         waiting_for=waiting_for,
     )
+
+
+def _only_rests(view: MeshView) -> bool:
+    """Tell whether nothing can run but the trajectories that rest: at a barrier the batch would wait for ever."""
+    return view.resting > 0 and view.unfinished + view.finished == view.resting
 
 
 def _barrier(train_step: int) -> str:
@@ -141,7 +160,7 @@ def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
             f"{plan.waiting_for}; the store is full ({view.memory_ratio:.0%} of maxmemory, including expected "
             "writes): raise store.maxmemory_bytes (embedded) or the server's maxmemory"
         )
-    nothing_runs = view.pending + view.partial + view.leased + view.finished == 0
+    nothing_runs = view.unfinished + view.finished == 0
     if plan.group_ids is None and nothing_runs and not_admitted:
         return f"{plan.waiting_for}; admission waits for {not_admitted}"
     return plan.waiting_for

@@ -6,22 +6,28 @@ one_step_off  1              2*B     B*n             wave         no       pace
 copris        4              5*B     ceil(1.5*B)*n   pool         no       pace
 copris_paper  8              9*B     2*B*n           pool         yes      pace
 april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
+sorted        0              4*B     4*B             wave         yes      restart   harvest trajectory, wave_batches 4,
+                                                                                     cut_order shortest
+sorted_partial 3             4*B     4*B             wave         yes      pace      as sorted
 areal         4              5*B     B*n             concurrency  no       pace
 pipeline      1              2*B     the window      pool         no       pace
 roll          1              2*B     the window      pool         no       evict     cut_order oldest
 dart          2              2*B     ceil(1.5*B)*n   pool         no       pace
 rollpacker    0              1.25*B  1.25*B*1.25*n   wave         yes      set_aside spare_groups B/4, spare_members n/4
+ulorl         7              8*B     2*B*n           wave         yes      pace      spare_groups B, segment_tokens 1/8
+kimi          0              2*B     2*B*n           wave         yes      mask_old_segments  the same, 1/4
 streamrl      1              2*B     B*n             wave         no       pace      part_groups B/8, longest first
 flexmarl      0              B       B*n             wave         no       pace      part_groups B/4
 
-B = groups_per_batch, n = group_size. The window is (max_staleness + 1) * B unless the run file sets window_groups.
+B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is (max_staleness + 1) * B unless
+the run file sets window_groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class Preset:
     """Difference between the schedule and its source."""
     goes_with: str = ""
     """Settings of other sections that the source uses with it."""
+    harvest: Harvest = Harvest.GROUP
     admission: AdmissionRule
     wave_batches: int = 1
     spare_batches: float = 0.0
@@ -53,6 +60,8 @@ class Preset:
     """Default pool_size in batches, rounded up to whole groups; None for the whole window."""
     barrier: bool = False
     on_stale: OnStale = OnStale.PACE
+    segments: int = 0
+    """Default segment_tokens as a share of rollout.max_new_tokens: one over this number; 0 for no rest."""
     start_order: StartOrder = StartOrder.ADMISSION
     cut_order: CutOrder = CutOrder.ADMISSION
 
@@ -98,6 +107,35 @@ PRESETS = {
         max_staleness=5,
         pool_batches=2,
         barrier=True,
+    ),
+    "sorted": Preset(
+        source="SortedRL (arXiv 2603.23414), on-policy: prompts are loaded a wave at a time, and an update takes the "
+        "first finished answers, the shortest first; the others begin again",
+        deviation="a finished answer that misses its batch begins again too, because it is off-policy",
+        goes_with="trainer.algorithm.advantage: reinforce_pp",
+        harvest=Harvest.TRAJECTORY,
+        admission=AdmissionRule.WAVE,
+        wave_batches=4,
+        window_batches=4,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=4,
+        barrier=True,
+        on_stale=OnStale.RESTART,
+        cut_order=CutOrder.SHORTEST,
+    ),
+    "sorted_partial": Preset(
+        source="SortedRL (arXiv 2603.23414), partial: as sorted, but unfinished answers keep their tokens",
+        deviation="the log-probabilities of all versions of an answer enter the ratio as they were sampled, at most "
+        "max_staleness steps old; the paper bounds no staleness",
+        goes_with="trainer.algorithm.advantage: reinforce_pp",
+        harvest=Harvest.TRAJECTORY,
+        admission=AdmissionRule.WAVE,
+        wave_batches=4,
+        max_staleness=3,
+        pool_batches=4,
+        barrier=True,
+        cut_order=CutOrder.SHORTEST,
     ),
     "areal": Preset(
         source="AReaL (arXiv 2505.24298): eta = 4 for code, 8 for maths; max_concurrent is one batch by default",
@@ -152,6 +190,36 @@ PRESETS = {
         pool_batches=1.25,
         barrier=True,
         on_stale=OnStale.SET_ASIDE,
+    ),
+    "ulorl": Preset(
+        source="UloRL (arXiv 2507.19766): a budget of 8 segments, one segment a step; finished groups train, the "
+        "others continue",
+        deviation="the mask of well-mastered tokens is left out. When every trajectory rests and no batch is complete, "
+        "all continue under the same policy; the number of unfinished groups and their age are bounded",
+        goes_with="trainer.algorithm.old_logprobs: current, schedule.filter_zero_variance: true",
+        admission=AdmissionRule.WAVE,
+        spare_batches=1,
+        max_staleness=7,
+        pool_batches=2,
+        barrier=True,
+        segments=8,
+    ),
+    "kimi": Preset(
+        source="Kimi k1.5 (arXiv 2501.12599), partial rollouts: a budget of tokens per iteration; only the segment of "
+        "the current iteration is in the loss",
+        deviation="the loss is one of ours instead of the squared log-ratio, the optimizer keeps its state, and the "
+        "budget counts per trajectory and iteration: a quarter of the longest answer; the source does not say how many "
+        "prompts are open at once. Detection of repetitions and prioritized sampling of prompts are left out",
+        goes_with="trainer.algorithm: {advantage: dr_grpo}",
+        admission=AdmissionRule.WAVE,
+        spare_batches=1,
+        window_batches=2,
+        max_staleness=0,
+        fixed_staleness=True,
+        pool_batches=2,
+        barrier=True,
+        on_stale=OnStale.MASK_OLD_SEGMENTS,
+        segments=4,
     ),
     "streamrl": Preset(
         source="StreamRL (arXiv 2504.15930): one step of overlap, the trainer streams, expected long answers start "

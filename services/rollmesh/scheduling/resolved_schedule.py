@@ -8,9 +8,9 @@ from typing import Self
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import ResumeOrder, RunLimits
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
 from rollmesh.scheduling.contradictions import contradictions
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, Preset
 from rollmesh.scheduling.schedule_bounds import Bounds
 
 
@@ -22,7 +22,10 @@ class Schedule:
     admission: AdmissionRule
     groups_per_batch: int
     group_size: int
-    """Scored trajectories that complete a group."""
+    """Scored trajectories that complete a group; 1 if every trajectory is a group."""
+    harvest: Harvest
+    prompt_repeats: int
+    """Groups in a row that have the same prompt."""
     wave_batches: int
     """Batches of a wave; the next wave opens after they are cut."""
     spare_groups: int
@@ -35,6 +38,8 @@ class Schedule:
     """Trajectories leased at once over the whole mesh."""
     part_groups: int
     """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
+    segment_tokens: int
+    """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
     start_order: StartOrder
     resume_order: ResumeOrder
     cut_order: CutOrder
@@ -63,20 +68,25 @@ class Schedule:
         preset = PRESETS[section.preset]
         on_stale = preset.on_stale if section.on_stale is None else OnStale(section.on_stale)
         cut_order = preset.cut_order if section.cut_order is None else CutOrder(section.cut_order)
-        bounds = Bounds.from_section(section, on_stale)
-        if problems := list(contradictions(config, bounds, on_stale, cut_order)):
+        harvest = preset.harvest if section.harvest is None else Harvest(section.harvest)
+        repeats = section.group_size if harvest is Harvest.TRAJECTORY else 1
+        bounds = Bounds.from_section(section, on_stale, section.group_size // repeats)
+        if problems := list(contradictions(config, bounds, on_stale, cut_order, harvest)):
             raise ConfigError("\n".join(problems))
         return cls(
             preset=section.preset,
             admission=preset.admission,
             groups_per_batch=section.groups_per_batch,
-            group_size=section.group_size,
+            group_size=bounds.group_size,
+            harvest=harvest,
+            prompt_repeats=repeats,
             wave_batches=bounds.wave_batches,
             spare_groups=bounds.spare_groups,
             spare_members=bounds.spare_members,
             window_groups=bounds.window_groups,
             pool_size=bounds.pool_size,
             part_groups=bounds.part_groups,
+            segment_tokens=_segment_tokens(config, preset),
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
             resume_order=ResumeOrder(section.resume_order),
             cut_order=cut_order,
@@ -107,6 +117,13 @@ class Schedule:
         By Little's law a trajectory stays in a full pool for pool_size / (B * launched_members) train steps.
         """
         return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
+
+
+def _segment_tokens(config: RunConfig, preset: Preset) -> int:
+    given, budget = config.schedule.segment_tokens, config.rollout.max_new_tokens
+    if given is not None or not preset.segments:
+        return given or 0
+    return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
 
 
 def run_limits(config: RunConfig) -> RunLimits:

@@ -16,6 +16,7 @@ from rollmesh.scheduling.presets import PRESETS, Preset
 class Bounds:
     """Numbers of groups and trajectories that a schedule may have in flight, and their age."""
 
+    group_size: int
     max_staleness: int
     window_groups: int
     wave_batches: int
@@ -25,8 +26,11 @@ class Bounds:
     part_groups: int
 
     @classmethod
-    def from_section(cls, section: ScheduleConfig, on_stale: OnStale) -> Self:
-        """Resolve the section; raises ConfigError for values that contradict each other or the preset."""
+    def from_section(cls, section: ScheduleConfig, on_stale: OnStale, group_size: int) -> Self:
+        """Resolve the section for groups of ``group_size`` scored trajectories.
+
+        Raises ConfigError for values that contradict each other or the preset.
+        """
         preset = PRESETS[section.preset]
         staleness = _staleness(section, preset)
         window = _window(section, preset, staleness, on_stale)
@@ -34,15 +38,16 @@ class Bounds:
         waves, spare = _wave(section, preset, window, larger)
         spare_members = section.spare_members
         if spare_members is None:
-            spare_members = math.ceil(preset.spare_member_share * section.group_size)
+            spare_members = math.ceil(preset.spare_member_share * group_size)
         parts, batch = section.part_groups, section.groups_per_batch
         return cls(
+            group_size=group_size,
             max_staleness=staleness,
             window_groups=window,
             wave_batches=waves,
             spare_groups=spare,
             spare_members=spare_members,
-            pool_size=_pool(section, staleness, window, spare_members, larger),
+            pool_size=_pool(section, staleness, window, group_size, spare_members, larger),
             part_groups=batch // math.gcd(batch, preset.parts) if parts is None and preset.parts else parts or 0,
         )
 
@@ -120,10 +125,12 @@ def _wave(section: ScheduleConfig, preset: Preset, window: int, larger: str) -> 
     return waves, spare
 
 
-def _pool(section: ScheduleConfig, staleness: int, window: int, spare_members: int, larger: str) -> int:
+def _pool(
+    section: ScheduleConfig, staleness: int, window: int, group_size: int, spare_members: int, larger: str
+) -> int:
     """Return the pool size; ``larger`` ends the error of a pool that the window cannot fill."""
     # docs/architecture.md: The staleness bound
-    members = section.group_size + spare_members
+    members = group_size + spare_members
     limit, pool = window * members, section.pool_size
     if pool is None:
         batches = PRESETS[section.preset].pool_batches
@@ -131,7 +138,7 @@ def _pool(section: ScheduleConfig, staleness: int, window: int, spare_members: i
     if pool > limit:
         raise ConfigError(
             f"schedule.pool_size={pool} is above window_groups * (group_size + spare_members) = {window} * "
-            f"({section.group_size} + {spare_members}) = {limit}: with schedule.max_staleness={staleness} the "
+            f"({group_size} + {spare_members}) = {limit}: with schedule.max_staleness={staleness} the "
             f"rest of the pool could never be filled; lower pool_size{larger}"
         )
     return pool

@@ -1,6 +1,7 @@
 """The trajectory queue: every state change is one idempotent Lua script on a real Redis.
 
 trajectory: pending -> leased -> finished -> scored | unscorable        leased -> partial | pending -> leased
+                                                                        leased -> resting -> partial
             finished without its worker -> scoring queue                any before the cut -> evicted | dead
 group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, ready -> evicted
 

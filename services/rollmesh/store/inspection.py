@@ -104,7 +104,7 @@ class Inspection:
 
         Raises DataError for an invalid cursor.
         """
-        if state in ("pending", "partial"):
+        if state in ("pending", "partial", "resting"):
             return await self._queue_page(state, cursor, limit)
         here: _Cursor | None = _parse(cursor, _SECTIONS)
         found: list[TrajectoryMark] = []

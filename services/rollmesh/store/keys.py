@@ -21,6 +21,7 @@ _SINGLE = frozenset(
         "desired",  # desired state by the leader, and the registry version of the generators
         "pending",  # trajectories never leased
         "partial",  # unfinished trajectories without a worker
+        "resting",  # unfinished trajectories without a worker that wait for a newer policy, by train step
         "scoring",  # finished trajectories without a worker
         "open",  # open groups by admission index
         "ready",  # ready groups by admission index

@@ -84,6 +84,7 @@ class Leadership:
             desired.start_at_version,
             blocked_by,
             desired.waiting_for,
+            desired.rest_before_step,
         )
 
     async def desired(self) -> Desired:
@@ -107,6 +108,7 @@ class Leadership:
             reason=raw.get(b"reason", b"").decode(),
             waiting_for=raw.get(b"waiting_for", b"").decode(),
             start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
+            rest_before_step=int(raw.get(b"rest_before_step", 0)),
             registry_version=int(raw.get(b"registry_version", 0)),
         )
 

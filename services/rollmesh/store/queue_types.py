@@ -126,6 +126,8 @@ class ReleaseReason(StrEnum):
 
     PAUSED = "paused"
     """The mesh is paused; does not count as an attempt."""
+    RESTED = "rested"
+    """The trajectory has ``segment_tokens`` of one policy version; does not count as an attempt."""
     DRAINED = "drained"
     """The worker shuts down; does not count as an attempt."""
     FAILED = "failed"
@@ -160,7 +162,7 @@ class StoreCounts:
     """Number of trajectories and groups in every state, lifetime totals and memory."""
 
     trajectories: Mapping[str, int]
-    """Trajectories in the queue by state: pending, partial, leased, finished, scored, unscorable, dead, surplus."""
+    """Trajectories by state: pending, partial, resting, leased, finished, scored, unscorable, dead, surplus."""
     groups: Mapping[str, int]
     """Groups by state: open, ready, cut, aside."""
     totals: Mapping[str, int]

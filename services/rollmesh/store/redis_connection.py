@@ -34,6 +34,8 @@ _BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
 _CALL_SECONDS = 15.0
 """Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
+_MOST_IDLE = 32
+"""Idle connections kept for scripts, below the 100 of the pool: plain commands take theirs from the pool."""
 
 
 class Connection:
@@ -163,7 +165,10 @@ class Connection:
         except BaseException:
             await self._discard(connection)
             raise
-        self._idle.append(connection)
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(connection)
+        else:
+            await self.client.connection_pool.release(connection)
         if refusal is not None:
             raise refusal
         return replies

@@ -110,13 +110,15 @@ class TrajectoryQueue:
     async def release(self, session: str, trajectory_ids: Sequence[str], reason: str = ReleaseReason.FAILED) -> int:
         """Release leased trajectories: unfinished ones become partial or pending, finished ones wait for scoring.
 
-        ``paused`` and ``drained`` do not count as attempts. Returns the number of trajectories that were held.
+        ``paused``, ``rested`` and ``drained`` do not count as attempts. Those that ``rested`` wait for a policy after
+        the newest one, or until nothing else can run (Desired.rest_before_step). Returns the number of trajectories
+        that were held.
         """
-        uncounted = int(reason in (ReleaseReason.PAUSED, ReleaseReason.DRAINED))
+        how = {ReleaseReason.FAILED: 0, ReleaseReason.RESTED: 2}.get(ReleaseReason(reason), 1)
         released = 0
         remaining = list(trajectory_ids)
         while remaining:
-            held, processed = await self._connection.run("release", session, uncounted, *remaining[:_RELEASES_PER_CALL])
+            held, processed = await self._connection.run("release", session, how, *remaining[:_RELEASES_PER_CALL])
             released += int(held)
             del remaining[: int(processed)]
         return released

@@ -13,7 +13,7 @@ from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Prompt, Trajectory
 
 _GROUPS_PER_READ = 64
-_IN_FLIGHT = frozenset({b"leased", b"partial", b"finished", b"scored"})
+_IN_FLIGHT = frozenset({b"leased", b"partial", b"resting", b"finished", b"scored"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class MeshReader:
             ready_groups=int(raw["ready_groups"]),
             pending=int(raw["pending"]),
             partial=int(raw["partial"]),
+            resting=int(raw["resting"]),
             leased=int(raw["leased"]),
             finished=int(raw["finished"]),
             memory_ratio=float(raw["memory_ratio"]),
@@ -69,6 +70,7 @@ class MeshReader:
                 reason=raw["reason"].decode(),
                 start_at_version=int(raw["start_at_version"]),
                 waiting_for=raw["waiting_for"].decode(),
+                rest_before_step=int(raw["rest_before_step"]),
             ),
             failure=raw["failure"].decode(),
             recovering=bool(raw["recovering"]),
@@ -91,7 +93,7 @@ class MeshReader:
         counters, drops = _pairs(raw["counters"]), _pairs(raw["drops"])
         trajectories = {name: counters.get(name, 0) for name in _LIVE}
         return StoreCounts(
-            trajectories={**trajectories, "pending": raw["pending"], "partial": raw["partial"]},
+            trajectories={**trajectories, **{name: raw[name] for name in ("pending", "partial", "resting")}},
             groups={name: raw[name] for name in ("open", "ready", "cut", "aside")},
             totals={name: value for name, value in counters.items() if name not in _LIVE},
             drops={name.removeprefix("groups:"): n for name, n in drops.items() if name.startswith("groups:")},

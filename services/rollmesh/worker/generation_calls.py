@@ -18,10 +18,11 @@ from typing import Self
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
+from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.acknowledgements import Acknowledger
-from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
 from rollmesh.worker.newest_policy import NewestPolicy
@@ -67,6 +68,8 @@ class CallLimits:
     saving: SaveLimits
     chunk_timeout_seconds: float
     """Longest wait for a chunk; a generator that takes longer has hung."""
+    segment_tokens: int = 0
+    """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
 
 
 class Caller:
@@ -101,9 +104,10 @@ class Caller:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
         ``save`` is called before every call and after every chunk except a call's last; None saves nothing before the
-        end. With ``durable`` False, ``save`` does not make tokens durable and generators hold no call back. Raises
-        Parked or LetGo (``active.check``), DataError if the generator rejects the request as invalid, and EngineError
-        after too many calls in a row without a token.
+        end. With ``durable`` False, ``save`` does not make tokens durable, generators hold no call back, and the
+        trajectory does not rest. Raises Parked when it rests, Parked or LetGo (``active.check``) when it must stop,
+        DataError if the generator rejects the request as invalid, and EngineError after too many calls in a row without
+        a token.
         """
         goal = active.token_count + budget
         durable = durable and save is not None
@@ -111,12 +115,30 @@ class Caller:
             if save is not None:
                 await save(active)
             with await self._generators.acquire(active, pinned_version) as slot:
-                reason = await self._call(slot, goal, params, save, durable)
+                end = self._end_of_call(slot, goal) if durable else goal
+                reason = await self._call(slot, end, params, save, durable)
             if active.failed_calls >= MOST_FAILED_CALLS:
                 raise EngineError(f"{active.failed_calls} generation calls in a row failed without a token")
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if reason is FinishReason.LENGTH and active.token_count == end < goal:
+                self._rest(active)
+            elif reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return reason
         return FinishReason.LENGTH
+
+    def _end_of_call(self, slot: GeneratorSlot, goal: int) -> int:
+        """Return the number of tokens of the trajectory at the end of its segment, at most ``goal``.
+
+        The segment is full there if the generator loads no other version during the call.
+        """
+        segment, active = self._limits.segment_tokens, slot.active
+        if not segment:
+            return goal
+        return min(goal, active.token_count + segment - active.count_under(slot.record.policy_version) % segment)
+
+    def _rest(self, active: ActiveTrajectory) -> None:
+        """Raise Parked at the end of a segment; a version that was loaded during the call may have begun another."""
+        if active.count_under(active.newest_version) % self._limits.segment_tokens == 0:
+            raise Parked(ReleaseReason.RESTED)
 
     async def _call(
         self, slot: GeneratorSlot, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool

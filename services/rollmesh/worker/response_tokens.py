@@ -59,6 +59,11 @@ class ResponseTokens:
         """Newest policy version that sampled a token; -1 without one."""
         return self._newest_version
 
+    def count_under(self, policy_version: int) -> int:
+        """Return the number of tokens that a policy version sampled."""
+        own = (s for s in self._segments if s.source is SegmentSource.POLICY and s.policy_version == policy_version)
+        return sum(len(segment) for segment in own)
+
     @property
     def unreported_version(self) -> int | None:
         """Policy version of the first token while the queue does not know it; None otherwise."""

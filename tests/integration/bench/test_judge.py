@@ -107,6 +107,27 @@ def test_a_prompt_under_two_group_ids_is_found(run: Any) -> None:
     assert the_problem(run) == f"1 prompt(s) were trained more than once: e0 {prompt_id}"
 
 
+def test_groups_of_one_may_have_the_same_prompt_as_often_as_a_prompt_is_repeated(run: Any) -> None:
+    prompt_id = run.store.read_batch(1).groups[0].trajectories[0].prompt.prompt_id
+
+    def one_member(group: Group) -> Group:
+        first = group.trajectories[0]
+        return dataclasses.replace(group, trajectories=(first,))
+
+    def same_prompt(group: Group) -> Group:
+        first = one_member(group).trajectories[0]
+        prompt = dataclasses.replace(first.prompt, prompt_id=prompt_id)
+        return dataclasses.replace(group, trajectories=(dataclasses.replace(first, prompt=prompt),))
+
+    for step in range(1, STEPS + 1):
+        change = same_prompt if step <= 2 else one_member
+        run.replace_batch(step, lambda b, c=change: with_group(1, one_member)(with_group(0, c)(b)))
+    run.change_config(schedule={"preset": "sorted", "group_size": 2})
+    assert judge(run.folder).problems == ()
+    run.replace_batch(3, with_group(0, same_prompt))
+    assert the_problem(run) == f"1 prompt(s) were trained more than 2 times: e0 {prompt_id}"
+
+
 def test_a_lost_trajectory_is_found(run: Any) -> None:
     run.replace_batch(3, with_group(0, lambda g: dataclasses.replace(g, trajectories=g.trajectories[1:])))
     assert the_problem(run) == "1 member(s) of groups are missing, of which 0 had no score"

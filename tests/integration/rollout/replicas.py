@@ -109,6 +109,7 @@ def build(
             max_context_tokens=CONTEXT,
             saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk),
             chunk_timeout_seconds=chunk_timeout,
+            segment_tokens=plan.segment_tokens,
         ),
         reward=reward_config or RewardConfig(),
         budget=budget,

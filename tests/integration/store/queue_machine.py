@@ -101,6 +101,7 @@ class QueueMachine(QueueWorkers):
             paused=paused,
             interrupt_below_version=pool,
             start_at_version=max(0, self.model.policy_version - pool),
+            rest_before_step=self.model.version_steps[-1] + 1 - pool % 2,
             reason=f"pool {pool}",
             waiting_for="groups",
         )
@@ -346,7 +347,7 @@ class QueueMachine(QueueWorkers):
 
     def the_counters_agree_with_the_model(self) -> None:
         model, counts = self.model, self.do(self.store.mesh.counts())
-        waiting = {"pending": len(model.pending), "partial": len(model.partial)}
+        waiting = {"pending": len(model.pending), "partial": len(model.partial), "resting": len(model.resting)}
         assert counts.trajectories == waiting | {s: model.counts[s] for s in counts.trajectories if s not in waiting}
         assert counts.groups == {state: len(groups) for state, groups in model.groups.items()}
         assert {**counts.totals} == {**counts.totals, **{k: n for k, n in model.totals.items() if n}}

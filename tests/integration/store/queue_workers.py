@@ -182,7 +182,7 @@ class QueueWorkers(RuleBasedStateMachine):
     @rule(rewards=st.lists(REWARDS, min_size=1, max_size=6))
     def complete(self, rewards: list[float | None]) -> None:
         """Several trajectories in one go, so that groups complete within a short history."""
-        if not self.ids("pending", "partial", "leased", "finished"):
+        if not self.ids("pending", "partial", "resting", "leased", "finished"):
             self.admit(2, 2, 0)
         for at, reward in enumerate(rewards):
             if not self.ids("leased", "finished"):
@@ -200,7 +200,8 @@ class QueueWorkers(RuleBasedStateMachine):
             for _ in range(2):
                 released = self.do(self.store.trajectories.release(session, [m.trajectory_id], reason))
                 uncounted = reason is not ReleaseReason.FAILED
-                assert released == self.model.release(session, m.trajectory_id, free_attempt=uncounted)
+                rests = reason is ReleaseReason.RESTED
+                assert released == self.model.release(session, m.trajectory_id, free_attempt=uncounted, rests=rests)
 
     @rule(pick=PICK)
     def fail(self, pick: int) -> None:

@@ -55,7 +55,7 @@ class _Reader:
 
     async def read(self) -> Truth:
         truth = self.truth
-        queues = {name: await self.names("ZRANGE", name) for name in ("pending", "partial", "scoring")}
+        queues = {name: await self.names("ZRANGE", name) for name in ("pending", "partial", "resting", "scoring")}
         for state, command in (("open", "ZRANGE"), ("ready", "ZRANGE"), ("aside", "ZRANGE"), ("cut", "HKEYS")):
             for gid in await self.names(command, state):
                 if gid in truth.groups:
@@ -95,7 +95,7 @@ class _Reader:
             record.digest = TokenDigest().extended(decode_segments(elements, chunks[trajectory_id]))
             truth.members[trajectory_id] = record
             states[record.state] += 1
-            for queue in ("pending", "partial"):
+            for queue in ("pending", "partial", "resting"):
                 if (trajectory_id in queues[queue]) != (record.state == queue and state != "aside"):
                     truth.problems.append(f"{trajectory_id} is {record.state}; in the {queue} queue it is not so")
             if record.state not in DISCARDED and record.tokens != record.digest.token_count:

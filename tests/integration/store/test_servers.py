@@ -94,6 +94,13 @@ async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(own_server:
         assert await mesh.complete_all() == 2
 
 
+async def test_a_burst_of_scripts_leaves_connections_for_plain_commands(own_server: EmbeddedServer) -> None:
+    async with await connect(own_server.url, retry_seconds=60) as store:
+        await Mesh.start(store)
+        await asyncio.gather(*(store.connection.run("counts") for _ in range(200)))
+        assert await store.connection.command("EXISTS", "nothing") == 0
+
+
 def test_a_second_start_finds_the_running_server(tmp_path: Path) -> None:
     first, second = EmbeddedServer(tmp_path), EmbeddedServer(tmp_path)
     assert first.start()

@@ -24,11 +24,13 @@ ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
     "grpo": ([0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)], [0.0]),
     "dr_grpo": ([0.4, -0.6], [0.0]),
     "rloo": ([0.5, -0.75], [0.0]),
+    # over the batch: mean 8/6, squares 28 - 6 (8/6)^2 = 52/3, variance 52/15
+    "reinforce_pp": ([-(1 / 3) / math.sqrt(52 / 15), -(4 / 3) / math.sqrt(52 / 15)], [(11 / 3) / math.sqrt(52 / 15)]),
 }
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_an_advantage_divides_by_what_the_methods_page_says_and_gives_a_group_of_one_nothing(name: str) -> None:
+def test_an_advantage_divides_by_what_the_methods_page_says_and_compares_within_its_unit(name: str) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], dtype=torch.float64)
     got = ADVANTAGES[name](rewards, torch.tensor([0, 0, 0, 0, 0, 1]), 2)
     (right, wrong), alone = ADVANTAGES_OF[name]

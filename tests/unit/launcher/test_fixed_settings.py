@@ -23,7 +23,7 @@ MAY_CHANGE: dict[str, str] = {
         "chunk_timeout_seconds placement worker_concurrency"
     ),
     "reward": "address timeout_seconds workers memory_limit_bytes",
-    "schedule": "cut_order part_groups pool_size straggler_timeout_seconds max_filtered_in_a_row",
+    "schedule": "cut_order part_groups segment_tokens pool_size straggler_timeout_seconds max_filtered_in_a_row",
     "generator": (
         "replicas device slots max_context_tokens kv_token_capacity on_new_version "
         "reload_at_once reload_every_versions canary_threshold "

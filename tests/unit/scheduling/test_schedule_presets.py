@@ -17,6 +17,8 @@ from .views import RUN, schedule
         ("copris_paper", 8, 256, AdmissionRule.POOL, True),
         ("areal", 4, 128, AdmissionRule.CONCURRENCY, False),
         ("april", 5, 256, AdmissionRule.WAVE, True),
+        ("sorted_partial", 3, 64, AdmissionRule.WAVE, True),
+        ("ulorl", 7, 256, AdmissionRule.WAVE, True),
         ("pipeline", 1, 256, AdmissionRule.POOL, False),
         ("roll", 1, 256, AdmissionRule.POOL, False),
         ("dart", 2, 192, AdmissionRule.POOL, False),
@@ -28,7 +30,9 @@ def test_presets_resolve_to_their_documented_numbers(preset, staleness, pool, ad
     assert (resolved.admission, resolved.barrier) == (admission, barrier)
     assert resolved.on_stale is (OnStale.EVICT if preset == "roll" else OnStale.PACE)
     assert resolved.window_groups == (32 if preset == "dart" else (staleness + 1) * 16)
-    assert (resolved.wave_batches, resolved.spare_groups) == (1, 16 if preset == "april" else 0)
+    assert resolved.wave_batches == (4 if preset == "sorted_partial" else 1)
+    assert resolved.spare_groups == (16 if preset in ("april", "ulorl") else 0)
+    assert resolved.group_size * resolved.prompt_repeats == 8
     assert resolved.max_filtered_in_a_row == 160
     assert (resolved.longest_trajectory_tokens, resolved.partial_save_tokens) == (512, 64)
 
@@ -41,6 +45,7 @@ def test_overrides_replace_the_defaults_of_the_preset():
     assert resolved.window_groups == 12
 
 
+BATCH_RELATIVE = {"algorithm": {"advantage": "reinforce_pp"}}
 NO_EVALUATION = {"before_and_after": False, "every_versions": 0}
 
 
@@ -105,7 +110,8 @@ def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
         (
             "copris",
             {"spare_groups": 1},
-            "=1: schedule.preset=copris opens no waves.*april, flexmarl, one_step_off, rollpacker, streamrl, sync",
+            "=1: schedule.preset=copris opens no waves.*april, flexmarl, kimi, one_step_off, rollpacker, "
+            "sorted, sorted_partial, streamrl, sync, ulorl",
         ),
         ("areal", {"wave_batches": 2}, "wave_batches=2: schedule.preset=areal opens no waves"),
         ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups.* lower wave_batches;"),
@@ -152,6 +158,45 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
             {"schedule": {"preset": "rollpacker"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
             "spare_members=2: with rollout.program=agent the mesh cannot cut off .* set 0",
         ),
+        (
+            {"schedule": {"segment_tokens": 63}},
+            "segment_tokens=63: .* from rollout.partial_save_tokens=64 to rollout.max_new_tokens=512, or 0",
+        ),
+        ({"schedule": {"preset": "kimi", "segment_tokens": 513}}, "segment_tokens=513: .* to .*=512, or 0"),
+        (
+            {"schedule": {"preset": "ulorl"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
+            "segment_tokens=None and rollout.program=agent: .* set schedule.segment_tokens=0",
+        ),
+        (
+            {"schedule": {"preset": "sorted"}},
+            r"advantage=grpo compares .* with schedule.harvest=trajectory \(schedule.preset=sorted\) a group has one; "
+            "set trainer.algorithm.advantage=reinforce_pp, or schedule.harvest=group",
+        ),
+        (
+            {"schedule": {"preset": "sorted", "filter_zero_variance": True}, "trainer": BATCH_RELATIVE},
+            "filter_zero_variance=true would drop every group: .* set false",
+        ),
+        (
+            {"schedule": {"group_size": 1, "filter_zero_variance": True}, "trainer": BATCH_RELATIVE},
+            "filter_zero_variance=true would drop every group: with schedule.group_size=1 .* or a larger",
+        ),
+        (
+            {"schedule": {"preset": "sorted", "groups_per_batch": 1}, "trainer": BATCH_RELATIVE},
+            "groups_per_batch=1 .* raise schedule.groups_per_batch",
+        ),
+        (
+            {
+                "schedule": {"preset": "sorted"},
+                "trainer": BATCH_RELATIVE,
+                "rollout": {"program": "agent"},
+                "evaluation": NO_EVALUATION,
+            },
+            "with rollout.program=agent: the sessions of outside agents .* set schedule.harvest=group",
+        ),
+        (
+            {"schedule": {"preset": "flexmarl"}, "trainer": BATCH_RELATIVE},
+            "part_groups=4: trainer.algorithm.advantage=reinforce_pp is known only for the whole batch",
+        ),
     ],
 )
 def test_settings_of_other_sections_that_contradict_the_schedule_are_refused(sections, message):
@@ -173,8 +218,8 @@ def test_only_pace_bounds_the_window_by_the_staleness(on_stale):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_stage_end_needs_a_barrier_whatever_the_name_of_the_preset(preset):
-    values = {**RUN.model_dump(mode="json"), "schedule": {"preset": preset}}
-    values["trainer"]["algorithm"]["old_logprobs"] = "stage_end"
+    values = {**RUN.model_dump(mode="json"), "schedule": {"preset": preset, "part_groups": 0}}
+    values["trainer"]["algorithm"] |= {"old_logprobs": "stage_end", "advantage": "reinforce_pp"}
     config = RunConfig.model_validate(values)
     if PRESETS[preset].barrier:
         assert Schedule.from_config(config).barrier
@@ -187,3 +232,9 @@ def test_the_limits_of_the_queue_have_the_window_and_room_for_a_replacement_of_e
     values = {**RUN.model_dump(mode="json"), "schedule": {"groups_per_batch": 4, "group_size": 8, "spare_members": 2}}
     limits = run_limits(RunConfig.model_validate(values))
     assert (limits.window_groups, limits.most_members) == (20, 20)
+
+
+def test_trajectory_harvest_gives_every_answer_a_group_of_its_own_with_any_preset():
+    resolved = schedule("copris", groups_per_batch=6, group_size=3, harvest="trajectory")
+    assert (resolved.group_size, resolved.prompt_repeats, resolved.pool_size) == (1, 3, 9)
+    assert schedule("sorted", harvest="group", group_size=3).group_size == 3

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduling import AdmissionRule, OnStale
+from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
 from rollmesh.scheduling.queue_model import GroupState
 
@@ -32,6 +33,8 @@ def meshes(
 ):
     preset = draw(st.sampled_from(presets))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
+    members = 1 if PRESET_TABLE[preset].harvest is Harvest.TRAJECTORY else size
+    batch = batch + 1 if members == 1 else batch
     staleness = None if preset in FIXED_STALENESS else draw(st.integers(0, 5))
     bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
     window = draw(st.integers(batch, bound * batch))
@@ -47,13 +50,13 @@ def meshes(
         wave_batches=waves,
         part_groups=0,
         spare_members=spare,
-        pool_size=None if whole_pool else draw(st.integers(1, window * (size + spare))),
+        pool_size=None if whole_pool else draw(st.integers(1, window * (members + spare))),
         on_stale=draw(st.sampled_from(on_stale)),
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
     )
     return VirtualMesh(
-        schedule=resolved,
+        schedule=replace(resolved, segment_tokens=draw(st.sampled_from((0, 0, 1, 3)))),
         rng=random.Random(draw(st.integers(0, 2**32))),
         generators=draw(st.integers(1, 3)),
         mean_length=draw(st.sampled_from((1.0, 4.0, 12.0))),

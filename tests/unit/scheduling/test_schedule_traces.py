@@ -108,6 +108,28 @@ ROLLPACKER = [
     (1, 1, 0, 0, 0, 0, 0, False, True),
     (1, 1, 1, 0, 0, 0, 3, False, False),  # fewer than B are aside: another short round
 ]
+# a wave of four batches of B = 2 answers, each a group of one; the shortest that have ended train first
+SORTED = [
+    (0, 0, 0, 0, 0, 0, 8, False, False),  # group_size * update_batch answers
+    (0, 0, 0, 7, 1, 7, 0, False, False),
+    (0, 0, 0, 5, 3, 5, 0, True, True),  # the update batch is complete: interrupt the rest
+    (0, 1, 0, 6, 0, 6, 0, False, True),
+    (1, 1, 0, 6, 0, 6, 0, False, True),
+    (1, 1, 1, 6, 0, 6, 0, False, False),  # cached answers first: no new prompt before they are consumed
+    (2, 2, 2, 2, 2, 2, 0, True, True),
+    (3, 3, 3, 1, 1, 1, 0, False, False),  # the last batch of the wave waits for its slowest answer
+    (3, 3, 3, 0, 2, 0, 0, True, True),
+    (3, 4, 3, 0, 0, 0, 0, False, True),
+    (4, 4, 4, 0, 0, 0, 8, False, False),  # all are consumed: the next wave
+]
+# B groups and B spare ones; the window of 2 * B groups is open at once
+KIMI = [
+    (0, 0, 0, 0, 0, 0, 4, False, False),
+    (0, 0, 0, 3, 1, 6, 0, False, False),
+    (0, 0, 0, 2, 2, 4, 0, True, True),  # the rest keeps its tokens in the replay buffer
+    (1, 1, 1, 2, 0, 4, 2, False, False),  # unfinished answers continue beside new prompts
+    (1, 1, 1, 2, 2, 4, 0, True, True),  # however old they are: their old segments leave the loss
+]
 # waves of two batches: the second wave opens once batch 2 is cut
 WAVES = [
     (0, 0, 0, 0, 0, 0, 4, False, False),
@@ -124,6 +146,10 @@ TRACES = [
     ("copris_paper", {}, COPRIS_PAPER),
     ("areal", {"max_staleness": 1}, AREAL),
     ("april", {}, APRIL),
+    ("sorted", {}, SORTED),
+    ("sorted_partial", {}, SORTED),
+    ("ulorl", {}, APRIL),  # the same stages; segments: the rests below
+    ("kimi", {}, KIMI),
     ("pipeline", {"window_groups": 3}, PIPELINE),
     ("roll", {}, ROLL),
     ("dart", {}, DART),
@@ -185,3 +211,60 @@ def test_roll_cuts_the_oldest_groups_first_and_evicts_those_beyond_alpha():
     late = decide(schedule("roll"), at_step(3, ready=ready, opened=[group(3, 1)]))
     assert late.cut == ("e0-2", "e0-0")
     assert late.evict == (Eviction(group_id="e0-3", reason="stale"),)
+
+
+def after_the_first_cut(preset):
+    """Three of six answers are unfinished with tokens of policy 0, one has ended and missed the cut; then decide."""
+    at_barrier = {"trained_step": 0, "cut_step": 1, "policy_version": 0, "policy_train_step": 0}
+    left = {"ready": [group(5, 0, 9)], "opened": [group(i, 0) for i in (1, 2, 3)], "unfinished": 5, "in_training": 2}
+    return decide(schedule(preset), view(**at_barrier, **left))
+
+
+def test_sorted_discards_what_missed_the_cut_and_sorted_partial_keeps_it():
+    assert set(after_the_first_cut("sorted").restart) == {"e0-1", "e0-2", "e0-3", "e0-5"}
+    assert after_the_first_cut("sorted_partial").restart == ()
+
+
+@pytest.mark.parametrize("preset", ["sorted", "sorted_partial"])
+def test_sorted_takes_the_shortest_answers_first(preset):
+    ended = [group(0, 0, 30), group(1, 0, 5), group(2, 0, 20)]
+    assert decide(schedule(preset), view(ready=ended, unfinished=5)).cut == ("e0-1", "e0-2")
+
+
+def test_sorted_partial_trains_an_answer_before_it_is_too_old_however_long_it_is():
+    in_last_batch = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
+    ended = [group(0, 0, 30), group(1, 3, 5), group(2, 3, 20)]
+    assert decide(schedule("sorted_partial"), view(**in_last_batch, ready=ended)).cut == ("e0-0", "e0-1")
+
+
+# trained step, policy, pending, resting, running -> train step before which trajectories no longer rest
+RESTS = [
+    (0, 0, 4, 0, 4, 0),  # a stage of policy 0: what has sampled its segment rests
+    (0, 0, 0, 3, 5, 0),
+    (0, 0, 1, 7, 0, 0),  # one answer still waits for a lease
+    (0, 0, 0, 8, 0, 1),  # all rest and the batch is incomplete: another segment under policy 0
+    (0, 0, 0, 0, 8, 0),
+    (1, 1, 0, 6, 2, 1),  # policy 1: what rested under policy 0 continues, what rested under policy 1 does not
+    (1, 1, 0, 6, 0, 2),
+]
+
+
+@pytest.mark.parametrize("row", RESTS)
+@pytest.mark.parametrize("preset", ["ulorl", "kimi"])
+def test_what_rests_continues_under_the_next_policy_or_when_nothing_else_can_run(preset, row):
+    step, policy, pending, resting, running, expected = row
+    counts = {"pending": pending, "resting": resting, "unfinished": running}
+    at = {"trained_step": step, "cut_step": step, "policy_version": policy, "policy_train_step": policy}
+    decided = decide(schedule(preset), view(**at, **counts, opened=[group(i, policy) for i in range(4)]))
+    assert (decided.desired.rest_before_step, decided.cut, decided.admit_groups) == (expected, None, 0)
+
+
+def test_a_trajectory_that_waits_for_its_reward_may_complete_the_batch_so_nothing_wakes():
+    opened = [group(i, 0) for i in range(4)]
+    decided = decide(schedule("ulorl"), view(resting=8, finished=1, unfinished=0, opened=opened))
+    assert decided.desired.rest_before_step == 0
+
+
+def test_a_segment_is_a_share_of_the_budget_and_never_less_than_a_save():
+    assert (schedule("ulorl").segment_tokens, schedule("kimi").segment_tokens) == (64, 128)  # of 512
+    assert (schedule("ulorl", segment_tokens=0).segment_tokens, schedule().segment_tokens) == (0, 0)

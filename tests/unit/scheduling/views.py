@@ -9,14 +9,18 @@ from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import GroupView, MeshView
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.axes import Harvest
+from rollmesh.scheduling.presets import PRESETS
 
 RUN = RunConfig.model_validate({"name": "views", "folder": "runs/views", "model": {"path": "model"}})
 
 
 def schedule(preset: str = "copris", train_steps: int = 100, **overrides: object) -> Schedule:
     section = ScheduleConfig.model_validate({"preset": preset, "groups_per_batch": 2, "group_size": 2, **overrides})
-    # A copy is not validated again: the scheduler also works with groups of one, which no advantage accepts.
-    trainer = TrainerConfig(train_steps=train_steps)
+    # Only this advantage accepts groups of one, and only the others accept parts.
+    is_grouped = section.part_groups or (section.harvest or PRESETS[preset].harvest) is Harvest.GROUP
+    advantage = "grpo" if is_grouped and section.group_size > 1 else "reinforce_pp"
+    trainer = TrainerConfig.model_validate({"train_steps": train_steps, "algorithm": {"advantage": advantage}})
     return Schedule.from_config(RUN.model_copy(update={"schedule": section, "trainer": trainer}))
 
 

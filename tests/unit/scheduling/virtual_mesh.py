@@ -34,6 +34,8 @@ class Rollout:
     sampled: int = 0
     generator: int | None = None
     newest_version: int = 0
+    in_segment: int = 0
+    """Tokens under the newest version since the last rest."""
     floor: int = 0
     waits_for_reward: int = 0
 
@@ -60,6 +62,7 @@ class VirtualMesh:
     begun_again: Counter[str] = field(default_factory=Counter)
     """Number of times that a group was restarted or set aside."""
     recalled: int = 0
+    rests: int = 0
     trace: list[tuple[int, Decisions]] = field(default_factory=list)
     training: int | None = None
     publishing: list[int] = field(default_factory=list)
@@ -165,7 +168,7 @@ class VirtualMesh:
                 for member in group.members if group else ():
                     rollout = self.rollouts[member.trajectory_id]
                     self.rollouts[member.trajectory_id] = replace(
-                        rollout, sampled=0, generator=None, newest_version=0, floor=0
+                        rollout, sampled=0, generator=None, newest_version=0, in_segment=0, floor=0
                     )
 
     def apply_recall(self, decisions: Decisions) -> None:
@@ -187,7 +190,7 @@ class VirtualMesh:
         n = self.schedule.launched_members
         for _ in range(decisions.admit_groups):
             self.admit()
-        waiting = len(self.queue.pending) + len(self.queue.partial)
+        waiting = len(self.queue.pending) + len(self.queue.partial) + len(self.queue.resting)
         unfinished = waiting + self.queue.leased
         assert self.queue.admitted_unconsumed <= self.schedule.window_groups
         if decisions.admit_groups and self.schedule.admission is AdmissionRule.POOL:
@@ -234,12 +237,19 @@ class VirtualMesh:
                 continue
             version = self.serving[rollout.generator]
             self.queue.begin(member.session or "", member.trajectory_id, version)
-            rollout.newest_version = max(rollout.newest_version, version)
+            if version > rollout.newest_version:
+                rollout.newest_version, rollout.in_segment = version, 0
             rollout.sampled += 1
+            rollout.in_segment += 1
             if rollout.sampled >= rollout.length:
                 rollout.generator, rollout.waits_for_reward = None, rollout.reward_ticks
                 save = Save(rollout.sampled - member.tokens, version)
                 assert self.queue.finish(member.session or "", member.trajectory_id, save).ok
+            elif rollout.in_segment == self.schedule.segment_tokens:
+                self.save(member, rollout)
+                rollout.in_segment = 0
+                self.park(member, free_attempt=True, rests=True)
+                self.rests += 1
             elif self.rng.random() < 0.5 or rollout.length == NEVER:
                 self.save(member, rollout)
 
@@ -277,9 +287,9 @@ class VirtualMesh:
             if version < self.queue.policy_version and self.rng.random() < self.reload_chance:
                 self.serving[i] = self.queue.policy_version
 
-    def park(self, member: ModelMember, *, free_attempt: bool) -> None:
+    def park(self, member: ModelMember, *, free_attempt: bool, rests: bool = False) -> None:
         self.rollouts[member.trajectory_id].generator = None
-        assert self.queue.release(member.session or "", member.trajectory_id, free_attempt=free_attempt)
+        assert self.queue.release(member.session or "", member.trajectory_id, free_attempt=free_attempt, rests=rests)
 
     def open_worker(self) -> None:
         self.workers.append(f"worker-{next(self.names)}")
@@ -299,7 +309,7 @@ class VirtualMesh:
             g for state, by_id in self.queue.groups.items() if state is not GroupState.ASIDE for g in by_id.values()
         ]
         found = Counter(m.state for g in groups for m in g.members)
-        waiting = {"pending": len(self.queue.pending), "partial": len(self.queue.partial)}
+        waiting = {name: len(getattr(self.queue, name)) for name in ("pending", "partial", "resting")}
         assert +found == +Counter({**self.queue.counts, **waiting})
         steps = [g.step for g in groups if g.state is not GroupState.CUT and g.step is not None]
         assert +self.queue.unclaimed == Counter(steps)

@@ -1,1 +1,1 @@
-"""Group-relative advantages: one number per trajectory, computed from the rewards of its group."""
+"""Advantages: one number per trajectory, computed from the rewards of its group or of its batch."""

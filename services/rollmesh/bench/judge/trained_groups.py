@@ -83,19 +83,28 @@ def _identities(run: RunFiles) -> Iterator[str]:
     yield from _more_than_once("trajectory", Counter(t.trajectory_id for t in _trajectories(run)))
     epoch_of = {group: group.partition("-")[0] for group in groups}
     prompts = {(group, members[0].prompt_id) for b in run.batches.values() for group, members in b.groups if members}
-    yield from _more_than_once("prompt", Counter(f"{epoch_of[group]} {prompt}" for group, prompt in prompts))
+    times = run.config["schedule"]["group_size"] if _has_groups_of_one(run.config["schedule"]) else 1
+    yield from _more_than_once("prompt", Counter(f"{epoch_of[group]} {prompt}" for group, prompt in prompts), times)
 
 
-def _more_than_once(kind: str, counts: Counter[str]) -> Iterator[str]:
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        yield f"{len(twice)} {kind}(s) were trained more than once: {', '.join(twice[:5])}"
+def _more_than_once(kind: str, counts: Counter[str], times: int = 1) -> Iterator[str]:
+    more = sorted(name for name, count in counts.items() if count > times)
+    if more:
+        often = "once" if times == 1 else f"{times} times"
+        yield f"{len(more)} {kind}(s) were trained more than {often}: {', '.join(more[:5])}"
 
 
 _SPARE_SHARES = {"rollpacker": 0.25}
 """Spare members of the presets that have them by default, as a share of group_size."""
 _SPARE_GROUP_SHARES = {"rollpacker": 0.25}
 """Spare groups of the presets that set groups aside by default, as a share of groups_per_batch."""
+_GROUPS_OF_ONE = {"sorted", "sorted_partial"}
+"""Presets in which every trajectory is a group by default."""
+
+
+def _has_groups_of_one(schedule: Mapping[str, Any]) -> bool:
+    default = "trajectory" if schedule["preset"] in _GROUPS_OF_ONE else "group"
+    return (schedule.get("harvest") or default) == "trajectory"
 
 
 def _members(run: RunFiles) -> Iterator[str]:
@@ -104,14 +113,15 @@ def _members(run: RunFiles) -> Iterator[str]:
     spare = schedule.get("spare_members")
     if spare is None:
         spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * schedule["group_size"])
-    launched = schedule["group_size"] + spare
+    size = 1 if _has_groups_of_one(schedule) else schedule["group_size"]
+    launched = size + spare
     absent = 0
     for step, batch in run.batches.items():
         if len(batch.groups) != schedule["groups_per_batch"]:
             yield f"train step {step} has {len(batch.groups)} groups, not {schedule['groups_per_batch']}"
         for group, members in batch.groups:
             indices = {t.member for t in members}
-            absent += schedule["group_size"] - len(indices)
+            absent += size - len(indices)
             is_invalid = any(t.group_id != group or not t.scored or not t.written for t in members)
             if is_invalid or len(indices) != len(members) or not indices <= set(range(launched)):
                 yield f"group {group} of train step {step} has members other than 0 to {launched - 1}"

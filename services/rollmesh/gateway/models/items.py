@@ -9,7 +9,7 @@ from pydantic import Field
 from rollmesh.gateway.models.api_model import ApiModel
 from rollmesh.gateway.models.live import EvaluationView, GeneratorView
 
-ListState = Literal["pending", "leased", "partial", "finished", "scored", "unscorable", "dead", "surplus"]
+ListState = Literal["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"]
 """States of trajectories that have a record in the queue."""
 
 

@@ -177,7 +177,7 @@ class Overview(ApiModel):
     pool_size: int
     """Maximum number of trajectories in progress."""
     trajectories: dict[str, int]
-    """Trajectories by state: pending, partial, leased, finished, scored, unscorable, dead, surplus."""
+    """Trajectories by state: pending, partial, resting, leased, finished, scored, unscorable, dead, surplus."""
     groups: dict[str, int]
     """Groups by state: open, ready, cut, aside (waiting to begin again)."""
     staleness: Staleness

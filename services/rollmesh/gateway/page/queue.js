@@ -3,7 +3,7 @@ import { byId } from "./dom.js";
 import { count, plural, short, words } from "./format.js";
 import { Bars } from "./bars.js";
 
-const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead", "surplus"];
+const STATES = ["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"];
 const GROUPS = ["open", "ready", "cut", "aside"];
 const MOST_BINS = 14;
 

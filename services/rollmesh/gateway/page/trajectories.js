@@ -5,7 +5,7 @@ import { count, number, NOTHING, plural, version, words } from "./format.js";
 import { versionTag } from "./palette.js";
 import { built, Table, text } from "./table.js";
 
-const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead", "surplus"];
+const STATES = ["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"];
 const PAGE = 50;
 const MOST_EMPTY_PAGES = 20;
 

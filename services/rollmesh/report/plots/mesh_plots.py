@@ -87,11 +87,14 @@ def queue_plot(timeline: TimelineSeries) -> Figure:
         ("leased", "leased", s.BLUE),
         ("finished", "waiting for reward", s.GREEN),
         ("partial", "partial", s.ORANGE),
+        ("resting", "resting", s.PURPLE),
         ("pending", "pending", s.GREY),
     )
     clock = _moments(timeline, start, unit)
     base = np.zeros(len(clock))
     for state, name, colour in states:
+        if state == "resting" and not np.nansum(timeline.queue[state]):
+            continue  # most runs have none, and older ones have no such column
         upper = base + _binned(timeline, timeline.queue[state])
         trajectories.fill_between(clock, base, upper, color=colour, alpha=0.85, linewidth=0, label=name)
         base = upper

@@ -154,6 +154,10 @@ class ScoredSet:
         if len(self._heap) > 64 + 2 * len(self._scores):
             self._heap = sorted((score, name) for name, score in self._scores.items())
 
+    def score(self, name: str) -> int:
+        """Return the score of a member; raises KeyError if it is not there."""
+        return self._scores[name]
+
     def discard(self, name: str) -> None:
         """Remove a member if it is there; its entry in the heap is skipped later."""
         self._scores.pop(name, None)

@@ -59,11 +59,13 @@ class QueueState:
         # Members.
         self.members: dict[str, ModelMember] = {}
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
+        self.resting = ScoredSet()
+        """Partial trajectories that wait for a newer policy, by the train step of the newest one at their rest."""
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
         # Counters.
         self.counts: Counter[TrajectoryState] = Counter()
-        """Members by state, those of half-deleted groups included; without pending and partial ones."""
+        """Members by state, those of half-deleted groups included; without those that wait."""
         self.unclaimed: Counter[int] = Counter()
         """Open and ready groups with tokens, by their smallest train step."""
         self.filtered_in_a_row = self.unscored_in_a_row = 0
@@ -149,6 +151,8 @@ class QueueState:
             self.wait(member)
         elif member.state is TrajectoryState.PARTIAL:
             self.partial.add(member.trajectory_id, resume_place(member, self.limits))
+        elif member.state is TrajectoryState.RESTING:
+            self.resting.add(member.trajectory_id, self.version_steps[-1])
         else:
             self.counts[member.state] += 1
 
@@ -157,6 +161,8 @@ class QueueState:
             self.pending.discard(member.trajectory_id)
         elif member.state is TrajectoryState.PARTIAL:
             self.partial.discard(member.trajectory_id)
+        elif member.state is TrajectoryState.RESTING:
+            self.resting.discard(member.trajectory_id)
         else:
             self.counts[member.state] -= 1
 
@@ -166,7 +172,7 @@ class QueueState:
 
     def leave_queues(self, member: ModelMember) -> None:
         """Take a member out of every queue."""
-        for queue in (self.pending, self.partial, self.scoring):
+        for queue in (self.pending, self.partial, self.resting, self.scoring):
             queue.discard(member.trajectory_id)
 
     def forget_member(self, member: ModelMember) -> None:

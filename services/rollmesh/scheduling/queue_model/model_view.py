@@ -21,7 +21,7 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
     opened, ready = state.groups[GroupState.OPEN], state.groups[GroupState.READY]
     totals, counts = state.totals, state.counts
     saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
-    unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.pending)
+    unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.resting) + len(state.pending)
     expected = state.used_memory_bytes + (unfinished * saved_bytes / finished if finished else 0)
     bound = 2 * state.limits.groups_per_batch if listed else 0
     is_blocked = state.blocked_since is not None and state.blocked_since <= state.now
@@ -40,6 +40,7 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
         unclaimed_by_step=_unclaimed(state),
         pending=len(state.pending),
         partial=len(state.partial),
+        resting=len(state.resting),
         leased=counts[TrajectoryState.LEASED],
         finished=counts[TrajectoryState.FINISHED],
         memory_ratio=expected / state.max_memory_bytes if state.max_memory_bytes else 0.0,

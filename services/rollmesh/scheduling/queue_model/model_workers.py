@@ -12,6 +12,8 @@ from rollmesh.types import ForkStatus, TrajectoryState, WriteStatus
 
 BYTES_PER_TOKEN = 8
 """Payload of a token where the driver does not state the bytes of a save: an int32 id and a float32 logprob."""
+_MOST_WOKEN = 200
+"""Most trajectories that one lease wakes."""
 _LEASED, _FINISHED = TrajectoryState.LEASED, TrajectoryState.FINISHED
 
 
@@ -36,12 +38,22 @@ class WorkerOperations(QueueState):
         if self.recovering or self.is_paused:
             return leased
         room = min(limit, self.desired.pool_size - self.leased)
+        if room > 0:
+            self._wake()
         buried = self._lease_from(self.partial, session, room, 0, leased)
         room = min(room, len(leased) + (limit if most_new is None else most_new))
         self._lease_from(self.pending, session, room, buried, leased)
         held.update(member.trajectory_id for member in leased)
         self.totals["leases_total"] += len(leased)
         return leased
+
+    def _wake(self) -> None:
+        """Turn trajectories that rested under a policy before ``rest_before_step`` into partial ones."""
+        for _ in range(_MOST_WOKEN):
+            name = self.resting.first()
+            if name is None or self.resting.score(name) >= self.desired.rest_before_step:
+                return
+            self.move(self.members[name], TrajectoryState.PARTIAL)
 
     def _lease_from(self, queue: ScoredSet, session: str, room: int, buried: int, leased: list[ModelMember]) -> int:
         most_burials = self.most_burials
@@ -145,15 +157,15 @@ class WorkerOperations(QueueState):
         self.settle(member.group)
         return WriteStatus.SAVED
 
-    def release(self, session: str, trajectory_id: str, *, free_attempt: bool) -> bool:
-        """Give a trajectory back: partial, pending, or in the scoring queue once finished; False if it is not held."""
+    def release(self, session: str, trajectory_id: str, *, free_attempt: bool, rests: bool = False) -> bool:
+        """Give a trajectory back: partial, resting, pending, or in the scoring queue; False if it is not held."""
         member = self._held(session, trajectory_id)
         if member is not None:
             self.held[session].discard(trajectory_id)
-            self._give_back(member, free_attempt)
+            self._give_back(member, free_attempt, rests)
         return member is not None
 
-    def _give_back(self, member: ModelMember, free_attempt: bool) -> None:
+    def _give_back(self, member: ModelMember, free_attempt: bool, rests: bool = False) -> None:
         member.session = None
         if self.is_gone(member.group):
             return
@@ -162,7 +174,8 @@ class WorkerOperations(QueueState):
             self.scoring.add(member.trajectory_id, member.order)
             return
         member.attempts = max(0, member.attempts - 1) if free_attempt else member.attempts
-        self.move(member, TrajectoryState.PARTIAL if member.tokens else TrajectoryState.PENDING)
+        waiting = TrajectoryState.RESTING if rests else TrajectoryState.PARTIAL
+        self.move(member, waiting if member.tokens else TrajectoryState.PENDING)
         if member.step is not None and not member.tokens:
             member.step = None
             self.recompute_step(member.group)
@@ -243,7 +256,10 @@ class WorkerOperations(QueueState):
             # A member of a half-deleted group is in no queue; the score of its worker is then refused.
             self.scoring.discard(name)
             member.session = session
-        elif (name in self.pending or name in self.partial) and self.leased < self.desired.pool_size:
+        elif (
+            any(name in queue for queue in (self.pending, self.partial, self.resting))
+            and self.leased < self.desired.pool_size
+        ):
             member.attempts = max(1, member.attempts)
             self._take(member, session)
             self.totals["reregistered_total"] += 1

@@ -4,7 +4,8 @@
 local memory = call('INFO', 'memory')
 return {map = {
   counters = call('HGETALL', K.counts), drops = call('HGETALL', K.drops), lengths = call('HGETALL', K.lengths),
-  pending = call('ZCARD', K.pending), partial = call('ZCARD', K.partial), scoring = call('ZCARD', K.scoring),
+  pending = call('ZCARD', K.pending), partial = call('ZCARD', K.partial),
+  resting = call('ZCARD', K.resting), scoring = call('ZCARD', K.scoring),
   open = call('ZCARD', K.open), ready = call('ZCARD', K.ready), cut = call('HLEN', K.cut), aside = call('ZCARD', K.aside),
   sessions = call('ZCARD', K.sessions), letters = call('ZCARD', K.letters),
   used_memory = tonumber(string.match(memory, 'used_memory:(%d+)')),

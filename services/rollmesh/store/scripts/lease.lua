@@ -1,5 +1,5 @@
 #!lua
--- uses: bury core counters drop fence group roles
+-- uses: bury core counters drop fence group places roles
 -- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order of the run,
 -- by default those of the oldest group first, then pending ones in its start order (lib/places.lua).
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
@@ -11,7 +11,7 @@ local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
 if before[1] == ARGV[2] then return before[2] end
 if recovering() then return '[]' end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
-local desired = call('HMGET', K.desired, 'pool_size', 'paused')
+local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'rest_before_step')
 if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return '[]' end
 local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
@@ -61,6 +61,19 @@ local function take_from(queue, most)
   end
 end
 
+-- Trajectories that rested under a policy before `rest_before_step` become partial, those that rested first at first.
+local MOST_WOKEN = 200
+local function wake()
+  local before = '(' .. (desired[3] or '0')
+  for _, id in ipairs(call('ZRANGEBYSCORE', K.resting, '-inf', before, 'LIMIT', 0, MOST_WOKEN)) do
+    local tokens = tonumber(call('HGET', trajectory_key(id), 'tokens'))
+    call('ZREM', K.resting, id)
+    call('HSET', trajectory_key(id), 'state', S.partial)
+    call('ZADD', K.partial, resume_place(load_group(group_of(id)), tonumber(string.match(id, '%d+$')), tokens), id)
+  end
+end
+
+if room > 0 then wake() end
 take_from(K.partial, room)
 take_from(K.pending, math.min(room, #held + most_new))
 local reply = '[]'

@@ -63,7 +63,7 @@ local function keep(id)
     call('SADD', held_key(session), id)
     return true
   end
-  return lease_again(id, v[1] == S.partial and K.partial or K.pending)
+  return lease_again(id, v[1] == S.partial and K.partial or v[1] == S.resting and K.resting or K.pending)
 end
 
 for at = 3, #ARGV, 4 do

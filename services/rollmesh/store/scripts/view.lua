@@ -11,11 +11,11 @@ local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
   'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version',
-  'waiting_for')
+  'waiting_for', 'rest_before_step')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
   'prompt_bytes_total', 'prompts_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
-local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
+local pending, partial, resting = call('ZCARD', K.pending), call('ZCARD', K.partial), call('ZCARD', K.resting)
 
 -- Used memory plus the expected writes of the pool: unfinished trajectories at the mean saved size.
 local memory = call('INFO', 'memory')
@@ -24,7 +24,7 @@ local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
 local finished_total = tonumber(counts[4] or '0')
 local expected = used
 if finished_total > 0 then
-  expected = used + (tonumber(counts[1] or '0') + partial + pending) * tonumber(counts[3] or '0') / finished_total
+  expected = used + (tonumber(counts[1] or '0') + partial + resting + pending) * tonumber(counts[3] or '0') / finished_total
 end
 local ratio = limit > 0 and tostring(expected / limit) or '0'
 
@@ -85,7 +85,7 @@ return {map = {
   now = integer(now()), recovering = is_recovering,
   trained_step = meta[1], cut_step = meta[2], policy_version = meta[3], policy_train_step = meta[4],
   admitted_groups = open_count + ready_count + cut_count, open_groups = open_count, ready_groups = ready_count,
-  pending = pending, partial = partial, leased = counts[1] or '0', finished = counts[2] or '0',
+  pending = pending, partial = partial, resting = resting, leased = counts[1] or '0', finished = counts[2] or '0',
   filtered_in_a_row = meta[5], unscored_in_a_row = meta[8] or '0', blocked_since = meta[6] or '',
   user_paused = meta[7] or '0', launcher_paused = meta[13] or '0',
   failure = meta[10] and meta[11] == meta[12] and meta[10] or '',
@@ -94,6 +94,7 @@ return {map = {
   generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'),
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
   reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
+  rest_before_step = desired[7] or '0',
   settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
   aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
   aside = bound > 0 and call('ZRANGE', K.aside, 0, bound - 1) or {},

@@ -145,7 +145,7 @@ def _uniform_groups(batch: TrainBatch) -> tuple[int, int]:
     right = wrong = 0
     for g in np.unique(batch.group_index):
         member = batch.group_index == g
-        if np.ptp(batch.rewards[member]) == 0:
+        if member.sum() > 1 and np.ptp(batch.rewards[member]) == 0:
             right += int((batch.outcome_values[member] > 0).all())
             wrong += int(not (batch.outcome_values[member] > 0).any())
     return right, wrong

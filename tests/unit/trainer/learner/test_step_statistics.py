@@ -62,6 +62,14 @@ def test_a_group_of_assigned_values_is_all_wrong_and_the_mean_verdict_is_of_thos
         assert (stats.all_right_groups, stats.all_wrong_groups) == (0, 1)
 
 
+def test_groups_of_one_are_neither_all_right_nor_all_wrong() -> None:
+    rng = np.random.default_rng(0)
+    groups = [[trajectory(f"{name}.0", [policy_segment(rng, 3, 2)], reward)] for name, reward in (("a", 1.0), ("b", 0))]
+    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["reinforce_pp"]))
+    assert (stats.groups, stats.all_right_groups, stats.all_wrong_groups) == (2, 0, 0)
+    assert stats.advantage_abs_mean == pytest.approx(0.5 / math.sqrt(0.5), rel=1e-5)
+
+
 def test_batch_is_counted_by_hand(flat: TrainBatch) -> None:
     stats = batch_stats(flat)
     assert (stats.groups, stats.trajectories, stats.original_tokens, stats.trained_tokens) == (2, 4, 26, 24)

@@ -120,7 +120,7 @@ local function begin_group_again(group, reason, aside)
   end
   local members = {}
   for member = 0, group.launched - 1 do members[member + 1] = gid .. '.' .. member end
-  for _, queue in ipairs({K.pending, K.partial, K.scoring}) do call('ZREM', queue, unpack(members)) end
+  for _, queue in ipairs({K.pending, K.partial, K.resting, K.scoring}) do call('ZREM', queue, unpack(members)) end
   call('HSET', K.returning, gid, cjson.encode(r))
   return true
 end

@@ -12,6 +12,7 @@ local function take_out_member(id, keys)
   local state = v[1] or S.pending
   if state == S.pending then call('ZREM', K.pending, id)
   elseif state == S.partial then call('ZREM', K.partial, id)
+  elseif state == S.resting then call('ZREM', K.resting, id)
   else count(state, -1) end
   if v[2] and (state == S.leased or state == S.finished) then call('SREM', held_key(v[2]), id) end
   if state == S.finished and not v[2] then call('ZREM', K.scoring, id) end
@@ -75,7 +76,7 @@ local function delete_group(group, reason)
   local ids = {}
   for member = 0, group.launched - 1 do ids[member + 1] = gid .. '.' .. member end
   in_slices(ids, function(...)
-    for _, queue in ipairs({K.pending, K.partial, K.scoring}) do call('ZREM', queue, ...) end
+    for _, queue in ipairs({K.pending, K.partial, K.resting, K.scoring}) do call('ZREM', queue, ...) end
   end)
   call('HSET', K.dropped, gid, '0 0 0 0 ' .. group.launched .. ' ' .. reason)
   call('UNLINK', group_key(gid))

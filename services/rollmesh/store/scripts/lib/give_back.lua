@@ -8,9 +8,10 @@ local function forget_first_token(group, id)
   recompute_step(group, id)
 end
 
--- Returns a held trajectory: an unfinished one becomes partial or pending, a finished one joins the scoring queue. When
--- its group is gone it joins no queue, and the next slice deletes its record.
-local function give_back(id, free_attempt)
+-- Returns a held trajectory: an unfinished one becomes partial, resting or pending, a finished one joins the scoring
+-- queue. A resting one waits for a policy after the newest one. When its group is gone it joins no queue, and the next
+-- slice deletes its record.
+local function give_back(id, free_attempt, rests)
   local group = load_group(group_of(id))
   if not group then return call('HDEL', trajectory_key(id), 'session') end
   local v = call('HMGET', trajectory_key(id), 'state', 'tokens', 'attempts', 'scorings', 'step')
@@ -18,11 +19,14 @@ local function give_back(id, free_attempt)
   if v[1] == S.leased then
     local tokens = tonumber(v[2])
     local partial = tokens > 0
-    call('HSET', trajectory_key(id), 'state', partial and S.partial or S.pending)
+    local state = not partial and S.pending or rests and S.resting or S.partial
+    call('HSET', trajectory_key(id), 'state', state)
     if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[3]) - 1)) end
     call('HDEL', trajectory_key(id), 'session')
     if v[5] and not partial then forget_first_token(group, id) end
-    if partial then
+    if state == S.resting then
+      call('ZADD', K.resting, call('HGET', K.meta, 'policy_train_step'), id)
+    elseif partial then
       call('ZADD', K.partial, resume_place(group, member, tokens), id)
     else
       call('ZADD', K.pending, start_place(group.index, group.rank, member), id)

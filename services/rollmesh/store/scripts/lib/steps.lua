@@ -14,7 +14,7 @@ local function lower_step(group, step, id)
   call('ZADD', K.open_steps, step, group.id)
 end
 
-local IN_LOSS = {[S.leased] = true, [S.partial] = true, [S.finished] = true, [S.scored] = true}
+local IN_LOSS = {[S.leased] = true, [S.partial] = true, [S.resting] = true, [S.finished] = true, [S.scored] = true}
 
 -- The record of a group of an older release does not have the steps of its members.
 local function lowest_of_members(group)
