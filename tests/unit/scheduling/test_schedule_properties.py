@@ -177,7 +177,7 @@ class ArealStalenessManager:
         return min(self.max_concurrent - running, (self.eta + version + 1) * self.batch - (accepted + running))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(meshes(presets=("areal",), crashes=False, train_steps=(12, 20)))
 def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
     rules = mesh.schedule
@@ -191,7 +191,7 @@ def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
     assert mesh.queue.trained_step >= 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(meshes(presets=("pipeline", "roll"), crashes=False, train_steps=(12, 20), whole_pool=True))
 def test_a_lag_in_groups_admits_exactly_what_the_counter_of_submitted_groups_admits(mesh):
     """PipelineRL: submitted < ceil(max_lag / attempts) + (v + 1) * B; ROLL: running + completed < ceil(alpha * B) +

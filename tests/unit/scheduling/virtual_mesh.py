@@ -161,6 +161,8 @@ class VirtualMesh:
 
     def apply_fates(self, decisions: Decisions) -> None:
         for ids, aside in ((decisions.restart, False), (decisions.set_aside, True)):
+            if not ids:
+                continue
             assert set(self.queue.begin_again(ids, aside=aside)) == set(ids)
             for gid in ids:
                 self.begun_again[gid] += 1
