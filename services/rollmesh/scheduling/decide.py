@@ -126,9 +126,16 @@ def _desired(
         reason=paused,
         interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
         start_at_version=start_at_version(schedule, view, admitted),
-        rest_before_step=view.policy_train_step + int(wakes) if schedule.segment_tokens else 0,
+        rest_before_step=_rest_before_step(schedule, view, wakes),
         waiting_for=waiting_for,
     )
+
+
+def _rest_before_step(schedule: Schedule, view: MeshView, wakes: bool) -> int:
+    """Return a step after every policy of the run to wake all that rests, even what rested before a rollback."""
+    if not schedule.segment_tokens:
+        return 0
+    return schedule.train_steps + 1 if wakes else max(0, view.policy_train_step)
 
 
 def _only_rests(view: MeshView) -> bool:
