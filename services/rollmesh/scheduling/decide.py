@@ -25,7 +25,7 @@ def needs_groups(schedule: Schedule, view: MeshView) -> bool:
     if _is_winding_down(schedule, view):
         return view.open_groups + view.ready_groups + view.aside_groups > 0
     if _at_rest(schedule, view) is not None:
-        return _waits_for_policy(schedule, view) and may_begin_again(schedule, view)
+        return _begins_again_at_barrier(schedule, view)
     cut_possible = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
     return cut_possible or any_stale(schedule, view) or timed_out(schedule, view, view.blocked_by)
 
@@ -41,7 +41,7 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     if _is_winding_down(schedule, view):
         return _wind_down(schedule, view)
     if (resting := _at_rest(schedule, view)) is not None:
-        return with_fates(schedule, view, resting) if _waits_for_policy(schedule, view) else resting
+        return with_fates(schedule, view, resting) if _begins_again_at_barrier(schedule, view) else resting
     plan = plan_cut(schedule, view)
     if schedule.barrier and plan.group_ids is not None:
         return Decisions(desired=_desired(schedule, view, paused=_barrier(view.cut_step + 1)), cut=plan.group_ids)
@@ -92,6 +92,11 @@ def _waits_for_policy(schedule: Schedule, view: MeshView) -> bool:
     return schedule.barrier and view.cut_step > view.policy_train_step >= 0
 
 
+def _begins_again_at_barrier(schedule: Schedule, view: MeshView) -> bool:
+    """Tell whether groups begin again now, at a barrier; groups are evicted only after it."""
+    return _waits_for_policy(schedule, view) and may_begin_again(schedule, view)
+
+
 def _hopeless(schedule: Schedule, view: MeshView) -> str:
     """Return the reason that the run would use up prompts without training a step; empty without one."""
     most = schedule.max_filtered_in_a_row
@@ -126,9 +131,16 @@ def _desired(
         reason=paused,
         interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
         start_at_version=start_at_version(schedule, view, admitted),
-        rest_before_step=view.policy_train_step + int(wakes) if schedule.segment_tokens else 0,
+        rest_before_step=_rest_before_step(schedule, view, wakes),
         waiting_for=waiting_for,
     )
+
+
+def _rest_before_step(schedule: Schedule, view: MeshView, wakes: bool) -> int:
+    """Return a step after every policy of the run to wake all that rests, even what rested before a rollback."""
+    if not schedule.segment_tokens:
+        return 0
+    return schedule.train_steps + 1 if wakes else max(0, view.policy_train_step)
 
 
 def _only_rests(view: MeshView) -> bool:

@@ -209,7 +209,8 @@ PRESETS = {
         "the current iteration is in the loss",
         deviation="the loss is one of ours instead of the squared log-ratio, the optimizer keeps its state, and the "
         "budget counts per trajectory and iteration: a quarter of the longest answer; the source does not say how many "
-        "prompts are open at once. Detection of repetitions and prioritized sampling of prompts are left out",
+        "prompts are open at once. A group trains when its last answer ends, so answers that ended under an older "
+        "policy are masked whole. Detection of repetitions and prioritized sampling of prompts are left out",
         goes_with="trainer.algorithm: {advantage: dr_grpo}",
         admission=AdmissionRule.WAVE,
         spare_batches=1,

@@ -50,7 +50,8 @@ def timed_out(schedule: Schedule, view: MeshView, blocked_by: str) -> bool:
 def _lacking(schedule: Schedule, view: MeshView) -> str:
     if view.cut_step != view.trained_step or view.ready_groups >= schedule.groups_per_batch:
         return ""
-    if view.unfinished - view.leased + view.finished:
+    # Resting ones wait for those that are leased, which may never end.
+    if view.pending + view.partial + view.finished:
         return ""
     members = schedule.group_size if view.recalled_groups else schedule.launched_members
     slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * members)

@@ -84,6 +84,7 @@ class QueueWorkers(RuleBasedStateMachine):
         self.begun_again: Counter[bool] = Counter()
         """Groups that began again, by whether they were set aside."""
         self.recalled = 0
+        self.rested = 0
 
     @rule()
     def open_worker(self) -> None:
@@ -202,6 +203,15 @@ class QueueWorkers(RuleBasedStateMachine):
                 uncounted = reason is not ReleaseReason.FAILED
                 rests = reason is ReleaseReason.RESTED
                 assert released == self.model.release(session, m.trajectory_id, free_attempt=uncounted, rests=rests)
+
+    @rule(pick=PICK)
+    def rest(self, pick: int) -> None:
+        """Release a trajectory at the end of a segment."""
+        m, _ = self.pick("leased", pick)
+        if m is not None:
+            self.append(pick, 2, 0)
+            self.release(pick, ReleaseReason.RESTED)
+            self.rested += m.state == "resting"
 
     @rule(pick=PICK)
     def fail(self, pick: int) -> None:

@@ -39,6 +39,7 @@ WALK = {
     "score": 16,
     "complete": 4,
     "release": 3,
+    "rest": 4,
     "fail": 2,
     "restart": 1,
     "fork": 1,
@@ -73,6 +74,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "finish": lambda: {"pick": rng.randrange(1000), "tokens": rng.randint(1, 3)},
         "score": lambda: {"pick": rng.randrange(1000), "reward": rng.choice([0.0, 1.0, 0.25, 0.5, 0.75, None])},
         "complete": lambda: {"rewards": rng.choices([0.0, 1.0, 0.25, 0.5, 0.75, None], k=5)},
+        "rest": lambda: {"pick": rng.randrange(1000)},
         "release": lambda: {"pick": rng.randrange(1000), "reason": rng.choice(list(ReleaseReason))},
         "take_over_scoring": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 3)},
         "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
@@ -105,6 +107,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         assert reached["consumed"] >= 8, reached
         assert machine.model.dropped_tokens["surplus"] > 0
         assert min(machine.registered[True], machine.registered[False]) >= 5, machine.registered
+        assert machine.rested >= 5, machine.rested
         assert min(machine.begun_again[True], machine.begun_again[False], machine.recalled) >= 3, machine.begun_again
     finally:
         machine.teardown()

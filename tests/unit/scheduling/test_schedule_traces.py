@@ -237,15 +237,15 @@ def test_sorted_partial_trains_an_answer_before_it_is_too_old_however_long_it_is
     assert decide(schedule("sorted_partial"), view(**in_last_batch, ready=ended)).cut == ("e0-0", "e0-1")
 
 
-# trained step, policy, pending, resting, running -> train step before which trajectories no longer rest
+# trained step, policy, pending, resting, running -> train step before which trajectories no longer rest, of 100
 RESTS = [
     (0, 0, 4, 0, 4, 0),  # a stage of policy 0: what has sampled its segment rests
     (0, 0, 0, 3, 5, 0),
     (0, 0, 1, 7, 0, 0),  # one answer still waits for a lease
-    (0, 0, 0, 8, 0, 1),  # all rest and the batch is incomplete: another segment under policy 0
+    (0, 0, 0, 8, 0, 101),  # all rest and the batch is incomplete: another segment under policy 0
     (0, 0, 0, 0, 8, 0),
     (1, 1, 0, 6, 2, 1),  # policy 1: what rested under policy 0 continues, what rested under policy 1 does not
-    (1, 1, 0, 6, 0, 2),
+    (1, 1, 0, 6, 0, 101),
 ]
 
 
