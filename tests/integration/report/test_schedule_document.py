@@ -21,9 +21,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def pictured(preset: str) -> PicturedRun:
+def pictured(preset: str, *overrides: str) -> PicturedRun:
     """The run of a preset with B = 4 and n = 2."""
-    run = PicturedRun(preset_schedule(preset, "schedule.groups_per_batch=4", "schedule.group_size=2"))
+    run = PicturedRun(preset_schedule(preset, "schedule.groups_per_batch=4", "schedule.group_size=2", *overrides))
     run.run()
     return run
 
@@ -78,6 +78,13 @@ def test_rollpacker_collects_the_late_groups_for_a_long_round() -> None:
     # One of five groups is late in each short round, so the fifth round has the four late ones of before.
     assert rounds.index(max(rounds)) == 3
     assert figures_of(run).dropped > 0
+
+
+def test_masked_tokens_are_dropped_and_the_others_stay_within_the_bound() -> None:
+    run = pictured("copris_paper", "schedule.max_staleness=1", "schedule.on_stale=mask_old_segments")
+    cut = [t for t in run.trajectories.values() if t.staleness is not None]
+    assert max(t.staleness for t in cut if t.staleness is not None) == 1
+    assert any(t.dropped and t.tokens for t in cut)
 
 
 def test_a_picture_has_a_row_for_each_trajectory_and_a_line_for_each_cut() -> None:

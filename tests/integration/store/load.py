@@ -210,8 +210,8 @@ def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
     return theirs is not None and theirs.incarnation > ours.incarnation and 0 < theirs.saved < ours.saved
 
 
-async def lead(store: TrajectoryStore, ttl: float) -> None:
-    """Admit up to the capacity, cut the oldest ready groups, evict what is too stale, reap."""
+async def lead(store: TrajectoryStore, begins_again: bool) -> None:
+    """Admit up to the capacity, cut the oldest ready groups, end what is too stale or begin it again, reap."""
     token: str | None = None
     while True:
         await asyncio.sleep(0.003)
@@ -220,14 +220,14 @@ async def lead(store: TrajectoryStore, ttl: float) -> None:
                 token = await store.leadership.acquire("leader")
                 continue
             await store.leadership.set_desired(token, Desired(pool_size=POOL))
-            await look(store, token)
+            await look(store, token, begins_again)
         except (Conflict, StoreUnavailable):
             continue
         except SessionLost:
             token = None
 
 
-async def look(store: TrajectoryStore, token: str) -> None:
+async def look(store: TrajectoryStore, token: str, begins_again: bool) -> None:
     await store.leadership.reap(token)
     view = await store.mesh.view()
     if view.recovering:
@@ -244,11 +244,28 @@ async def look(store: TrajectoryStore, token: str) -> None:
         for g in (*view.ready, *view.stalest_open)
         if g.min_train_step is not None and g.min_train_step < oldest
     ]
-    if stale:
+    if begins_again:
+        await end_or_begin_again(store, token, stale)
+    elif stale:
         await store.leadership.evict(token, stale, "stale")
+    if view.aside_groups:
+        await store.restarted.recall(token, step, view.recalled_groups + view.aside_groups)
     fresh = [g.group_id for g in view.ready if g.group_id not in stale]
     if view.cut_step == view.trained_step and len(fresh) >= BATCH:
         await store.leadership.cut(token, step, fresh[:BATCH])
+
+
+async def end_or_begin_again(store: TrajectoryStore, token: str, stale: list[str]) -> None:
+    """Evict, restart or set aside a stale group, each a third of the groups by their index."""
+    evicted, restarted, set_aside = (
+        [name for name in stale if int(name.rpartition("-")[2]) % 3 == third] for third in range(3)
+    )
+    if evicted:
+        await store.leadership.evict(token, evicted, "stale")
+    if restarted:
+        await store.restarted.restart(token, restarted)
+    if set_aside:
+        await store.restarted.set_aside(token, set_aside)
 
 
 @dataclass
@@ -322,6 +339,8 @@ class LoadedMesh:
     run: str
     ttl: float
     rng: random.Random
+    begins_again: bool = False
+    """True if the leader restarts or sets aside some of the stale groups, in place of evicting them."""
     stores: list[TrajectoryStore] = field(default_factory=list)
     workers: dict[int, Worker] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -334,7 +353,7 @@ class LoadedMesh:
             limits(**changes, session_ttl_seconds=self.ttl, filter_zero_variance=True, max_attempts=50)
         )
         self.trainer = Trainer(self.stores[1])
-        self.tasks["leader"] = asyncio.create_task(lead(self.stores[0], self.ttl))
+        self.tasks["leader"] = asyncio.create_task(lead(self.stores[0], self.begins_again))
         self.tasks["trainer"] = asyncio.create_task(self.trainer.run())
         for number in range(3):
             self.start_worker(number)
@@ -371,7 +390,7 @@ class LoadedMesh:
             self.trainer.step = self.trainer.committed = old.committed
             self.tasks[role] = asyncio.create_task(self.trainer.run())
         elif role == "leader":
-            self.tasks[role] = asyncio.create_task(lead(self.stores[0], self.ttl))
+            self.tasks[role] = asyncio.create_task(lead(self.stores[0], self.begins_again))
         else:
             self.start_worker(int(role.rpartition("-")[2]))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.store import EmbeddedServer
+from rollmesh.store.queue_types import StoreCounts
 
 from .load import LoadedMesh
 from .stored_keys import read_truth
@@ -17,13 +18,26 @@ WAIT_SECONDS = 120.0
 NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0, "of_two_writers": 0}
 
 
+FATES = ("evicted_total", "groups_restarted_total", "groups_set_aside_total", "groups_recalled_total")
+
+
+def missing_fates(counts: StoreCounts) -> list[str]:
+    """What has not happened to any stale group yet."""
+    return [fate for fate in FATES if not counts.totals.get(fate)]
+
+
 async def test_roles_die_at_random_and_every_group_is_trained_once(server: EmbeddedServer) -> None:
-    rng = random.Random(7)
-    async with LoadedMesh(server.url, "roles-die", 0.4, rng) as mesh:
-        for step in range(2, 18, 2):
+    """Stale groups are evicted, restarted or set aside meanwhile; the test ends once all of it has happened."""
+    rng, step = random.Random(7), 0
+    async with (
+        asyncio.timeout(2 * WAIT_SECONDS),
+        LoadedMesh(server.url, "roles-die", 0.4, rng, begins_again=True) as mesh,
+    ):
+        while step < 16 or missing_fates(await mesh.stores[0].mesh.counts()):
+            step += 2
             await mesh.trainer.until(step, WAIT_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))
-        await mesh.trainer.until(18, WAIT_SECONDS)
+        await mesh.trainer.until(step + 2, WAIT_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []

@@ -29,7 +29,7 @@ class PicturedTrajectory:
     group_id: str
     tokens: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
-    """Tokens that no batch trains: of groups that began again or were dropped, and of surplus members."""
+    """Tokens that no batch trains: of groups that began again or were dropped, of surplus members, and masked ones."""
     staleness: int | None = None
     """Train steps between its oldest token and the trainer, once it is cut."""
     off_policy: int = 0
@@ -39,6 +39,11 @@ class PicturedTrajectory:
         """Turn all its tokens into dropped ones."""
         self.dropped |= self.tokens
         self.tokens.clear()
+
+    def mask(self, oldest: int) -> None:
+        """Turn its tokens of versions below ``oldest`` into dropped ones."""
+        self.dropped |= {tick: version for tick, version in self.tokens.items() if version < oldest}
+        self.tokens = {tick: version for tick, version in self.tokens.items() if version >= oldest}
 
 
 @dataclass(slots=True)
@@ -118,8 +123,10 @@ class PicturedRun:
         self.cuts.append(self.ticks)
         for trajectory in self.trajectories.values():
             if trajectory.group_id in group_ids and trajectory.tokens:
+                if self.schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
+                    trajectory.mask(oldest=queue.trained_step - self.schedule.max_staleness)
                 ages = [queue.trained_step - version for version in trajectory.tokens.values()]
-                trajectory.staleness, trajectory.off_policy = max(ages), sum(age > 0 for age in ages)
+                trajectory.staleness, trajectory.off_policy = max(ages, default=0), sum(age > 0 for age in ages)
 
     def _generate(self) -> None:
         queue, version = self._queue, self._queue.policy_version
