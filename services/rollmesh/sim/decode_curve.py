@@ -45,7 +45,8 @@ class EngineCosts:
             for running, seconds in enumerate(values, 1):
                 if not 0 <= seconds < math.inf or (name == "base" and not seconds):
                     raise ConfigError(
-                        f"engine costs: {name}({running})={seconds}; expected finite seconds: base above 0, slope at least 0"
+                        f"engine costs: {name}({running})={seconds}; expected finite seconds, base above 0 and slope "
+                        "at least 0"
                     )
         _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
 
