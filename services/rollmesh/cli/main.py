@@ -20,6 +20,7 @@ with many_imports():
         run_commands,
         schedule_table,
         serving,
+        sim,
         top,
         up,
     )
@@ -42,7 +43,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
 _add("Runs", up.up, up.demo, up.demo_seeds, demo_schedules.demo_schedules)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
-_add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)
+_add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top, sim.sim)
 _add("Runs", replicas.scale, backups.backup, schedule_table.schedules)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")

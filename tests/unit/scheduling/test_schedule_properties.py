@@ -12,6 +12,7 @@ from rollmesh.scheduling import AdmissionRule, OnStale
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
 from rollmesh.scheduling.queue_model import GroupState
+from rollmesh.sim.invariants import Invariants
 
 from .views import schedule
 from .virtual_mesh import VirtualMesh
@@ -138,6 +139,7 @@ def in_waves(mesh, on_stale, spare_groups):
         on_stale=OnStale(on_stale),
     )
     mesh.queue.limits = replace(mesh.queue.limits, max_staleness=0)
+    mesh.invariants = Invariants(mesh.schedule, mesh.queue)
     return mesh
 
 
@@ -182,6 +184,7 @@ class ArealStalenessManager:
 def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
     rules = mesh.schedule
     rules = mesh.schedule = replace(rules, window_groups=(rules.max_staleness + 1) * rules.groups_per_batch)
+    mesh.invariants = Invariants(rules, mesh.queue)
     manager = ArealStalenessManager(rules.max_staleness, rules.groups_per_batch, rules.pool_groups)
     while mesh.queue.trained_step + rules.max_staleness + 2 < rules.train_steps:
         running = mesh.count(GroupState.OPEN)

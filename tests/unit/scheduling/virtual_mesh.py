@@ -13,9 +13,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, MeshView, RunLimits
-from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, decide, needs_groups
+from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
 from rollmesh.scheduling.orders import CutOrder
-from rollmesh.scheduling.queue_model import GroupState, ModelGroup, ModelMember, QueueModel, Save
+from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
+from rollmesh.sim.invariants import Invariants
 
 WORKERS = 3
 
@@ -55,6 +56,7 @@ class VirtualMesh:
     stuck_group: int | None = None
     """Admission index, from 0, of the group whose first rollout never ends."""
     queue: QueueModel = field(init=False)
+    invariants: Invariants = field(init=False)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     """Of the groups that are open, by trajectory."""
     batches: list[list[str]] = field(default_factory=list)
@@ -84,6 +86,7 @@ class VirtualMesh:
                 train_steps=rules.train_steps,
             )
         )
+        self.invariants = Invariants(rules, self.queue)
         self.queue.registered_generators = self.generators
         self.queue.announce(0)
         self.serving = [0] * self.generators
@@ -180,7 +183,8 @@ class VirtualMesh:
     def apply_cut(self, decisions: Decisions) -> None:
         if decisions.cut is None:
             return
-        assert len(decisions.cut) == self.schedule.groups_per_batch
+        self.invariants.before_cut(decisions.cut)
+        self.invariants.whole_queue()
         steps = [self.queue.groups[GroupState.READY][gid].step for gid in decisions.cut]
         self.queue.cut(self.queue.cut_step + 1, decisions.cut)
         for step in steps:
@@ -189,18 +193,9 @@ class VirtualMesh:
         self.batches.append(list(decisions.cut))
 
     def apply_admission(self, decisions: Decisions) -> None:
-        n = self.schedule.launched_members
         for _ in range(decisions.admit_groups):
             self.admit()
-        waiting = len(self.queue.pending) + len(self.queue.partial) + len(self.queue.resting)
-        unfinished = waiting + self.queue.leased
-        assert self.queue.admitted_unconsumed <= self.schedule.window_groups
-        if decisions.admit_groups and self.schedule.admission is AdmissionRule.POOL:
-            ahead = self.count(GroupState.READY) + unfinished / n
-            assert ahead <= self.schedule.pool_groups + self.schedule.groups_per_batch
-        wave = self.schedule.wave_batches * self.schedule.groups_per_batch + self.schedule.spare_groups
-        bound = self.schedule.pool_size + (wave + 2) * n
-        assert unfinished <= bound, f"{unfinished} unfinished trajectories, bound {bound}"
+        self.invariants.after_admission(decisions.admit_groups)
 
     def admit(self) -> None:
         index = self.queue.admitted
@@ -225,7 +220,7 @@ class VirtualMesh:
             rollout.sampled = member.tokens
             rollout.floor = rollout.newest_version if member.tokens else self.queue.start_at_version
             rollout.floor = max(rollout.floor, desired.interrupt_below_version)
-        assert self.queue.leased <= self.schedule.pool_size
+        self.invariants.after_lease()
 
     def generate(self) -> None:
         for member in self.members("leased"):
@@ -238,6 +233,7 @@ class VirtualMesh:
             if rollout.length == NEVER and rollout.sampled:
                 continue
             version = self.serving[rollout.generator]
+            self.invariants.sampled(version, rollout.floor)
             self.queue.begin(member.session or "", member.trajectory_id, version)
             if version > rollout.newest_version:
                 rollout.newest_version, rollout.in_segment = version, 0
@@ -305,22 +301,11 @@ class VirtualMesh:
         self.queue.close_session(worker, free_attempt=False)
         self.open_worker()
 
-    def check_counts(self) -> None:
-        """The counters of the queue are those of its members."""
-        groups: list[ModelGroup] = [
-            g for state, by_id in self.queue.groups.items() if state is not GroupState.ASIDE for g in by_id.values()
-        ]
-        found = Counter(m.state for g in groups for m in g.members)
-        waiting = {name: len(getattr(self.queue, name)) for name in ("pending", "partial", "resting")}
-        assert +found == +Counter({**self.queue.counts, **waiting})
-        steps = [g.step for g in groups if g.state is not GroupState.CUT and g.step is not None]
-        assert +self.queue.unclaimed == Counter(steps)
-
     def run(self, ticks: int) -> None:
         """Tick until every group has ended; fails when that takes more than ``ticks``."""
         for _ in range(ticks):
             self.tick()
             if self.queue.trained_step >= self.schedule.train_steps and not any(self.queue.groups.values()):
-                self.check_counts()
+                self.invariants.whole_queue()
                 return
         raise AssertionError(f"not done after {ticks} ticks: {self.queue.view()} {self.trace[-1]}")

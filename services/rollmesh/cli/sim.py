@@ -1,0 +1,57 @@
+"""``rollmesh sim``: simulate a run file, compare schedules, sweep a field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmesh.cli.common import JsonOption, SetOption, clear_errors
+from rollmesh.report.console import output_console
+
+RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="[RUN.yaml]")]
+Compare = Annotated[str | None, typer.Option(help="Presets, separated by commas; `all` for every preset.")]
+Sweep = Annotated[str | None, typer.Option(help="Field of the run file and its values: schedule.pool_size=256,512")]
+With = Annotated[
+    list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with trainer_devices=16")
+]
+Fail = Annotated[list[str] | None, typer.Option(help="Failure, repeatable: --fail deaths_per_hour=1")]
+Gpu = Annotated[str | None, typer.Option(help="GPU of the table.")]
+Model = Annotated[str | None, typer.Option(help="Model of the table, or a Hugging Face folder.")]
+Check = Annotated[bool, typer.Option("--check", help="Check every promise of the scheduler; status 2 if one fails.")]
+Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
+
+
+def sim(
+    run: RunFile = None,
+    compare: Compare = None,
+    sweep: Sweep = None,
+    gpu: Gpu = None,
+    model: Model = None,
+    with_: With = None,
+    fail: Fail = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    check: Check = False,
+    long: Long = False,
+) -> None:
+    """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
+
+    The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
+    """
+    from rollmesh.sim.arms import arms_of, simulate
+    from rollmesh.sim.figures_table import figures_table
+
+    settings = [*(with_ or []), *(f"{name}={value}" for name, value in (("gpu", gpu), ("model", model)) if value)]
+    with clear_errors():
+        arms = arms_of(run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long)
+        results = []
+        for arm in arms:
+            found = simulate(arm, check=check)
+            results.append((arm.name, found))
+            if as_json:
+                typer.echo(json.dumps({"arm": arm.name, **found.document()}))
+    if not as_json:
+        output_console().print(figures_table(results))

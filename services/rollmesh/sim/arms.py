@@ -1,0 +1,97 @@
+"""Arms of a comparison: one simulation for each preset or value, all with the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from rollmesh.config import load_run_config
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.sim.failures import FailurePlan
+from rollmesh.sim.figures import Figures, figures
+from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One simulation of a comparison."""
+
+    name: str
+    settings: MeshSettings
+
+
+def arms_of(
+    run: Path | None,
+    overrides: Sequence[str],
+    settings: Sequence[str],
+    failures: Sequence[str],
+    *,
+    compare: str | None = None,
+    sweep: str | None = None,
+    is_long: bool = False,
+) -> list[Arm]:
+    """Return the arms in the order of the options; one arm without ``compare`` and ``sweep``.
+
+    ``overrides`` are fields of the run file, ``settings`` fields of ``SimulationSetup``, both as ``name=value``.
+    Raises ConfigError for an unknown field or preset, and for a swept field without an effect on the simulation.
+    """
+    setup = parse_setup(settings)
+    plan = FailurePlan.parse(list(failures), seed=setup.seed)
+
+    def arm(name: str, more: Sequence[str] = ()) -> Arm:
+        config = load_run_config(run or DEFAULT_RUN, [*overrides, *more])
+        return Arm(name=name or config.schedule.preset, settings=mesh_settings(config, setup, plan, is_long=is_long))
+
+    if compare is not None and sweep is not None:
+        raise ConfigError(
+            "--compare and --sweep: give one of them; a preset is a value too: --sweep schedule.preset=A,B"
+        )
+    if compare is not None:
+        return [arm(name, [f"schedule.preset={name}"]) for name in _presets(compare)]
+    if sweep is None:
+        return [arm("")]
+    field, separator, values = sweep.partition("=")
+    items = [value.strip() for value in values.split(",") if value.strip()]
+    if not separator or not items:
+        raise ConfigError(f"--sweep {sweep}: expected FIELD=VALUE,VALUE,...")
+    arms = [arm(f"{field}={value}", [f"{field}={value}"]) for value in items]
+    if len(arms) > 1 and all(each.settings == arms[0].settings for each in arms):
+        raise ConfigError(f"--sweep {field}: the simulation does not depend on this field; sweep another one")
+    return arms
+
+
+def simulate(arm: Arm, *, check: bool = False) -> Figures:
+    """Simulate one arm."""
+    return figures(SimulatedMesh(arm.settings, check=check).run(), arm.settings.devices)
+
+
+def parse_setup(items: Sequence[str]) -> SimulationSetup:
+    """Read ``name=value`` items; raises ConfigError with the known names for an unknown one or a bad value."""
+    values = {}
+    for item in items:
+        name, separator, text = item.partition("=")
+        if not separator or name not in SimulationSetup.model_fields:
+            raise ConfigError(
+                f"--with {item}: expected NAME=VALUE, with a name of {', '.join(SimulationSetup.model_fields)}"
+            )
+        values[name] = yaml.safe_load(text)
+    try:
+        return SimulationSetup.model_validate(values)
+    except ValidationError as error:
+        lines = (f"--with {each['loc'][0]}={each['input']}: {each['msg']}" for each in error.errors())
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _presets(names: str) -> list[str]:
+    listed = list(PRESETS) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in listed if name not in PRESETS]:
+        raise ConfigError(f"--compare {','.join(unknown)}: unknown; the presets are {', '.join(PRESETS)}")
+    if not listed:
+        raise ConfigError(f"--compare: expected presets, of {', '.join(PRESETS)}")
+    return listed

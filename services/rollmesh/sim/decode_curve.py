@@ -1,0 +1,186 @@
+"""Cost of a generator's decode steps: tables by running calls, and the measured curve that they come from.
+
+A decode step of ``r`` running calls that hold ``C`` context tokens together takes base(r) + slope(r) * C seconds. A
+measured curve has points (running calls, context tokens per call, seconds) at two contexts or more, because one context
+cannot tell base from slope. ``rollmesh bench engine --save`` and ``rollmesh bench gpu`` write such a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+
+_NOISE = 0.1
+"""Largest relative fall between neighbouring points that counts as noise of the measurement."""
+_MOST_CONTEXT_SHARE = 0.99
+"""Largest share of a step that a fit may charge to the context: noise must not make the base 0 or negative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCosts:
+    """Seconds of decode steps and prefills of one generator."""
+
+    base: tuple[float, ...]
+    """Seconds of a step without its context, by running calls; index 0 is not used."""
+    slope: tuple[float, ...]
+    """Seconds of a step per context token of all running calls together, by running calls."""
+    prefill_seconds_per_token: float
+
+    def __post_init__(self) -> None:
+        if len(self.base) != len(self.slope) or len(self.base) < 2:
+            raise ConfigError(
+                f"engine costs: base has {len(self.base)} entries and slope {len(self.slope)}; both need one for each "
+                "number of running calls, and one for 0"
+            )
+        for name, values in (("base", self.base[1:]), ("slope", self.slope[1:])):
+            for running, seconds in enumerate(values, 1):
+                if not 0 <= seconds < math.inf or (name == "base" and not seconds):
+                    raise ConfigError(
+                        f"engine costs: {name}({running})={seconds}; expected finite seconds, base above 0 and slope "
+                        "at least 0"
+                    )
+        _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
+
+    @property
+    def slots(self) -> int:
+        """Largest number of running calls with known costs."""
+        return len(self.base) - 1
+
+    def step(self, running: int, context: float) -> float:
+        """Return the seconds of one decode step with ``context`` tokens in all running calls together."""
+        return self.base[running] + self.slope[running] * context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """Measured decode step."""
+
+    running: int
+    context: int
+    """Context tokens of each running call."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCurve:
+    """Measured decode steps of one engine, model and device. Raises ConfigError for a curve that is not usable."""
+
+    points: tuple[CurvePoint, ...]
+    prefill_seconds_per_token: float
+    engine: str = ""
+    """Engine, model and device of the measurement, for people."""
+
+    def __post_init__(self) -> None:
+        _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
+        for point in self.points:
+            _require_seconds(f"seconds at running={point.running}, context={point.context}", point.seconds)
+            if point.running < 1 or point.context < 1:
+                raise ConfigError(
+                    f"decode curve: running={point.running}, context={point.context}; both are at least 1"
+                )
+        if not self.points:
+            raise ConfigError("decode curve: no points; measure with: rollmesh bench engine --save FILE")
+        for running, row in self._rows().items():
+            if len(row) < 2:
+                raise ConfigError(
+                    f"decode curve: running={running} was measured at one context ({min(row)} tokens per call); "
+                    "measure at two contexts or more: one cannot tell the cost of the context from the rest"
+                )
+            _require_no_fall(f"running={running}, context", row)
+        for context in {point.context for point in self.points}:
+            column = {p.running: p.seconds for p in self.points if p.context == context}
+            _require_no_fall(f"context={context}, running", column)
+
+    def costs(self, slots: int) -> EngineCosts:
+        """Return tables up to ``slots`` running calls; ConfigError beyond the largest measured number.
+
+        base and slope are fitted at each measured number of running calls (least squares over the contexts, none
+        below 0) and interpolated linearly between; below the smallest number its values hold.
+        """
+        rows = self._rows()
+        measured = sorted(rows)
+        if slots > measured[-1]:
+            raise ConfigError(
+                f"decode curve: slots={slots}, but the curve ends at running={measured[-1]}; measure up to the slots "
+                "of the generators, or simulate fewer slots"
+            )
+        fits = [_fit(running, rows[running]) for running in measured]
+        every = np.arange(slots + 1)
+        base, slope = (np.interp(every, measured, [fit[part] for fit in fits]) for part in (0, 1))
+        return EngineCosts(
+            base=tuple(base.tolist()),
+            slope=tuple(slope.tolist()),
+            prefill_seconds_per_token=self.prefill_seconds_per_token,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the curve as JSON, for ``read``."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a saved curve. Raises ConfigError if the file is missing, is no curve, or has unusable points."""
+        try:
+            document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                points=tuple(_point(point) for point in document["points"]),
+                prefill_seconds_per_token=float(document["prefill_seconds_per_token"]),
+                engine=str(document.get("engine", "")),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: expected a decode curve as rollmesh bench engine --save writes it: {error!r}"
+            ) from error
+
+    def _rows(self) -> dict[int, dict[int, float]]:
+        """Return seconds by running calls and context."""
+        rows: dict[int, dict[int, float]] = {}
+        for point in self.points:
+            rows.setdefault(point.running, {})[point.context] = point.seconds
+        return rows
+
+
+def _point(fields: Mapping[str, Any]) -> CurvePoint:
+    return CurvePoint(running=int(fields["running"]), context=int(fields["context"]), seconds=float(fields["seconds"]))
+
+
+def _fit(running: int, row: Mapping[int, float]) -> tuple[float, float]:
+    """Return base (above 0) and slope (at least 0) of seconds = base + slope * running * context."""
+    tokens = running * np.array(list(row), dtype=float)
+    seconds = np.array(list(row.values()))
+    steepest = _MOST_CONTEXT_SHARE * float(np.min(seconds / tokens))
+    slope = min(max(0.0, float(np.polyfit(tokens, seconds, 1)[0])), steepest)
+    return float(np.mean(seconds - slope * tokens)), slope
+
+
+def _require_no_fall(name: str, seconds: Mapping[int, float]) -> None:
+    """Raise ConfigError if a larger key has clearly fewer seconds."""
+    for (small, before), (large, after) in pairwise(sorted(seconds.items())):
+        if after < before * (1 - _NOISE):
+            raise ConfigError(
+                f"decode curve: {name}={large} takes {after:g} s, less than {before:g} s at {small}; steps do not "
+                "become faster with more work: measure again on an idle machine"
+            )
+
+
+def _require_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
+    if not math.isfinite(seconds) or seconds < 0 or not (seconds or zero):
+        raise ConfigError(
+            f"decode curve: {name}={seconds}; expected finite seconds {'of at least' if zero else 'above'} 0"
+        )
+
+
+def points_of(rows: Iterable[tuple[int, int, float]]) -> tuple[CurvePoint, ...]:
+    """Return points from tuples (running calls, context tokens per call, seconds)."""
+    return tuple(CurvePoint(running=running, context=context, seconds=seconds) for running, context, seconds in rows)

@@ -1,0 +1,161 @@
+"""Failures of a simulated mesh: which they are, and when each strikes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.event_clock import EventClock
+from rollmesh.sim.fleet import Fleet
+from rollmesh.sim.simulated_calls import SimulatedGenerator
+from rollmesh.sim.simulated_leader import SimulatedLeader
+from rollmesh.sim.simulated_trainer import SimulatedTrainer
+from rollmesh.sim.simulated_worker import SimulatedWorker
+
+_STREAMS = {"death": 10, "spot": 11, "trainer_crash": 12, "leader_gap": 13}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePlan:
+    """Rates, times and sizes; the default is a mesh without failures. Times are virtual seconds."""
+
+    deaths_per_hour: float = 0.0
+    """Deaths of each generator; a call loses at most rollout.partial_save_tokens."""
+    spot_reclaims_per_hour: float = 0.0
+    """Reclaims of each generator with a grace time that is long enough to hand over its calls: no token is lost."""
+    back_seconds: float = 60.0
+    """Time until another generator takes the place of one that ended, and until a crashed trainer works again."""
+    late_generators: int = 0
+    """Generators that join late."""
+    late_seconds: float = 600.0
+    slow_generators: int = 0
+    slow_factor: float = 2.0
+    """Factor on the seconds of a slow generator's steps and prefills."""
+    trainer_crashes_per_hour: float = 0.0
+    """Crashes of the trainer; it begins its phase again."""
+    trainer_lost_seconds: float = 0.0
+    """Earlier train steps that it computes again, because their state was not saved."""
+    leader_gaps_per_hour: float = 0.0
+    """Deaths of the leader; the next one leads after store.session_ttl_seconds."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"--fail {each.name}={value}: expected a finite number, 0 or more")
+        if self.slow_factor <= 0:
+            raise ConfigError(f"--fail slow_factor={self.slow_factor}: expected a number above 0")
+
+    @classmethod
+    def parse(cls, items: list[str], *, seed: int = 0) -> Self:
+        """Read ``name=value`` items of the command line; raises ConfigError for an unknown name or no number."""
+        known = {each.name: each.type for each in fields(cls) if each.name != "seed"}
+        values: dict[str, float] = {}
+        for item in items:
+            name, separator, text = item.partition("=")
+            if not separator or name not in known:
+                raise ConfigError(f"--fail {item}: expected NAME=NUMBER, with a name of {', '.join(known)}")
+            try:
+                values[name] = int(text) if known[name] == "int" else float(text)
+            except ValueError:
+                raise ConfigError(f"--fail {item}: {text!r} is not a number of type {known[name]}") from None
+        return cls(**values, seed=seed)  # type: ignore[arg-type]
+
+    def slow_factors(self, count: int) -> tuple[float, ...]:
+        """Return the factor of each of the first generators."""
+        return (self.slow_factor,) * min(count, self.slow_generators)
+
+
+class Failures:
+    """Failures of one run; the times of one kind do not depend on the other kinds."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        plan: FailurePlan,
+        *,
+        fleet: Fleet,
+        worker: SimulatedWorker,
+        leader: SimulatedLeader,
+        trainer: SimulatedTrainer,
+        partial_save_tokens: int,
+        leader_ttl_seconds: float,
+    ) -> None:
+        self._clock = clock
+        self._plan = plan
+        self._fleet = fleet
+        self._worker = worker
+        self._leader = leader
+        self._trainer = trainer
+        self._partial_save_tokens = partial_save_tokens
+        self._leader_ttl_seconds = leader_ttl_seconds
+        self._numbers = {
+            kind: np.random.Generator(np.random.Philox(key=plan.seed, counter=[0, 0, stream, 0]))
+            for kind, stream in _STREAMS.items()
+        }
+
+    def begin(self, generators: int) -> None:
+        """Start the generators and plan the first failures."""
+        plan = self._plan
+        slow = plan.slow_factors(generators)
+        late = min(generators, plan.late_generators)
+        for index in range(generators):
+            start = partial(self._start, slow[index] if index < len(slow) else 1.0)
+            if index < generators - late:
+                start()
+            else:
+                self._clock.call_at(plan.late_seconds, start)
+        self._repeat("death", plan.deaths_per_hour * generators, self._kill)
+        self._repeat("spot", plan.spot_reclaims_per_hour * generators, self._reclaim)
+        self._repeat("trainer_crash", plan.trainer_crashes_per_hour, self._crash_trainer)
+        self._repeat("leader_gap", plan.leader_gaps_per_hour, self._lose_leader)
+
+    def _start(self, slow_factor: float) -> None:
+        self._fleet.start(slow_factor=slow_factor)
+
+    def _repeat(self, kind: str, per_hour: float, strike: Callable[[], None]) -> None:
+        """Strike at the times of a Poisson process."""
+        if not per_hour:
+            return
+
+        def next_time() -> float:
+            return self._clock.now + float(self._numbers[kind].exponential(3600 / per_hour))
+
+        def struck() -> None:
+            strike()
+            self._clock.call_at(next_time(), struck)
+
+        self._clock.call_at(next_time(), struck)
+
+    def _kill(self) -> None:
+        if generator := self._any_generator("death"):
+            # The tokens after the last chunk of each call never arrive.
+            self._worker.lose_generator(generator, unsaved_tokens=self._partial_save_tokens, reason="generator_death")
+            self._replace(generator)
+
+    def _reclaim(self) -> None:
+        if generator := self._any_generator("spot"):
+            self._worker.lose_generator(generator, unsaved_tokens=1, reason="spot_reclaim")
+            self._replace(generator)
+
+    def _any_generator(self, kind: str) -> SimulatedGenerator | None:
+        alive = list(self._fleet.generators.values())
+        return alive[int(self._numbers[kind].integers(len(alive)))] if alive else None
+
+    def _replace(self, generator: SimulatedGenerator) -> None:
+        start = partial(self._start, generator.slow_factor)
+        self._clock.call_at(self._clock.now + self._plan.back_seconds, start)
+        self._leader.look_soon()
+
+    def _crash_trainer(self) -> None:
+        self._trainer.crash(back_after=self._plan.back_seconds, lost_seconds=self._plan.trainer_lost_seconds)
+
+    def _lose_leader(self) -> None:
+        self._leader.absent_until = self._clock.now + self._leader_ttl_seconds

@@ -1,0 +1,351 @@
+"""Generators of a simulated mesh: calls placed by the mesh's router, policies loaded by its reload rules."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rollmesh.scheduling.next_policy import ReloadRules, next_policy
+from rollmesh.sim.decode_curve import EngineCosts
+from rollmesh.sim.engine import GeneratorClock, OnLoad
+from rollmesh.sim.event_clock import EventClock
+from rollmesh.sim.simulated_calls import SimulatedGenerator, SimulatedTrajectory
+from rollmesh.types import GeneratorRecord, PolicyRecord, VersionNeed
+from rollmesh.worker.routing import Candidates, Placement
+
+_REMEMBERED_PROMPTS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Sizes and times of the generators."""
+
+    count: int
+    slots: int
+    cache_tokens: int
+    costs: EngineCosts
+    fetch_seconds: float
+    """Time to read a new policy, during which the old one serves."""
+    swap_seconds: float
+    """Time during which a generator decodes nothing, because it swaps weights."""
+    on_new_version: OnLoad
+    rules: ReloadRules
+    placement: Placement = Placement.CALLS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWork:
+    """Work of all generators so far; every number only increases."""
+
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    reprefilled_tokens: int = 0
+    """Tokens prefilled although they were sampled or prefilled before."""
+    preemptions: int = 0
+    running_slot_seconds: float = 0.0
+    """Integral of running calls over the time in prefill and decode."""
+    slot_seconds: float = 0.0
+
+    def since(self, before: FleetWork) -> FleetWork:
+        """Return the work after an earlier moment."""
+        return FleetWork(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
+
+
+class Fleet:
+    """Generators by name, and the router over them.
+
+    ``on_progress(trajectory, tokens, version)`` is called with the tokens of a call, counted from its start, that all
+    belong to one version. The driver takes finished calls with ``take_finished`` after every event.
+    """
+
+    def __init__(
+        self,
+        clock: EventClock,
+        settings: FleetSettings,
+        *,
+        on_progress: Callable[[SimulatedTrajectory, int, int], None],
+    ) -> None:
+        self.settings = settings
+        self.generators: dict[str, SimulatedGenerator] = {}
+        """By name; a generator that has ended is not among them."""
+        self.finished: deque[tuple[SimulatedTrajectory, int]] = deque()
+        """Calls that have finished since ``take_finished``, with their tokens."""
+        self.has_changed = True
+        """True if a generator has changed its service or its version; the driver resets it."""
+        self._clock = clock
+        self._on_progress = on_progress
+        self._router = Candidates(settings.placement)
+        self._records_changed = False
+        self._homes: dict[str, str] = {}
+        self._moved: dict[str, SimulatedGenerator] = {}
+        """Generators whose next event may have changed."""
+        self._newest: PolicyRecord | None = None
+        self._required_version = 0
+        self._loads = 0
+        self._turns: dict[str, SimulatedGenerator] = {}
+        """Generators that wait until others have loaded."""
+        self._started = 0
+        self._ended_work = FleetWork()
+
+    def start(self, *, slow_factor: float = 1.0) -> SimulatedGenerator:
+        """Start a generator without a policy; it loads the newest one."""
+        name = f"generator-{self._started:05d}"
+        self._started += 1
+        sizes = self.settings
+        engine = GeneratorClock(
+            sizes.costs, slots=sizes.slots, cache_tokens=sizes.cache_tokens, slow_factor=slow_factor
+        )
+        engine.advance(self._clock.now)
+        record = GeneratorRecord(
+            instance_id=name,
+            address=name,
+            policy_version=-1,
+            running_count=0,
+            waiting_count=0,
+            slot_count=sizes.slots,
+            kv_token_capacity=sizes.cache_tokens,
+            serving=False,
+        )
+        alarm = self._clock.alarm(lambda: self.advance(generator))
+        generator = SimulatedGenerator(
+            engine=engine, record=record, alarm=alarm, started_at=self._clock.now, slow_factor=slow_factor
+        )
+        self.generators[name] = generator
+        self._records_changed = True
+        self._consider(generator)
+        return generator
+
+    def end(self, generator: SimulatedGenerator) -> list[SimulatedTrajectory]:
+        """End a generator and its calls, which are returned; tokens that were not saved are lost."""
+        self.advance(generator)
+        calls = list(generator.calls.values())
+        for trajectory in calls:
+            self._leave(generator, trajectory)
+        generator.has_ended = True
+        generator.alarm.set(float("inf"))
+        if generator.loading is not None:
+            generator.loading = None
+            self._end_load()
+        self._ended_work = _added(self._ended_work, self._work_of(generator))
+        del self.generators[generator.name]
+        self._moved.pop(generator.name, None)
+        self._records_changed = True
+        return calls
+
+    def advance(self, generator: SimulatedGenerator) -> None:
+        """Move a generator to the present, and note which calls have finished or begun."""
+        self._moved[generator.name] = generator
+        engine, now = generator.engine, self._clock.now
+        if generator.has_ended or (engine.now >= now and engine.next_event() > now):
+            return
+        for call, _, tokens in generator.advance(now):
+            trajectory = generator.calls[call]
+            self._leave(generator, trajectory)
+            trajectory.finished_version = generator.version
+            self.finished.append((trajectory, tokens))
+        if generator.waiting:
+            still = [each for each in generator.waiting if not self._has_begun(generator, each)]
+            generator.waiting = still
+        if self.settings.placement is Placement.TOKENS:
+            self._count_tokens(generator)
+        if generator.is_draining and not generator.calls:
+            self._load(generator)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+    def call(self, trajectory: SimulatedTrajectory) -> bool:
+        """Start the next call of a trajectory; False while no generator may take it."""
+        self._update_router()
+        prompt = trajectory.work.prompt_id
+        record = self._router.choose(VersionNeed(min_version=trajectory.floor), preferred=self._homes.get(prompt))
+        if record is None:
+            return False
+        generator = self.generators[record.instance_id]
+        self.advance(generator)
+        sampled = trajectory.member.tokens
+        context = trajectory.prompt_tokens + sampled
+        waiting = generator.engine.waiting
+        generator.engine.arrive(trajectory.call, context=context, remaining=trajectory.remaining)
+        generator.calls[trajectory.call] = trajectory
+        generator.resumed_tokens += sampled
+        trajectory.generator, trajectory.saved_in_call, trajectory.has_begun = generator, 0, sampled > 0
+        trajectory.context_at_call = context
+        if generator.engine.waiting > waiting:
+            generator.waiting.append(trajectory)
+        elif not sampled:
+            self._begin(trajectory, generator)
+        self._router.occupy(generator.name, context)
+        self._homes[prompt] = generator.name
+        if len(self._homes) > _REMEMBERED_PROMPTS:
+            del self._homes[next(iter(self._homes))]
+        return True
+
+    def free_slots(self, floor: int) -> int:
+        """Return the slots without a call on generators that serve this version or a newer one."""
+        self._update_router()
+        return self._router.free_slots(VersionNeed(min_version=floor))
+
+    def _update_router(self) -> None:
+        if self._records_changed:
+            self._records_changed = False
+            self._router.update({name: each.record for name, each in self.generators.items()})
+
+    def save(self, trajectory: SimulatedTrajectory) -> None:
+        """Report the tokens of a running call so far."""
+        if (generator := trajectory.generator) is not None:
+            self.advance(generator)
+        if (generator := trajectory.generator) is not None:
+            self._on_progress(trajectory, generator.engine.progress(trajectory.call), generator.version)
+
+    def stop(self, trajectory: SimulatedTrajectory) -> int:
+        """End the call of a trajectory; returns its tokens since the last report, which are lost unless saved."""
+        if (generator := trajectory.generator) is None:
+            return 0
+        self.advance(generator)
+        if trajectory.generator is None:  # It has just finished.
+            return 0
+        tokens = generator.engine.cancel(trajectory.call)
+        generator.ended_call_tokens += tokens
+        self._leave(generator, trajectory)
+        return tokens - trajectory.saved_in_call
+
+    def unsaved(self, trajectory: SimulatedTrajectory) -> int:
+        """Return the tokens of a running call since its last save."""
+        generator = trajectory.generator
+        return 0 if generator is None else generator.engine.progress(trajectory.call) - trajectory.saved_in_call
+
+    def take_finished(self) -> deque[tuple[SimulatedTrajectory, int]]:
+        """Return the calls that have finished since the last time, with their tokens, and plan the next events."""
+        finished, self.finished = self.finished, deque()
+        moved, self._moved = self._moved, {}
+        for generator in moved.values():
+            generator.alarm.set(generator.engine.next_event())
+        return finished
+
+    # -- policies --------------------------------------------------------------------------------------------------
+    def announce(self, record: PolicyRecord) -> None:
+        """Tell the generators about the newest policy."""
+        self._newest = record
+        self._consider_all()
+
+    def require(self, version: int) -> None:
+        """Require a version of every generator: an older one can take no call."""
+        if version > self._required_version:
+            self._required_version = version
+            self._consider_all()
+
+    def serves(self, version: int) -> bool:
+        """Tell whether a generator serves this version or a newer one."""
+        return any(each.record.serving and each.version >= version for each in self.generators.values())
+
+    def pause(self, seconds: float) -> None:
+        """Stop all generators, because the trainer has their devices; their caches stay."""
+        for generator in self.generators.values():
+            self.advance(generator)
+            generator.engine.reload(seconds, mode="keep_kv")
+            generator.paused_call_seconds += generator.engine.running * seconds
+            self._moved[generator.name] = generator
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+    def work(self) -> FleetWork:
+        """Return the work of all generators so far."""
+        work = self._ended_work
+        for generator in self.generators.values():
+            self.advance(generator)
+            work = _added(work, self._work_of(generator))
+        return work
+
+    def _work_of(self, generator: SimulatedGenerator) -> FleetWork:
+        engine = generator.engine
+        return FleetWork(
+            decoded_tokens=engine.decoded_tokens,
+            prefilled_tokens=engine.prefilled_tokens,
+            reprefilled_tokens=engine.reprefilled_tokens + generator.resumed_tokens,
+            preemptions=engine.preemption_total,
+            running_slot_seconds=engine.call_seconds - generator.paused_call_seconds,
+            slot_seconds=self.settings.slots * (self._clock.now - generator.started_at),
+        )
+
+    # -- events ----------------------------------------------------------------------------------------------------
+    def _has_begun(self, generator: SimulatedGenerator, trajectory: SimulatedTrajectory) -> bool:
+        if trajectory.call not in generator.calls:
+            return True
+        begun = generator.engine.progress(trajectory.call) > 0
+        if begun and not trajectory.has_begun:
+            self._begin(trajectory, generator)
+        return begun
+
+    def _begin(self, trajectory: SimulatedTrajectory, generator: SimulatedGenerator) -> None:
+        trajectory.has_begun = True
+        self._on_progress(trajectory, 0, generator.version)
+
+    def _count_tokens(self, generator: SimulatedGenerator) -> None:
+        tokens = generator.engine.decoded_tokens - generator.ended_call_tokens
+        if generator.calls:
+            self._router.grow(generator.name, tokens - generator.counted_tokens)
+            generator.counted_tokens = tokens
+
+    def _leave(self, generator: SimulatedGenerator, trajectory: SimulatedTrajectory) -> None:
+        del generator.calls[trajectory.call]
+        trajectory.generator = None
+        # The router counted the context at the start of the call; later tokens are counted by generator.
+        self._router.leave(generator.name, trajectory.context_at_call)
+        if not generator.calls:
+            generator.counted_tokens = 0
+
+    # -- loads -----------------------------------------------------------------------------------------------------
+    def _consider_all(self) -> None:
+        for generator in self.generators.values():
+            self._consider(generator)
+
+    def _consider(self, generator: SimulatedGenerator) -> None:
+        if generator.loading is not None or generator.has_ended:
+            return
+        rules = self.settings.rules
+        choice = next_policy(generator.serving, self._newest, None, rules, required_version=self._required_version)
+        if choice is None:
+            return
+        if rules.at_once is not None and self._loads >= rules.at_once and not choice.urgent:
+            self._turns[generator.name] = generator
+            return
+        self._loads += 1
+        generator.loading = choice.record
+        self._clock.call_at(self._clock.now + self.settings.fetch_seconds, partial(self._fetched, generator))
+
+    def _fetched(self, generator: SimulatedGenerator) -> None:
+        if generator.has_ended:
+            return
+        self.advance(generator)
+        if self.settings.on_new_version == "drain" and generator.calls:
+            generator.is_draining = True
+            self._register(generator)
+        else:
+            self._load(generator)
+
+    def _load(self, generator: SimulatedGenerator) -> None:
+        """Swap the weights: a segment of every running call ends."""
+        seconds, mode = self.settings.swap_seconds, self.settings.on_new_version
+        for call, tokens in generator.engine.reload(seconds, mode="keep_kv" if mode == "drain" else mode).items():
+            if tokens:
+                self._on_progress(generator.calls[call], tokens, generator.version)
+        generator.paused_call_seconds += generator.engine.running * seconds
+        generator.serving, generator.loading, generator.is_draining = generator.loading, None, False
+        self._register(generator)
+        self._moved[generator.name] = generator
+        self._end_load()
+        self._consider(generator)
+
+    def _register(self, generator: SimulatedGenerator) -> None:
+        generator.register()
+        self._records_changed = self.has_changed = True
+
+    def _end_load(self) -> None:
+        self._loads -= 1
+        waiting, self._turns = self._turns, {}
+        for generator in waiting.values():
+            self._consider(generator)
+
+
+def _added(one: FleetWork, other: FleetWork) -> FleetWork:
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in FleetWork.__slots__})

@@ -1,0 +1,80 @@
+"""Length models by name, from published traces, and their description on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.lengths import Lognormal, Marginal, Pareto
+from rollmesh.types import Float64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantileLine:
+    """Lengths through published quantiles: ln(length) is linear in z between them, and beyond the outer ones."""
+
+    points: tuple[tuple[float, float], ...]
+    """(probability, tokens), ascending; two or more."""
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles."""
+        known = np.array([NormalDist().inv_cdf(probability) for probability, _ in self.points])
+        logs = np.log([tokens for _, tokens in self.points])
+        slopes = np.diff(logs) / np.diff(known)
+        segment = np.clip(np.searchsorted(known, z) - 1, 0, len(slopes) - 1)
+        lengths: Float64Array = np.exp(logs[segment] + slopes[segment] * (z - known[segment]))
+        return lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedLengths:
+    """A marginal with its share between prompts."""
+
+    marginal: Marginal
+    prompt_share: float
+    source: str = ""
+
+
+NAMED: Mapping[str, NamedLengths] = {
+    "deepcoder-14b": NamedLengths(
+        marginal=QuantileLine(points=((0.1, 2156), (0.5, 9964), (0.85, 16_000))),
+        prompt_share=0.92,
+        source="PolyTrace (arXiv 2509.25279), rllm DeepCoder-14B: 80 groups of 8, 15% of the responses at the cap of "
+        "16,000 tokens",
+    ),
+    "dapo-32b": NamedLengths(
+        marginal=Lognormal(median=466, sigma=0.93),
+        prompt_share=0.06,
+        source="PolyTrace (arXiv 2509.25279), verl DAPO with the base model Qwen2.5-32B: 576 groups of 8",
+    ),
+}
+
+
+def parse_lengths(text: str) -> NamedLengths:
+    """Read a name, or ``lognormal:median=M,sigma=S,share=H`` or ``pareto:shortest=M,index=A,share=H``.
+
+    Raises ConfigError for anything else.
+    """
+    if text in NAMED:
+        return NAMED[text]
+    kind, _, rest = text.partition(":")
+    values: dict[str, float] = {}
+    for item in filter(None, rest.split(",")):
+        name, _, number = item.partition("=")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            raise ConfigError(f"--lengths {text}: {item!r} is not NAME=NUMBER") from None
+    share = values.pop("share", 0.5)
+    if kind == "lognormal" and values.keys() == {"median", "sigma"}:
+        return NamedLengths(marginal=Lognormal(**values), prompt_share=share)
+    if kind == "pareto" and values.keys() == {"shortest", "index"}:
+        return NamedLengths(marginal=Pareto(**values), prompt_share=share)
+    raise ConfigError(
+        f"--lengths {text}: expected one of {', '.join(NAMED)}, lognormal:median=M,sigma=S,share=H or "
+        "pareto:shortest=M,index=A,share=H"
+    )

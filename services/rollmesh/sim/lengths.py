@@ -1,0 +1,173 @@
+"""Lengths of responses, forced by prompt and member: every schedule gets the same work.
+
+A length is the quantile of a marginal distribution at a standard normal number z. Between the members of a prompt the
+numbers have the correlation ``prompt_share``: z = sqrt(share) * z_prompt + sqrt(1 - share) * z_member. For a lognormal
+marginal that is the usual split of the variance of ln(length) into a part between prompts and a part within them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+from rollmesh.types import Float64Array, Int32Array
+
+_TABLE_SIZE = 4097
+_TABLE_Z = 6.0
+"""Largest |z| of the table of a mixture: a probability of 1e-9 lies beyond it."""
+
+
+class Marginal(Protocol):
+    """Distribution of the length of one trajectory, before the cap."""
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles at standard normal numbers, in tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lognormal:
+    """Lognormal lengths: exp(ln(median) + sigma z)."""
+
+    median: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        _positive("lengths.median", self.median)
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise ConfigError(f"lengths.sigma={self.sigma}: expected a finite number, 0 or more")
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles."""
+        return self.median * np.exp(self.sigma * z)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pareto:
+    """Pareto lengths: shortest * (1 - Phi(z))^(-1 / index)."""
+
+    shortest: float
+    index: float
+
+    def __post_init__(self) -> None:
+        _positive("lengths.shortest", self.shortest)
+        _positive("lengths.index", self.index)
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles."""
+        # Phi(-z) keeps its precision in the tail, where 1 - Phi(z) has none.
+        return self.shortest * np.maximum(_normal_cdf(-z), 1e-300) ** (-1 / self.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalMixture:
+    """Mixture of normal distributions, cut off at one token."""
+
+    components: tuple[tuple[float, float, float], ...]
+    """(weight, mean, standard deviation); the weights need not have the sum 1."""
+    _table: tuple[Float64Array, Float64Array] = field(init=False, repr=False, compare=False)
+    """Standard normal numbers and the quantiles at them, ascending."""
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise ConfigError("lengths.components: expected at least one (weight, mean, standard deviation)")
+        for weight, mean, deviation in self.components:
+            _positive("lengths.components: weight", weight)
+            _positive("lengths.components: mean", mean)
+            _positive("lengths.components: standard deviation", deviation)
+        most = max(mean + 8 * deviation for _, mean, deviation in self.components)
+        lengths = np.linspace(1.0, most, _TABLE_SIZE)
+        total = sum(weight for weight, *_ in self.components)
+        below = sum(w / total * _normal_cdf((lengths - mean) / sd) for w, mean, sd in self.components)
+        object.__setattr__(self, "_table", (np.asarray(below, dtype=np.float64), lengths))
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles."""
+        below, lengths = self._table
+        return np.interp(_normal_cdf(z), below, lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Empirical:
+    """Lengths that were measured, each as likely as the others."""
+
+    lengths: tuple[int, ...]
+    """Ascending."""
+
+    def at(self, z: Float64Array) -> Float64Array:
+        """Return the quantiles."""
+        values = np.asarray(self.lengths, dtype=np.float64)
+        index = np.minimum((_normal_cdf(z) * len(values)).astype(np.int64), len(values) - 1)
+        return values[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthModel:
+    """Lengths of all trajectories of a run, in tokens after the prompt."""
+
+    marginal: Marginal
+    prompt_share: float
+    """Share of the variance of z that lies between prompts: 0.92 and 0.06 in two public traces."""
+    cap: int
+    """Most tokens; longer responses end there."""
+    growth_per_step: float = 0.0
+    """Relative growth of the lengths per batch of admitted prompts, so that every schedule sees the same growth."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prompt_share <= 1:
+            raise ConfigError(f"lengths.prompt_share={self.prompt_share}: expected a number between 0 and 1")
+        if self.cap < 1:
+            raise ConfigError(f"lengths.cap={self.cap}: expected at least 1 token")
+        if not (math.isfinite(self.growth_per_step) and self.growth_per_step > -1):
+            raise ConfigError(f"lengths.growth_per_step={self.growth_per_step}: expected a number above -1")
+
+    def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:
+        """Return the lengths of the first members of a group, int32 [members].
+
+        ``position`` counts the groups of the run, ``prompt`` the row of the data, which comes again in every epoch.
+        ``step`` is the batch to which the position belongs. A member has its length whatever the number of members.
+        """
+        between = _normals(self.seed, 0, prompt, 1)
+        within = _normals(self.seed, 1, position, members)
+        z = math.sqrt(self.prompt_share) * between + math.sqrt(1 - self.prompt_share) * within
+        lengths = self.marginal.at(z) * (1 + self.growth_per_step) ** step
+        capped: Int32Array = np.clip(np.rint(lengths), 1, self.cap).astype(np.int32)
+        return capped
+
+
+def prompt_share(groups: Sequence[Sequence[int]]) -> float:
+    """Estimate the share of the variance of ln(length) that lies between prompts, by one-way analysis of variance.
+
+    It is the intraclass correlation of groups with k members: (MSB - MSW) / (MSB + (k - 1) MSW), within 0 and 1, with
+    the mean of k over the groups. Groups with fewer than two members do not count; 0 without two groups.
+    """
+    logs = [np.log(np.asarray(group, dtype=np.float64)) for group in groups if len(group) > 1]
+    if len(logs) < 2:
+        return 0.0
+    count = sum(len(values) for values in logs)
+    mean = float(sum(float(values.sum()) for values in logs)) / count
+    between = sum(len(values) * (float(values.mean()) - mean) ** 2 for values in logs) / (len(logs) - 1)
+    within = sum(float(((values - values.mean()) ** 2).sum()) for values in logs) / (count - len(logs))
+    scale = between + (count / len(logs) - 1) * within
+    return min(1.0, max(0.0, (between - within) / scale)) if scale else 0.0
+
+
+def _normals(seed: int, stream: int, index: int, count: int) -> Float64Array:
+    """Return standard normal numbers that depend on (seed, stream, index) alone, float64 [count]."""
+    counter = np.array([0, 0, stream, index], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=seed, counter=counter)).standard_normal(count)
+
+
+def _normal_cdf(z: Float64Array) -> Float64Array:
+    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z], dtype=np.float64)
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value}: expected a finite number above 0")

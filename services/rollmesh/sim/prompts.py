@@ -1,0 +1,50 @@
+"""Work of each admitted group, from the length model and the reward model: the same under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.lengths import LengthModel
+from rollmesh.sim.simulated_calls import GroupWork
+
+
+class Solver(Protocol):
+    """Rewards of answers."""
+
+    def rewards(self, position: int, prompt: int, members: int) -> Sequence[float]:
+        """Return the rewards of the first members of the group at a position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPrompts:
+    """Prompts of the data, in their order; after the last one the first comes again."""
+
+    lengths: LengthModel
+    solver: Solver
+    count: int
+    """Prompts of an epoch."""
+    prompt_tokens: int
+    groups_per_batch: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.prompt_tokens < 1:
+            raise ConfigError(f"prompts: count={self.count}, prompt_tokens={self.prompt_tokens}: expected at least 1")
+
+    def group_id(self, position: int) -> str:
+        """Return the id of the group at a position, as the leader of the mesh names it."""
+        epoch, index = divmod(position, self.count)
+        return f"e{epoch}-{index}"
+
+    def work(self, position: int, members: int) -> GroupWork:
+        """Return lengths and rewards of a group's members."""
+        prompt = position % self.count
+        lengths = self.lengths.draw(position, prompt, members, step=float(position // self.groups_per_batch))
+        return GroupWork(
+            prompt_id=f"p{prompt}",
+            lengths=tuple(lengths.tolist()),
+            rewards=tuple(self.solver.rewards(position, prompt, members)),
+        )

@@ -1,0 +1,94 @@
+"""Rewards of a simulated mesh: seconds on a bounded number of workers, and which answers are correct.
+
+Both are forced by name: an answer gets the same seconds and the same reward under every schedule.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModel:
+    """Lognormal scoring times on ``worker_count`` workers."""
+
+    median_seconds: float
+    """Median time of one answer; 0: a reward is known at once."""
+    sigma: float = 0.0
+    """Standard deviation of ln(seconds)."""
+    worker_count: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("median_seconds", "sigma"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"rewards.{name}={value}; expected a finite number of at least 0")
+        if self.worker_count < 1:
+            raise ConfigError(f"rewards.worker_count={self.worker_count}; expected at least 1")
+
+    def seconds(self, trajectory_id: str, incarnation: int) -> float:
+        """Return the scoring time of one answer."""
+        if not self.median_seconds:
+            return 0.0
+        return self.median_seconds * math.exp(self.sigma * _normal(f"{self.seed}/{trajectory_id}/{incarnation}"))
+
+    def workers(self) -> RewardWorkers:
+        """Return idle workers."""
+        return RewardWorkers(self)
+
+
+class RewardWorkers:
+    """Workers that score answers in the order of their arrival, each one at a time."""
+
+    def __init__(self, model: RewardModel) -> None:
+        self._model = model
+        self._free_at = [0.0] * model.worker_count
+        """Heap of the times at which the workers become free."""
+
+    def known_at(self, now: float, trajectory_id: str, incarnation: int) -> float:
+        """Return the time at which the reward of an answer that arrives now is known; times must not decrease."""
+        begins = max(now, self._free_at[0])
+        ends = begins + self._model.seconds(trajectory_id, incarnation)
+        heapq.heapreplace(self._free_at, ends)
+        return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveModel:
+    """Rewards of 1 or 0; each prompt has its probability of 1, drawn from a beta distribution."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"rewards.{name}={value}; expected a finite number above 0")
+        if self.seed < 0:
+            raise ConfigError(f"rewards.seed={self.seed}; expected at least 0")
+
+    def probability(self, prompt: int) -> float:
+        """Return the probability that an answer to a prompt is correct."""
+        return float(np.random.default_rng((self.seed, 0, prompt)).beta(self.alpha, self.beta))
+
+    def rewards(self, position: int, prompt: int, members: int) -> tuple[float, ...]:
+        """Return the rewards of the first members of the group at a position; more members change no earlier one."""
+        draws = np.random.default_rng((self.seed, 1, position)).random(members)
+        return tuple((draws < self.probability(prompt)).astype(float).tolist())
+
+
+def _normal(name: str) -> float:
+    """Return a standard normal number that depends on the name only."""
+    bits = int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
+    return _NORMAL.inv_cdf((bits + 0.5) / 2**48)

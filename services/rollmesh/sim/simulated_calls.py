@@ -1,0 +1,101 @@
+"""Generators of a simulated mesh, and the trajectories that they decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rollmesh.scheduling.queue_model import ModelMember
+from rollmesh.sim.engine import Finished, GeneratorClock
+from rollmesh.sim.event_clock import Alarm
+from rollmesh.types import GeneratorRecord, PolicyRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWork:
+    """Work of one group, the same under every schedule."""
+
+    prompt_id: str
+    lengths: Sequence[int]
+    """Tokens of each member until its end."""
+    rewards: Sequence[float]
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedTrajectory:
+    """One lease of a trajectory. Records exist only for what is leased or waits for a reward."""
+
+    call: int
+    """Number of the lease, never used again."""
+    member: ModelMember
+    work: GroupWork
+    prompt_tokens: int
+    floor: int
+    """Oldest policy version that may continue it."""
+    generator: SimulatedGenerator | None = None
+    """Generator of its call; None while it waits for one and after its end."""
+    version: int = -1
+    """Policy version of its newest token; -1 before the first."""
+    finished_version: int = -1
+    """Policy version of its last token, once its call has finished."""
+    context_at_call: int = 0
+    """Context tokens at the start of the running call."""
+    saved_in_call: int = 0
+    """Tokens of the running call that are in the queue."""
+    has_begun: bool = False
+    """True once the queue knows the policy version of its first token."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to its end, from those in the queue."""
+        return self.work.lengths[self.member.number] - self.member.tokens
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGenerator:
+    """A generator from its start to its end; after a crash another one takes its place under another name."""
+
+    engine: GeneratorClock
+    record: GeneratorRecord
+    """Registration that the router reads."""
+    alarm: Alarm
+    """Next event of the engine."""
+    started_at: float
+    slow_factor: float = 1.0
+    serving: PolicyRecord | None = None
+    loading: PolicyRecord | None = None
+    is_draining: bool = False
+    """True while a load waits until the calls of the old version have ended."""
+    has_ended: bool = False
+    calls: dict[int, SimulatedTrajectory] = field(default_factory=dict)
+    waiting: list[SimulatedTrajectory] = field(default_factory=list)
+    """Calls without a token that found no free slot or cache."""
+    paused_call_seconds: float = 0.0
+    """Integral of running calls over the pauses of loads."""
+    resumed_tokens: int = 0
+    """Sampled tokens that calls brought along: they are prefilled again."""
+    ended_call_tokens: int = 0
+    """Tokens sampled by calls that have ended."""
+    counted_tokens: int = 0
+    """Tokens of running calls that the router has counted."""
+
+    @property
+    def name(self) -> str:
+        """Instance id."""
+        return self.record.instance_id
+
+    @property
+    def version(self) -> int:
+        """Policy version that it serves; -1 before the first."""
+        return -1 if self.serving is None else self.serving.policy_version
+
+    def advance(self, now: float) -> list[Finished]:
+        """Move the engine to a virtual time; returns the calls that finished by then."""
+        finished = self.engine.advance(now)
+        self.ended_call_tokens += sum(each.token_count for each in finished)
+        return finished
+
+    def register(self) -> None:
+        """Write the registration again, after a change of the policy or of the service."""
+        serving = self.serving is not None and not self.is_draining and not self.has_ended
+        self.record = replace(self.record, policy_version=self.version, serving=serving)

@@ -1,0 +1,146 @@
+"""Leader of a simulated mesh: the decisions of ``decide``, applied in the order of ``rollout/leader.py``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from rollmesh.errors import ConfigError
+from rollmesh.mesh import Decisions
+from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
+from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
+from rollmesh.scheduling.queue_model import QueueModel
+from rollmesh.sim.event_clock import EventClock
+from rollmesh.sim.fleet import Fleet
+from rollmesh.sim.invariants import Invariants
+from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_worker import SimulatedWorker
+
+LOOK_SECONDS = 0.05
+"""Least virtual time between two decisions; the leader of the mesh decides at most ten times a second."""
+_MEASURE_SECONDS = 2.0
+
+
+class SimulatedLeader:
+    """The leader; it decides only after a change, and when a time-out of the schedule may have passed."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        queue: QueueModel,
+        schedule: Schedule,
+        prompts: SimulatedPrompts,
+        worker: SimulatedWorker,
+        fleet: Fleet,
+        *,
+        invariants: Invariants | None = None,
+    ) -> None:
+        self.absent_until = 0.0
+        """Time until which there is no leader."""
+        self._clock = clock
+        self._queue = queue
+        self._schedule = schedule
+        self._prompts = prompts
+        self._worker = worker
+        self._fleet = fleet
+        self._invariants = invariants
+        self._alarm = clock.alarm(self._look)
+        self._last_look = -math.inf
+        self._evidence = LengthEvidence()
+        self._measured_at = -math.inf
+
+    def look_soon(self) -> None:
+        """Decide at the next moment that the pace of decisions allows."""
+        time = max(self._clock.now, self._last_look + LOOK_SECONDS, self.absent_until)
+        if time < self._alarm.time:
+            self._alarm.set(time)
+
+    def _look(self) -> None:
+        queue, schedule = self._queue, self._schedule
+        if self._clock.now < self.absent_until:
+            self._alarm.set(self.absent_until)
+            return
+        self._last_look = queue.now = self._clock.now
+        queue.registered_generators = len(self._fleet.generators)
+        if queue.blocked_since is not None and self._timeout_at() <= queue.now:
+            # The store of the mesh has the progress of every call, and the time-out depends on it.
+            self._worker.save_all()
+        view = queue.view(groups=False)
+        if needs_groups(schedule, view):
+            view = queue.view(shortest=schedule.cut_order is CutOrder.SHORTEST)
+        decisions = decide(schedule, view)
+        if decisions.fail:
+            raise ConfigError(f"train step {queue.cut_step + 1}: {decisions.fail}")
+        if self._apply(decisions):
+            self.look_soon()
+        elif queue.blocked_since is not None:
+            self._alarm.set(max(self._timeout_at(), queue.now + LOOK_SECONDS))
+
+    def _timeout_at(self) -> float:
+        since = self._queue.blocked_since
+        return math.inf if since is None else since + self._schedule.straggler_timeout_seconds
+
+    def _apply(self, decisions: Decisions) -> bool:
+        """Apply the decisions; returns True if more than the desired state has changed."""
+        queue = self._queue
+        was_paused = queue.desired.paused
+        queue.set_desired(decisions.desired, decisions.blocked_by)
+        if decisions.desired.paused and not was_paused:
+            self._worker.give_back_all()
+        self._fleet.require(max(queue.start_at_version, decisions.desired.interrupt_below_version))
+        self._worker.require_versions()
+        for reason, evictions in itertools.groupby(decisions.evict, key=lambda eviction: eviction.reason):
+            ids = [eviction.group_id for eviction in evictions]
+            held = self._save_groups(ids)
+            queue.evict(ids, reason)
+            self._worker.drop(held, reason)
+        for again, aside in ((decisions.restart, False), (decisions.set_aside, True)):
+            if again:
+                held = self._save_groups(again)
+                queue.begin_again(again, aside=aside)
+                self._worker.drop(held, "set_aside" if aside else "restarted")
+        if decisions.cut is not None:
+            if self._invariants is not None:
+                self._invariants.before_cut(decisions.cut)
+                self._invariants.whole_queue()
+            queue.cut(queue.cut_step + 1, decisions.cut)
+        recalled = queue.recall(queue.cut_step + 1, decisions.recall) if decisions.recall else 0
+        for _ in range(decisions.admit_groups):
+            self._admit()
+        if self._invariants is not None:
+            self._invariants.after_admission(decisions.admit_groups)
+        begins = decisions.restart or decisions.set_aside or recalled
+        return bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+
+    def _save_groups(self, group_ids: Sequence[str]) -> list[SimulatedTrajectory]:
+        groups = [self._queue.find_group(group_id) for group_id in group_ids]
+        return self._worker.save(member for group in groups if group is not None for member in group.members)
+
+    def _admit(self) -> None:
+        queue, schedule, position = self._queue, self._schedule, self._queue.admitted
+        group_id = self._prompts.group_id(position)
+        work = self._prompts.work(position, schedule.launched_members)
+        self._worker.works[group_id] = work
+        expected, rank = self._expectation(work.prompt_id)
+        queue.admit(
+            group_id,
+            schedule.group_size,
+            spare=schedule.spare_members,
+            prompt_id=work.prompt_id,
+            expected_tokens=expected,
+            start_rank=rank,
+        )
+
+    def _expectation(self, prompt_id: str) -> tuple[float | None, int | None]:
+        """Return the expected length and the start rank, as ``rollout/start_ranking.py`` does."""
+        if self._schedule.start_order is not StartOrder.LONGEST_EXPECTED:
+            return None, None
+        history = self._queue.history
+        if self._clock.now >= self._measured_at + _MEASURE_SECONDS:
+            self._measured_at = self._clock.now
+            self._evidence = weigh(list(history.predictions))
+        record = history.records.get(prompt_id)
+        expected = None if record is None else record.mean_tokens
+        return expected, start_rank(expected, self._evidence)

@@ -1,0 +1,171 @@
+"""Mesh on a virtual clock: the scheduler, the router, the reload rules and the queue model, driven by models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollmesh.errors import ConfigError
+from rollmesh.mesh import RunLimits
+from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.queue_model import QueueModel
+from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
+from rollmesh.sim.failures import FailurePlan, Failures
+from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
+from rollmesh.sim.invariants import Invariants
+from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.reward_model import RewardModel
+from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_leader import SimulatedLeader
+from rollmesh.sim.simulated_trainer import SimulatedTrainer
+from rollmesh.sim.simulated_worker import SimulatedWorker
+from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.sim.update_record import UpdateRecord
+from rollmesh.types import PolicyRecord
+
+_LONGEST_WAIT_SECONDS = 30 * 86400.0
+"""Virtual time without a train step after which a run counts as stuck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSettings:
+    """Everything that a simulation depends on."""
+
+    schedule: Schedule
+    limits: RunLimits
+    fleet: FleetSettings
+    prompts: SimulatedPrompts
+    trainer: TrainerModel
+    rewards: RewardModel
+    partial_save_tokens: int
+    devices: int
+    """Devices of generators and trainer."""
+    failures: FailurePlan
+    most_events: int = MOST_EVENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """A finished simulation."""
+
+    updates: tuple[UpdateRecord, ...]
+    work: tuple[FleetWork, ...]
+    """Work of the generators up to the end of each update."""
+    seconds: float
+    """Virtual seconds to the end of the last update."""
+    wasted_tokens: Mapping[str, int]
+    """Sampled tokens that are never trained on, by reason."""
+    in_flight_tokens: int
+    """Sampled tokens of trajectories that remain when the last batch is trained."""
+    dropped_groups: Mapping[str, int]
+    event_count: int
+    finished: int
+    """Finished trajectories."""
+
+
+class SimulatedMesh:
+    """One run of a simulated mesh."""
+
+    def __init__(self, settings: MeshSettings, *, check: bool = False) -> None:
+        """``check`` switches the invariants on."""
+        self.clock = EventClock(most_events=settings.most_events)
+        self.queue = QueueModel(settings.limits)
+        self.invariants = Invariants(settings.schedule, self.queue) if check else None
+        self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
+        self._settings = settings
+        self._work: list[FleetWork] = []
+        self.worker = SimulatedWorker(
+            self.clock,
+            self.queue,
+            self.fleet,
+            prompt_tokens=settings.prompts.prompt_tokens,
+            reward_time=settings.rewards.workers().known_at,
+            invariants=self.invariants,
+        )
+        self.leader = SimulatedLeader(
+            self.clock,
+            self.queue,
+            settings.schedule,
+            settings.prompts,
+            self.worker,
+            self.fleet,
+            invariants=self.invariants,
+        )
+        self.trainer = SimulatedTrainer(
+            self.clock,
+            self.queue,
+            settings.trainer,
+            self.fleet,
+            part_groups=settings.schedule.part_groups,
+            on_trained=self._trained,
+            on_policy=self._announced,
+        )
+        self._failures = Failures(
+            self.clock,
+            settings.failures,
+            fleet=self.fleet,
+            worker=self.worker,
+            leader=self.leader,
+            trainer=self.trainer,
+            partial_save_tokens=settings.partial_save_tokens,
+            leader_ttl_seconds=settings.limits.session_ttl_seconds,
+        )
+
+    def run(self) -> SimulatedRun:
+        """Run until the last batch is trained.
+
+        Raises ConfigError if that never happens, with what the mesh waits for.
+        """
+        settings, queue = self._settings, self.queue
+        self._announced(queue.announce(0), 0)
+        self._failures.begin(settings.fleet.count)
+        self.leader.look_soon()
+        while queue.trained_step < settings.schedule.train_steps:
+            if not self.clock.step() or self._is_stuck():
+                raise ConfigError(self._stuck())
+            if self.worker.react():
+                self.leader.look_soon()
+            self.trainer.react()
+        return self._result()
+
+    def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
+        self.worker.progress(trajectory, tokens, version)
+
+    def _announced(self, version: int, train_step: int) -> None:
+        record = PolicyRecord(policy_version=version, train_step=train_step, path="", manifest_digest="")
+        self.fleet.announce(record)
+        self.leader.look_soon()
+
+    def _trained(self) -> None:
+        self._work.append(self.fleet.work())
+        for group_id in self.queue.ended:
+            self.worker.works.pop(group_id, None)
+        if self.invariants is None:
+            self.queue.ended.clear()
+        self.leader.look_soon()
+
+    def _is_stuck(self) -> bool:
+        updates = self.trainer.updates
+        return self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
+
+    def _stuck(self) -> str:
+        queue = self.queue
+        return (
+            f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is never cut; after "
+            f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}"
+        )
+
+    def _result(self) -> SimulatedRun:
+        queue = self.queue
+        members = [m for groups in queue.groups.values() for group in groups.values() for m in group.members]
+        wasted = queue.dropped_tokens + self.worker.lost_tokens
+        return SimulatedRun(
+            updates=tuple(self.trainer.updates),
+            work=tuple(self._work),
+            seconds=self.clock.now,
+            wasted_tokens={reason: tokens for reason, tokens in sorted(wasted.items()) if tokens},
+            in_flight_tokens=sum(m.tokens for m in members if not m.is_wasted) + self.worker.unsaved_tokens(),
+            dropped_groups=dict(sorted(queue.drops.items())),
+            event_count=self.clock.event_count,
+            finished=queue.totals["finished_total"],
+        )

@@ -1,0 +1,118 @@
+"""Trainer of a simulated mesh: one batch after the other, then its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel
+from rollmesh.sim.event_clock import EventClock
+from rollmesh.sim.fleet import Fleet
+from rollmesh.sim.trainer_model import PartsAhead, TrainerModel
+from rollmesh.sim.update_record import UpdateRecord, update_record
+
+
+class SimulatedTrainer:
+    """The trainer. As in the mesh it reports a trained batch first, and claims the next one once it has published."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        queue: QueueModel,
+        model: TrainerModel,
+        fleet: Fleet,
+        *,
+        part_groups: int,
+        on_trained: Callable[[], None],
+        on_policy: Callable[[int, int], None],
+    ) -> None:
+        """``on_policy(version, train_step)`` is called at every announcement."""
+        self.updates: list[UpdateRecord] = []
+        self.lost_seconds = 0.0
+        """Training that a crash has undone."""
+        self._clock = clock
+        self._queue = queue
+        self._model = model
+        self._fleet = fleet
+        self._part_groups = part_groups
+        self._parts = PartsAhead(model, clock.now) if part_groups else None
+        self._in_parts: set[str] = set()
+        """Groups of the next batch whose gradient is computed or queued."""
+        self._on_trained = on_trained
+        self._on_policy = on_policy
+        self._done = clock.alarm(self._phase_done)
+        self._claimed_at = self._phase_began = clock.now
+        self._free_since = clock.now
+        self._is_publishing = False
+        self._training = 0
+        """Train step of the claimed batch; 0 without one."""
+
+    def react(self) -> None:
+        """Compute parts of the next batch, and claim the batch that is cut if nothing else is to be done."""
+        queue, now = self._queue, self._clock.now
+        if self._parts is not None and not queue.batch:
+            self._compute_parts(self._parts)
+        if self._training or self._is_publishing or not queue.batch:
+            return
+        self._claimed_at = self._phase_began = now
+        self._training = queue.cut_step
+        groups = queue.claim()
+        tokens, trajectories = _tokens(groups), sum(len(group.rewards) for group in groups)
+        if self._parts is None:
+            ends = now + self._model.train_seconds(tokens=tokens, trajectories=trajectories)
+        else:
+            ends = self._parts.cut(now, tokens=tokens, trajectories=trajectories)
+            self._in_parts.clear()
+        self._done.set(ends)
+        if self._model.colocated:
+            self._fleet.pause(ends + self._model.publish_seconds() - now)
+
+    def _compute_parts(self, parts: PartsAhead) -> None:
+        ready = self._queue.groups[GroupState.READY]
+        while len(ready) - len(self._in_parts) >= self._part_groups:
+            part = [group for group in ready.values() if group.group_id not in self._in_parts][: self._part_groups]
+            parts.add(self._clock.now, _tokens(part))
+            self._in_parts.update(group.group_id for group in part)
+
+    def crash(self, *, back_after: float, lost_seconds: float) -> None:
+        """Lose the phase in progress; it begins again ``back_after`` + ``lost_seconds`` from now."""
+        if not (self._training or self._is_publishing):
+            return
+        now = self._clock.now
+        redone = max(0.0, now - self._phase_began)
+        self.lost_seconds += redone + lost_seconds
+        self._phase_began = now + back_after + lost_seconds
+        self._done.set(self._done.time + redone + back_after + lost_seconds)
+
+    def _phase_done(self) -> None:
+        if self._training:
+            self._trained()
+        else:
+            self._announce()
+
+    def _trained(self) -> None:
+        queue, step = self._queue, self._training
+        self.updates.append(
+            update_record(
+                step,
+                queue.claim(),
+                queue.version_steps,
+                cut_at=self._claimed_at,
+                trained_at=self._clock.now,
+                trainer_wait_seconds=self._claimed_at - self._free_since,
+            )
+        )
+        queue.confirm_batch_file()
+        queue.report_trained()
+        self._training, self._is_publishing, self._phase_began = 0, True, self._clock.now
+        self._done.set(self._clock.now + self._model.publish_seconds())
+        self._on_trained()
+
+    def _announce(self) -> None:
+        self._is_publishing = False
+        self._free_since = self._clock.now
+        step = self._queue.trained_step
+        self._on_policy(self._queue.announce(step), step)
+
+
+def _tokens(groups: Iterable[ModelGroup]) -> int:
+    return sum(group.scored_tokens for group in groups)

@@ -1,0 +1,89 @@
+"""Small simulated meshes for tests: four generators, batches of four groups of four, lengths around 300 tokens."""
+
+from __future__ import annotations
+
+from rollmesh.config import RunConfig
+from rollmesh.scheduling import Schedule, run_limits
+from rollmesh.scheduling.next_policy import ReloadRules
+from rollmesh.sim.decode_curve import EngineCosts
+from rollmesh.sim.failures import FailurePlan
+from rollmesh.sim.fleet import FleetSettings
+from rollmesh.sim.lengths import LengthModel, Lognormal
+from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.reward_model import RewardModel, SolveModel
+from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
+from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.worker.routing import Placement
+
+SLOTS = 8
+COSTS = EngineCosts(
+    base=tuple(0.01 + 0.0001 * running for running in range(SLOTS + 1)),
+    slope=(1e-7,) * (SLOTS + 1),
+    prefill_seconds_per_token=1e-5,
+)
+
+
+def mesh_settings(
+    preset="copris",
+    *,
+    steps=6,
+    seed=0,
+    failures=(),
+    cache_tokens=20_000,
+    colocated=False,
+    generator=None,
+    rollout=None,
+    **schedule,
+) -> MeshSettings:
+    config = RunConfig.model_validate(
+        {
+            "name": "simulated",
+            "folder": "runs/simulated",
+            "model": {"path": "model"},
+            "data": {"max_prompt_tokens": 50},
+            "rollout": {"max_new_tokens": 1500, **(rollout or {})},
+            "schedule": {"preset": preset, "groups_per_batch": 4, "group_size": 4, **schedule},
+            "generator": {"replicas": 4, "slots": SLOTS, **(generator or {})},
+            "trainer": {"train_steps": steps},
+        }
+    )
+    rules = Schedule.from_config(config)
+    return MeshSettings(
+        schedule=rules,
+        limits=run_limits(config),
+        fleet=FleetSettings(
+            count=config.generator.replicas,
+            slots=config.generator.slots,
+            cache_tokens=cache_tokens,
+            costs=COSTS,
+            fetch_seconds=0.5,
+            swap_seconds=0.2,
+            on_new_version=config.generator.on_new_version,
+            rules=ReloadRules.from_config(config),
+            placement=Placement(config.rollout.placement),
+        ),
+        prompts=SimulatedPrompts(
+            lengths=LengthModel(marginal=Lognormal(median=300, sigma=0.9), prompt_share=0.5, cap=1500, seed=seed),
+            solver=SolveModel(seed=seed),
+            count=60,
+            prompt_tokens=40,
+            groups_per_batch=rules.groups_per_batch,
+        ),
+        trainer=TrainerModel(
+            fixed_seconds=1.0,
+            seconds_per_token=2e-4,
+            publication_seconds=0.5,
+            colocated=colocated,
+            switch_seconds=0.3 if colocated else 0.0,
+        ),
+        rewards=RewardModel(median_seconds=0.3, sigma=0.5, worker_count=4, seed=seed),
+        partial_save_tokens=config.rollout.partial_save_tokens,
+        devices=8,
+        failures=FailurePlan.parse(list(failures), seed=seed),
+    )
+
+
+def run(settings: MeshSettings):
+    """Run with every invariant checked; returns the mesh and its result."""
+    mesh = SimulatedMesh(settings, check=True)
+    return mesh, mesh.run()

@@ -1,0 +1,91 @@
+"""Options of ``rollmesh sim``: arms, their errors, and the command itself."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.errors import ConfigError
+from rollmesh.sim.arms import arms_of, parse_setup
+
+SMALL = [
+    "schedule.groups_per_batch=2",
+    "schedule.group_size=2",
+    "rollout.max_new_tokens=400",
+    "generator.replicas=2",
+    "trainer.train_steps=3",
+]
+
+
+def test_arms_differ_in_the_schedule_only():
+    sync, copris = arms_of(None, SMALL, [], [], compare="sync,copris")
+    assert (sync.name, copris.name) == ("sync", "copris")
+    assert sync.settings.prompts == copris.settings.prompts
+    assert sync.settings.schedule != copris.settings.schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"compare": "copris,nosuch"}, "nosuch"),
+        ({"sweep": "schedule.nosuch=1,2"}, "nosuch"),
+        ({"sweep": "schedule.pool_size"}, "FIELD=VALUE"),
+        ({"sweep": "trainer.learning_rate=1e-5,1e-4"}, "does not depend on this field"),
+        ({"sweep": "schedule.max_staleness=1,2", "compare": "sync"}, "give one of them"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
+        arms_of(None, SMALL, [], [], **options)
+
+
+def test_a_sweep_over_a_field_that_the_preset_fixes_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule.max_staleness=2: schedule.preset=sync"):
+        arms_of(None, [*SMALL, "schedule.preset=sync"], [], [], sweep="schedule.max_staleness=0,2")
+
+
+@pytest.mark.parametrize(
+    ("item", "named"),
+    [
+        ("nosuch=1", "nosuch"),
+        ("trainer_devices=0", "trainer_devices=0"),
+        ("swap_seconds=.nan", "swap_seconds"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(item, named):
+    with pytest.raises(ConfigError, match=named):
+        parse_setup([item])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["gpu=abacus"], "abacus"),
+        (["model=32b", "gpu=L40S"], "do not"),
+        (["prompt_tokens=600"], "generator.max_context_tokens"),
+        (["colocated=true", "trainer_devices=5"], "trainer_devices=2"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(settings, named):
+    overrides = [*SMALL, "generator.max_context_tokens=912"]
+    with pytest.raises(ConfigError, match=named):
+        arms_of(None, overrides, settings, [])
+
+
+def test_the_command_prints_one_object_per_arm_and_the_same_twice():
+    sets = [argument for item in SMALL for argument in ("--set", item)]
+    command = ["sim", *sets, "--compare", "sync,copris", "--fail", "deaths_per_hour=1", "--check", "--json"]
+    first, second = (CliRunner().invoke(app, command) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    lines = [json.loads(line) for line in first.stdout.splitlines()]
+    assert [line["arm"] for line in lines] == ["sync", "copris"]
+    assert lines[0]["off_policy_token_share"] == 0
+    assert first.stdout == second.stdout
+
+
+def test_the_table_names_every_arm():
+    sets = [argument for item in SMALL for argument in ("--set", item)]
+    result = CliRunner().invoke(app, ["sim", *sets, "--sweep", "schedule.max_staleness=1,2"])
+    assert result.exit_code == 0, result.output
+    assert "schedule.max_staleness=2" in result.stdout

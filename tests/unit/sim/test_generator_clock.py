@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.decode_curve import EngineCosts
+from rollmesh.sim.engine import Finished, GeneratorClock, OnLoad
+
+from .stepping_engine import SteppingEngine
+
+TICK = 2.0**-12
+"""All seconds of these tests are multiples of a power of two, so that both engines compute without rounding."""
+MODES: tuple[OnLoad, ...] = ("interrupt", "keep_kv", "drain")
+
+
+def costs(slots: int = 8, *, base: float = 1.0, slope: float = 0.0, prefill: float = 0.0) -> EngineCosts:
+    return EngineCosts(base=(base,) * (slots + 1), slope=(slope,) * (slots + 1), prefill_seconds_per_token=prefill)
+
+
+def random_costs(rng: np.random.Generator, slots: int) -> EngineCosts:
+    base = np.sort(rng.integers(20, 400, slots + 1)) * TICK
+    slope = rng.integers(0, 3, slots + 1) * TICK
+    prefill = float(rng.integers(0, 5)) * TICK
+    return EngineCosts(base=tuple(base.tolist()), slope=tuple(slope.tolist()), prefill_seconds_per_token=prefill)
+
+
+def clock(engine_costs: EngineCosts, *, slots: int = 8, cache_tokens: int = 1000, slow: float = 1.0) -> GeneratorClock:
+    return GeneratorClock(engine_costs, slots=slots, cache_tokens=cache_tokens, slow_factor=slow)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_cases_agree_with_an_engine_that_steps_token_by_token(seed: int) -> None:
+    """Every finish, every token count at every change, every counter: equal, not only close."""
+    rng = np.random.default_rng((13, seed))
+    slots, cache_tokens = int(rng.integers(1, 8)), int(rng.integers(40, 300))
+    slow = float(rng.choice([1.0, 1.5]))
+    engine_costs = random_costs(rng, slots)
+    ours = clock(engine_costs, slots=slots, cache_tokens=cache_tokens, slow=slow)
+    stepped = SteppingEngine(engine_costs, slots, cache_tokens, slow)
+    now, number = 0.0, 0
+    for _ in range(60):
+        # Half of the changes come at a finish or a full cache, as in a mesh that refills its pool.
+        ahead = now + float(rng.integers(1, 3000)) * TICK
+        now = min(ahead, ours.next_event()) if rng.random() < 0.5 else ahead
+        assert ours.advance(now) == stepped.advance(now)
+        present = ours.calls()
+        assert [ours.progress(call) for call in present] == [stepped.find(call).tokens for call in present]
+        choice = rng.random()
+        if choice < 0.6:
+            context = int(rng.integers(1, 20))
+            remaining = int(rng.integers(1, min(60, cache_tokens - context)))
+            for engine in (ours, stepped):
+                engine.arrive(number, context=context, remaining=remaining)
+            number += 1
+        elif choice < 0.75 and present:
+            cancelled = int(rng.choice(present))
+            assert ours.cancel(cancelled) == stepped.cancel(cancelled)
+        elif choice < 0.9 and stepped.drain_seconds is None:
+            seconds, mode = float(rng.integers(0, 500)) * TICK, MODES[int(rng.integers(0, 3))]
+            assert ours.reload(seconds, mode=mode) == stepped.reload(seconds, mode=mode)
+        assert (ours.running, ours.waiting) == (len(stepped.running), len(stepped.waiting))
+        assert ours.context_tokens == sum(call.size for call in stepped.running)
+        assert ours.decoded_tokens == stepped.decoded_tokens
+    assert ours.advance(1e6) == stepped.advance(1e6)
+    assert ours.calls() == []
+    assert ours.preemption_total == stepped.preemption_total
+    assert (ours.prefilled_tokens, ours.reprefilled_tokens) == (stepped.prefilled_tokens, stepped.reprefilled_tokens)
+
+
+def test_a_step_costs_its_context_too_and_calls_finish_together() -> None:
+    """Two calls of 10 tokens: steps of 1 + 0.5 * C s for C = 20, 22, 24 take 11 + 12 + 13 = 36 s."""
+    generator = clock(costs(slope=0.5))
+    generator.arrive(1, context=10, remaining=3)
+    generator.arrive(2, context=10, remaining=3)
+    assert generator.next_event() == 36.0
+    assert generator.advance(23.0) == []
+    assert (generator.progress(1), generator.context_tokens, generator.decoded_tokens) == (2, 24, 4)
+    assert generator.advance(36.0) == [Finished(1, 36.0, 3), Finished(2, 36.0, 3)]
+    assert (generator.next_event(), generator.calls()) == (math.inf, [])
+
+
+def test_prefills_stop_decoding_and_count_as_busy_time() -> None:
+    generator = clock(costs(prefill=0.25))
+    generator.advance(5.0)
+    generator.arrive(1, context=8, remaining=2)  # prefill until 7, steps until 9
+    assert generator.advance(8.0) == []
+    generator.arrive(2, context=4, remaining=1)  # prefill 8 to 9, steps at 10
+    assert generator.advance(20.0) == [Finished(1, 10.0, 2), Finished(2, 10.0, 1)]
+    assert generator.busy_total == 5.0
+    assert generator.call_seconds == 5.0 + 2.0
+
+
+def test_calls_beyond_the_slots_wait_in_order() -> None:
+    generator = clock(costs(), slots=1)
+    for call in range(3):
+        generator.arrive(call, context=1, remaining=2)
+    assert (generator.running, generator.waiting) == (1, 2)
+    assert generator.cancel(1) == 0
+    assert generator.advance(4.0) == [Finished(0, 2.0, 2), Finished(2, 4.0, 2)]
+
+
+def test_a_full_cache_preempts_the_youngest_call_which_pays_its_prefill_again() -> None:
+    """Cache of 20: two calls of 8 fit for 2 steps; the younger comes back when the older has finished, at 4 s."""
+    generator = clock(costs(prefill=0.125), cache_tokens=20)
+    generator.arrive(1, context=8, remaining=4)
+    generator.arrive(2, context=8, remaining=4)
+    assert generator.next_event() == 4.0  # 2 s of prefills, 2 steps, then the cache is full
+    assert generator.advance(4.0) == []
+    assert (generator.running, generator.waiting, generator.preemption_total) == (1, 1, 1)
+    assert generator.progress(2) == 2
+    assert generator.advance(6.0) == [Finished(1, 6.0, 4)]
+    assert generator.reprefilled_tokens == 10
+    assert generator.advance(100.0) == [Finished(2, 6.0 + 10 * 0.125 + 2.0, 4)]
+    assert (generator.prefilled_tokens, generator.decoded_tokens) == (26, 8)
+
+
+def test_an_interrupting_load_prefills_running_calls_again() -> None:
+    generator = clock(costs(prefill=0.5))
+    generator.arrive(1, context=2, remaining=5)  # prefill until 1
+    generator.advance(3.5)
+    assert generator.reload(10.0, mode="interrupt") == {1: 2}
+    assert generator.loaded_at == 14.0  # after the step in progress
+    assert generator.advance(100.0) == [Finished(1, 14.0 + 0.5 * 5 + 2.0, 5)]
+    assert generator.reprefilled_tokens == 5
+
+
+def test_a_load_that_keeps_the_cache_only_stops_decoding() -> None:
+    generator = clock(costs(prefill=0.5))
+    generator.arrive(1, context=2, remaining=5)
+    generator.advance(3.0)
+    assert generator.reload(10.0, mode="keep_kv") == {1: 2}
+    assert generator.advance(100.0) == [Finished(1, 16.0, 5)]
+    assert generator.reprefilled_tokens == 0
+
+
+def test_a_draining_load_waits_for_started_calls_and_holds_back_the_others() -> None:
+    generator = clock(costs())
+    generator.arrive(1, context=2, remaining=5)
+    generator.advance(1.0)
+    assert generator.reload(10.0, mode="drain") == {}
+    generator.arrive(2, context=2, remaining=1)
+    assert generator.loaded_at == math.inf
+    assert generator.advance(5.0) == [Finished(1, 5.0, 5)]
+    assert generator.loaded_at == 15.0
+    assert generator.advance(100.0) == [Finished(2, 16.0, 1)]
+
+
+def test_a_second_load_during_a_drain_is_refused() -> None:
+    generator = clock(costs())
+    generator.arrive(1, context=2, remaining=5)
+    generator.reload(10.0, mode="drain")
+    with pytest.raises(ValueError, match="old version"):
+        generator.reload(10.0, mode="interrupt")
+
+
+def test_cancelled_calls_keep_the_tokens_of_whole_steps() -> None:
+    generator = clock(costs())
+    generator.arrive(1, context=2, remaining=5)
+    generator.arrive(2, context=2, remaining=5)
+    generator.advance(2.5)
+    assert generator.cancel(1) == 2
+    assert generator.decoded_tokens == 4
+    assert generator.advance(10.0) == [Finished(2, 5.0, 5)]
+    assert generator.decoded_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slots": 9}, "slots=9"),
+        ({"cache_tokens": 1}, "cache_tokens=1"),
+        ({"slow": 0.0}, "slow_factor=0.0"),
+        ({"slow": math.nan}, "slow_factor=nan"),
+    ],
+)
+def test_impossible_generators_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        clock(costs(), **settings)  # type: ignore[arg-type]
+
+
+def test_a_call_that_the_cache_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache_tokens=10"):
+        clock(costs(), cache_tokens=10).arrive(1, context=5, remaining=6)
+
+
+def test_the_clock_does_not_go_back() -> None:
+    generator = clock(costs())
+    generator.advance(2.0)
+    with pytest.raises(ValueError, match=r"now=1.0"):
+        generator.advance(1.0)

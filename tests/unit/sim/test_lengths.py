@@ -1,0 +1,77 @@
+"""Lengths: forced by prompt and member, with the stated marginal and the stated share between prompts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.length_names import NAMED, QuantileLine, parse_lengths
+from rollmesh.sim.lengths import Empirical, LengthModel, Lognormal, NormalMixture, Pareto, prompt_share
+
+
+def model(marginal, share=0.5, cap=10**6, **more):
+    return LengthModel(marginal=marginal, prompt_share=share, cap=cap, **more)
+
+
+def test_a_member_has_its_length_whatever_the_number_of_members():
+    lengths = model(Lognormal(median=1000, sigma=1.0))
+    assert lengths.draw(7, 3, 16)[:4].tolist() == lengths.draw(7, 3, 4).tolist()
+    assert lengths.draw(7, 3, 4).tolist() != lengths.draw(8, 4, 4).tolist()
+
+
+def test_another_seed_gives_other_lengths():
+    marginal = Lognormal(median=1000, sigma=1.0)
+    assert model(marginal, seed=1).draw(0, 0, 8).tolist() != model(marginal, seed=2).draw(0, 0, 8).tolist()
+
+
+@pytest.mark.parametrize("share", [0.06, 0.5, 0.92])
+def test_the_share_between_prompts_is_the_one_that_anova_finds(share):
+    lengths = model(Lognormal(median=5000, sigma=0.8), share)
+    groups = [lengths.draw(i, i, 8).tolist() for i in range(1500)]
+    assert prompt_share(groups) == pytest.approx(share, abs=0.05)
+    logs = np.log(np.concatenate(groups))
+    assert np.median(logs) == pytest.approx(math.log(5000), abs=0.08)
+    assert logs.std() == pytest.approx(0.8, abs=0.05)
+
+
+def test_the_cap_has_the_mass_of_the_longer_responses():
+    lengths = model(NAMED["deepcoder-14b"].marginal, share=0.0, cap=16_000)
+    drawn = np.concatenate([lengths.draw(i, i, 8) for i in range(500)])
+    assert drawn.max() == 16_000
+    assert (drawn == 16_000).mean() == pytest.approx(0.15, abs=0.02)
+
+
+def test_quantiles_by_hand():
+    z = np.array([0.0, 1.0])
+    assert Lognormal(median=100, sigma=0.5).at(z).tolist() == pytest.approx([100, 100 * math.exp(0.5)])
+    # Half of a Pareto distribution with index 1 lies below twice its shortest length.
+    assert Pareto(shortest=10, index=1.0).at(z)[0] == pytest.approx(20)
+    assert NormalMixture(components=((1.0, 100, 10),)).at(z).tolist() == pytest.approx([100, 110], abs=0.1)
+    assert QuantileLine(points=((0.25, 10), (0.75, 1000))).at(z)[0] == pytest.approx(100)
+    assert Empirical(lengths=(5, 7, 9, 11)).at(np.array([-9.0, 0.0, 9.0])).tolist() == [5, 9, 11]
+
+
+def test_lengths_grow_by_the_stated_rate_per_batch():
+    lengths = model(Lognormal(median=1000, sigma=0.0), growth_per_step=0.1)
+    assert lengths.draw(0, 0, 1, step=2.0).tolist() == [1210]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("gamma:median=3", "gamma"),
+        ("lognormal:median=3", "sigma"),
+        ("lognormal:median=x,sigma=1", "median=x"),
+        ("lognormal:median=-1,sigma=1", "lengths.median=-1"),
+        ("lognormal:median=nan,sigma=1", "lengths.median=nan"),
+    ],
+)
+def test_a_bad_description_is_refused_by_name(text, named):
+    with pytest.raises(ConfigError, match=named):
+        parse_lengths(text)
+
+
+def test_a_share_above_one_is_refused():
+    with pytest.raises(ConfigError, match="prompt_share"):
+        model(Lognormal(median=1, sigma=1), share=1.2)

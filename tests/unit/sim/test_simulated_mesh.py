@@ -1,0 +1,116 @@
+"""Whole simulated meshes: work is conserved, promises hold, equal seeds give equal output, failures have a bound."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.sim.figures import figures
+
+from .meshes import mesh_settings, run
+
+EVERY_FAILURE = (
+    "deaths_per_hour=200",
+    "spot_reclaims_per_hour=200",
+    "back_seconds=3",
+    "late_generators=1",
+    "late_seconds=5",
+    "slow_generators=1",
+    "trainer_crashes_per_hour=200",
+    "trainer_lost_seconds=1",
+    "leader_gaps_per_hour=20",
+)
+
+
+def assert_conserved(mesh, result):
+    generated = mesh.fleet.work().decoded_tokens
+    trained = sum(update.tokens for update in result.updates)
+    assert generated == trained + result.in_flight_tokens + sum(result.wasted_tokens.values())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains_every_step_and_conserves_work(preset):
+    mesh, result = run(mesh_settings(preset))
+    assert [update.train_step for update in result.updates] == [1, 2, 3, 4, 5, 6]
+    assert all(update.trajectories == 16 for update in result.updates)
+    assert_conserved(mesh, result)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_failures_of_every_kind_break_no_promise_and_lose_no_count(preset):
+    mesh, result = run(mesh_settings(preset, failures=EVERY_FAILURE))
+    assert len(result.updates) == 6
+    assert_conserved(mesh, result)
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
+def test_every_effect_of_a_new_version_conserves_work(mode):
+    mesh, result = run(mesh_settings("copris", generator={"on_new_version": mode}))
+    assert_conserved(mesh, result)
+    assert figures(result, 8).version_span == 0 if mode == "drain" else figures(result, 8).version_span > 0
+
+
+def test_a_small_cache_preempts_and_conserves_work():
+    mesh, result = run(mesh_settings("copris", cache_tokens=1600))
+    assert result.work[-1].preemptions > 0
+    assert_conserved(mesh, result)
+
+
+def test_more_calls_than_slots_wait_in_the_generators():
+    mesh, result = run(mesh_settings("sync", generator={"slots": 2}))
+    assert_conserved(mesh, result)
+
+
+def test_placement_by_tokens_conserves_work():
+    mesh, result = run(mesh_settings("areal", rollout={"placement": "tokens"}))
+    assert_conserved(mesh, result)
+
+
+def test_equal_seeds_give_equal_output_and_another_seed_another_one():
+    settings = mesh_settings("copris", failures=EVERY_FAILURE)
+    assert run(settings)[1] == run(settings)[1]
+    assert run(mesh_settings("copris", seed=1, failures=EVERY_FAILURE))[1] != run(settings)[1]
+
+
+def test_sync_trains_only_on_the_newest_policy_and_copris_is_faster():
+    sync, copris = (figures(run(mesh_settings(name))[1], 8) for name in ("sync", "copris"))
+    assert sync.off_policy_token_share == 0 and set(sync.staleness) == {0}
+    assert copris.off_policy_token_share > 0
+    assert copris.updates_per_hour > sync.updates_per_hour
+
+
+def test_a_dead_generator_loses_less_than_one_save_interval_per_rollout():
+    deaths = ("deaths_per_hour=400", "back_seconds=2")
+    _, result = run(mesh_settings("copris", failures=deaths))
+    assert 0 < result.wasted_tokens["generator_death"] < result.finished * 64
+    _, saves_every_token = run(mesh_settings("copris", failures=deaths, rollout={"partial_save_tokens": 1}))
+    assert "generator_death" not in saves_every_token.wasted_tokens
+
+
+def test_a_spot_reclaim_loses_no_token():
+    _, result = run(mesh_settings("copris", failures=("spot_reclaims_per_hour=400", "back_seconds=2")))
+    assert "spot_reclaim" not in result.wasted_tokens
+    assert result.work[-1].reprefilled_tokens > 0
+
+
+def test_a_colocated_trainer_takes_longer_for_an_update_than_one_with_its_own_devices():
+    own, shared = (figures(run(mesh_settings("sync", colocated=c))[1], 8) for c in (False, True))
+    assert shared.update_seconds_p50 > own.update_seconds_p50
+
+
+def test_a_trainer_in_parts_finishes_sooner_after_the_cut():
+    whole, parts = (run(mesh_settings("sync", part_groups=part))[1] for part in (0, 1))
+    durations = [sum(update.trained_at - update.cut_at for update in result.updates) for result in (whole, parts)]
+    assert durations[1] < durations[0]
+
+
+def test_a_mesh_without_generators_ends_with_what_it_waits_for():
+    with pytest.raises(ConfigError, match=r"schedule.preset=copris: batch 1 is never cut; .* waits for 4 more ready"):
+        run(mesh_settings("copris", generator={"replicas": 0}))
+
+
+def test_too_many_events_end_with_the_option_that_allows_them():
+    settings = mesh_settings("copris")
+    with pytest.raises(ConfigError, match="--long"):
+        run(replace(settings, most_events=50))

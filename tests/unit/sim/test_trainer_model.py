@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.trainer_model import PartsAhead, TrainerModel
+
+MODEL = TrainerModel(
+    fixed_seconds=2.0,
+    seconds_per_token=0.01,
+    evidence_passes=2,
+    evidence_seconds_per_token=0.001,
+    publication_seconds=3.0,
+)
+
+
+def test_a_step_pays_for_gradient_and_evidence_of_every_token() -> None:
+    """2 + 1000 * (0.01 + 2 * 0.001) = 14 s; evidence of 500 tokens more: 1 s."""
+    assert MODEL.train_seconds(tokens=1000, trajectories=4) == pytest.approx(14.0)
+    assert MODEL.train_seconds(tokens=1000, other_tokens=500) == pytest.approx(15.0)
+    assert MODEL.publish_seconds() == 3.0
+    per_trajectory = TrainerModel(fixed_seconds=2.0, seconds_per_token=0.0, seconds_per_trajectory=0.5)
+    assert per_trajectory.train_seconds(tokens=10, trajectories=4) == 4.0
+
+
+def test_a_colocated_trainer_switches_the_devices_twice() -> None:
+    model = TrainerModel(fixed_seconds=1.0, seconds_per_token=0.0, colocated=True, switch_seconds=5.0)
+    assert (model.train_seconds(tokens=10), model.publish_seconds()) == (6.0, 5.0)
+
+
+def test_parts_ahead_shorten_the_step_by_their_tokens() -> None:
+    """500 tokens take 6 s: ready at 0 they are done at 6, and the rest is 2 + 6 s from the cut at 10 on."""
+    parts = PartsAhead(MODEL, now=0.0)
+    assert parts.add(0.0, 500) == pytest.approx(6.0)
+    assert parts.cut(10.0, tokens=1000) == pytest.approx(18.0)
+
+
+def test_a_cut_waits_for_the_part_in_progress_and_computes_the_others_itself() -> None:
+    parts = PartsAhead(MODEL, now=0.0)
+    parts.add(0.0, 500)  # 0 to 6
+    parts.add(1.0, 250)  # would begin at 6
+    assert parts.cut(4.0, tokens=1000) == pytest.approx(6.0 + 2.0 + 6.0)
+
+
+def test_the_next_batch_begins_without_parts() -> None:
+    parts = PartsAhead(MODEL, now=0.0)
+    parts.add(0.0, 500)
+    trained = parts.cut(10.0, tokens=1000)
+    assert parts.add(trained, 500) == pytest.approx(trained + 6.0)
+    assert parts.cut(100.0, tokens=500) == pytest.approx(102.0)
+
+
+def test_parts_need_devices_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="colocated"):
+        PartsAhead(TrainerModel(fixed_seconds=1.0, seconds_per_token=0.0, colocated=True), now=0.0)
+
+
+def test_a_crash_undoes_the_steps_since_the_last_saved_state() -> None:
+    every_step = TrainerModel(fixed_seconds=1.0, seconds_per_token=0.0)
+    every_fifth = TrainerModel(fixed_seconds=1.0, seconds_per_token=0.0, state_every_steps=5)
+    assert [every_step.steps_lost(step) for step in (4, 5, 6)] == [0, 0, 0]
+    assert [every_fifth.steps_lost(step) for step in (4, 5, 6)] == [4, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fixed_seconds", -1.0),
+        ("seconds_per_token", math.nan),
+        ("seconds_per_trajectory", -0.5),
+        ("evidence_seconds_per_token", math.inf),
+        ("evidence_passes", -1),
+        ("state_every_steps", 0),
+        ("switch_seconds", 1.0),
+    ],
+)
+def test_impossible_trainers_are_refused_with_field_and_value(field: str, value: float) -> None:
+    settings = {"fixed_seconds": 1.0, "seconds_per_token": 0.0, field: value}
+    with pytest.raises(ConfigError, match=f"trainer.{field}={value}"):
+        TrainerModel(**settings)  # type: ignore[arg-type]
+
+
+def test_more_tokens_ahead_than_the_batch_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="ahead_tokens=11"):
+        MODEL.train_seconds(tokens=10, ahead_tokens=11)
