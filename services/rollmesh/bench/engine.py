@@ -5,6 +5,8 @@ log-probability of every token. Repetitions are interleaved and the median count
 Mixed lengths: 256 prompts with lognormal lengths. The engine has 64 slots, which are refilled at once; the baseline
 runs batches of 64, which wait for their longest member. Only requested tokens count.
 
+``--save FILE`` also measures decode steps at two contexts and writes the curve that ``rollmesh sim`` reads.
+
 It runs in a separate process, with one thread for every library, as the launcher starts generators. The variable
 OPENBLAS_CORETYPE is removed there, so that numpy's BLAS chooses its kernels for this processor.
 """
@@ -25,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollmesh.bench.decode_steps import NEW_TOKENS as CURVE_TOKENS
+from rollmesh.bench.decode_steps import measure_points, measure_prefill, step_measure
 from rollmesh.bench.measure import Measure, at_least, at_most, compared, interleaved
 from rollmesh.bench.models import SMALL, RandomModel, token_logprobs
 from rollmesh.bench.processes import ONE_THREAD
@@ -32,6 +36,7 @@ from rollmesh.bench.workloads import make_call, random_ids
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.sim.decode_curve import DecodeCurve, write_curve
 from rollmesh.types import Float32Array, Int32Array
 
 PROMPT_TOKENS = 32
@@ -44,16 +49,28 @@ _UNIFORM_BARS = {8: (at_least("ratio", 2.5),), 32: (at_least("ratio", 3.0),)}
 _MIXED_BARS = (at_least("ratio", 5.0),)
 _GAP_BARS = (at_most("value", 1e-4),)
 
+_CURVE_CONTEXTS = (128, _CONTEXT - 2 * CURVE_TOKENS)
+_CURVE_COUNTS = (1, 8, 32, max(_UNIFORM_SIZES))
+_QUICK_COUNTS = (1, 8)
+_CURVE_ROUNDS = 3
+
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def run(*, quick: bool = False) -> list[Measure]:
-    """Measure; ``quick`` runs one repetition instead of five, with a quarter of the mixed prompts."""
-    command = [sys.executable, "-m", __name__, *(["--quick"] if quick else [])]
+def run(*, quick: bool = False, save: Path | None = None) -> list[Measure]:
+    """Measure; ``quick`` runs one repetition instead of five, with a quarter of the mixed prompts.
+
+    ``save`` names the file of a decode curve. Raises ConfigError if the machine was too busy for a usable one; a curve
+    of ``quick`` has few points from one round and is not checked.
+    """
+    options = ["--quick"] * quick + (["--save", str(save)] if save is not None else [])
+    command = [sys.executable, "-m", __name__, *options]
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     done = subprocess.run(command, env={**environment, **ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EngineError(f"the measuring process ended with status {done.returncode}")
+    if save is not None and not quick:
+        DecodeCurve.read(save)
     return [Measure.from_line(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -61,9 +78,10 @@ def main(arguments: Sequence[str]) -> None:
     """Run the measuring process: print one JSON object per measure on standard output."""
     torch.set_num_threads(1)
     quick = "--quick" in arguments
+    save = Path(arguments[arguments.index("--save") + 1]) if "--save" in arguments else None
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         RandomModel(shape={**SMALL, "max_position_embeddings": 2 * _CONTEXT}).write(Path(folder))
-        for measure in _measure(Path(folder), 1 if quick else 5, prompts=64 if quick else 256):
+        for measure in _measure(Path(folder), quick=quick, save=save):
             print(measure.to_line())
 
 
@@ -77,18 +95,29 @@ def mixed_lengths(count: int) -> Int64Array:
     return np.random.default_rng(0).permutation(np.clip(lengths, 4, _LONGEST).astype(np.int64))
 
 
-def _measure(folder: Path, repeats: int, prompts: int) -> list[Measure]:
-    reference = HuggingFace(folder)
+def _measure(folder: Path, *, quick: bool, save: Path | None) -> list[Measure]:
+    reference, repeats = HuggingFace(folder), 1 if quick else 5
     with asyncio.Runner() as runner:
         ours = _Ours(runner, folder, max(_UNIFORM_SIZES))
         mixed = _Ours(runner, folder, MIXED_SLOTS)
         try:
             results = [_logprob_gap(ours, reference)]
             results += [_uniform(ours, reference, size, repeats) for size in _UNIFORM_SIZES]
-            return [*results, _mixed(mixed, reference, mixed_lengths(prompts), repeats)]
+            results.append(_mixed(mixed, reference, mixed_lengths(64 if quick else 256), repeats))
+            return results if save is None else results + runner.run(_save_curve(ours.engine, save, quick=quick))
         finally:
             runner.run(ours.engine.aclose())
             runner.run(mixed.engine.aclose())
+
+
+async def _save_curve(engine: TorchEngine, save: Path, *, quick: bool) -> list[Measure]:
+    """Measure and write the decode curve of the engine; return a measure per point."""
+    ids = random_ids(np.random.default_rng(2), SMALL["vocab_size"], _CONTEXT)
+    counts, rounds = (_QUICK_COUNTS, 1) if quick else (_CURVE_COUNTS, _CURVE_ROUNDS)
+    points = await measure_points(engine, ids, counts, _CURVE_CONTEXTS, rounds=rounds)
+    prefill = await measure_prefill(engine, ids, _CURVE_CONTEXTS[-1])
+    write_curve(save, points, prefill, "torch engine, demo's shape, one CPU thread")
+    return [step_measure(point) for point in points]
 
 
 class _Ours:

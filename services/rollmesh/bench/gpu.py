@@ -10,37 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from rollmesh.bench.decode_steps import measure_points, measure_prefill, step_measure
 from rollmesh.bench.gpu_arm import BenchArm, Update, Workload
 from rollmesh.bench.measure import Measure, compared
 from rollmesh.bench.models import RandomModel
-from rollmesh.bench.workloads import make_call
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.sim.decode_curve import CurvePoint, write_curve
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Int32Array
 
-Curve = list[tuple[int, float]]
-"""Seconds of a decode step by number of calls in progress, in the form of ``generator.pace``."""
+Curves = dict[str, tuple[CurvePoint, ...]]
+"""Points of the decode curve by the engine's way to run steps."""
 
 RESULTS = "results.json"
 _SECONDS = 540.0
 """No turn starts that would probably end later than this."""
-_CHUNK, _CHUNKS, _WARM_CHUNKS = 16, 8, 2
-"""Tokens per chunk and chunks per call of the step-time curve, and its uncounted chunks: graphs are captured there."""
 _QWEN_05B: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -66,8 +63,8 @@ class Plan:
     """Measured updates of every arm."""
     warmup: int = 2
     """Updates of copris_paper before the measured ones, while its pool fills; sync makes at most one."""
-    curve_context: int = 640
-    """Context tokens before the tokens of the step-time curve."""
+    curve_contexts: tuple[int, ...] = (640, 2560)
+    """Context tokens before the tokens of the step-time curve; ``generator.pace`` gets the steps at the first."""
 
 
 def full_plan() -> Plan:
@@ -89,7 +86,7 @@ def quick_plan() -> Plan:
         vocab_size=_TINY["vocab_size"], prompt_tokens=8, median_length=20, longest=120, groups_per_batch=4, group_size=4
     )
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_context=16)
+    return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_contexts=(8, 16))
 
 
 def run(
@@ -119,9 +116,11 @@ async def measure(plan: Plan, output: Path | None) -> list[Measure]:
         root = Path(scratch)
         RandomModel(shape=plan.shape).write(root / "model")
         async with _engine(plan, root, cuda_graphs=False) as engine:
-            curves = {"without graphs": await _curve(plan, engine)}
+            curves: Curves = {"without graphs": await _points(plan, engine)}
         async with _engine(plan, root, cuda_graphs=True) as engine:
-            curves["with graphs" if plan.device == "cuda" else "padded steps"] = await _curve(plan, engine)
+            curves["with graphs" if plan.device == "cuda" else "padded steps"] = await _points(plan, engine)
+            prefill = await measure_prefill(engine, _prompt(plan), plan.curve_contexts[-1])
+            _save_curves(output, plan, curves, prefill)
             arms = [BenchArm(pool, plan.workload, engine, _trainer(plan, root), root) for pool in (None, *plan.pools)]
             updates: list[Update] = []
             _save(output, plan, curves, updates)
@@ -163,34 +162,18 @@ def _trainer(plan: Plan, root: Path) -> PolicyTrainer:
     return PolicyTrainer.from_folder(root / "model", config, dtype=plan.dtype, device=plan.device)
 
 
-async def _curve(plan: Plan, engine: TorchEngine) -> Curve:
-    """Measure the median of a decode step for some numbers of calls in progress, up to all slots."""
-    ids = plan.workload.group(0)[0].prompt.token_ids
-    context = ids.repeat(-(-plan.curve_context // len(ids)))[: plan.curve_context]
+def _prompt(plan: Plan) -> Int32Array:
+    return plan.workload.group(0)[0].prompt.token_ids
+
+
+async def _points(plan: Plan, engine: TorchEngine) -> tuple[CurvePoint, ...]:
+    """Measure decode steps for some numbers of calls in progress, up to all slots, at every context."""
     slots = engine.status().slot_count
-    return [(n, await _step_seconds(engine, n, context)) for n in (*(c for c in (1, 8, 64, 256) if c < slots), slots)]
+    counts = (*(count for count in (1, 8, 64, 256) if count < slots), slots)
+    return await measure_points(engine, _prompt(plan), counts, plan.curve_contexts, rounds=2)
 
 
-async def _step_seconds(engine: TorchEngine, count: int, context: Int32Array) -> float:
-    """Measure one point; the calls are submitted to a paused engine, so they start and return chunks together."""
-    arrivals: list[float] = []
-
-    async def call(number: int) -> None:
-        request = make_call(f"curve-{number}", context, _CHUNK * _CHUNKS, chunk_tokens=_CHUNK)
-        async for chunk in engine.generate(request):
-            if number == 0 and len(chunk.token_ids) == _CHUNK:
-                arrivals.append(time.perf_counter())
-
-    await engine.pause()
-    tasks = [asyncio.create_task(call(number)) for number in range(count)]
-    await asyncio.sleep(0)  # every task submits its call before the engine resumes
-    await engine.resume()
-    await asyncio.gather(*tasks)
-    between = [later - earlier for earlier, later in pairwise(arrivals)]
-    return statistics.median(between[_WARM_CHUNKS - 1 :]) / _CHUNK
-
-
-def measures(plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) -> list[Measure]:
+def measures(plan: Plan, curves: Curves, updates: Sequence[Update]) -> list[Measure]:
     """Return the rows of the table: every arm with sync as the baseline, then the curves."""
     rows: list[Measure] = []
     figures = {name: _figures([u for u in updates if u.arm == name]) for name in dict.fromkeys(u.arm for u in updates)}
@@ -198,8 +181,7 @@ def measures(plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) ->
         for (figure, unit), value in values.items():
             row = compared(f"{name}: {figure}", value, unit, "sync", figures["sync"][figure, unit])
             rows.append(row if name != "sync" else Measure(name=row.name, value=value, unit=unit))
-    for mode, curve in curves.items():
-        rows += [Measure(name=f"decode step, {n} running, {mode}", value=1000 * s, unit="ms") for n, s in curve]
+    rows += [step_measure(point, mode) for mode, points in curves.items() for point in points]
     return [replace(row, name=f"{row.name}, {_device(plan)}") for row in rows]
 
 
@@ -222,7 +204,23 @@ def _device(plan: Plan) -> str:
     return torch.cuda.get_device_name(plan.device) if plan.device == "cuda" else "CPU"
 
 
-def _save(output: Path | None, plan: Plan, curves: dict[str, Curve], updates: Sequence[Update]) -> None:
+def _save_curves(output: Path | None, plan: Plan, curves: Curves, prefill: float) -> None:
+    """Write a decode curve per mode, in the form that ``rollmesh sim`` reads."""
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    for mode, points in curves.items():
+        engine = f"torch engine {mode}, {_device(plan)}"
+        write_curve(output / f"decode-{mode.replace(' ', '-')}.json", points, prefill, engine)
+
+
+def _pace(points: Sequence[CurvePoint]) -> list[tuple[int, float]]:
+    """Return the steps at the shortest context, in the form of ``generator.pace``."""
+    shortest = min(point.context for point in points)
+    return [(point.running, point.seconds) for point in points if point.context == shortest]
+
+
+def _save(output: Path | None, plan: Plan, curves: Curves, updates: Sequence[Update]) -> None:
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)
@@ -230,7 +228,7 @@ def _save(output: Path | None, plan: Plan, curves: dict[str, Curve], updates: Se
         "device": _device(plan),
         "torch": torch.__version__,
         "plan": asdict(plan),
-        "curves": curves,
+        "curves": {mode: _pace(points) for mode, points in curves.items()},
         "updates": [asdict(update) for update in updates],
         "measures": [measure.figures() for measure in measures(plan, curves, updates)],
     }

@@ -53,7 +53,6 @@ class Output:
 
 
 _PLAIN = {
-    "engine": "Measure the torch engine beside Hugging Face generate, in tokens per CPU second.",
     "train": "Measure a train step on ragged trajectories beside padded micro-batches.",
     "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
     "schedules": "Measure the leader's decisions, the choice of a generator, and the reading of a mesh view.",
@@ -71,6 +70,19 @@ def _plain(name: str) -> Callable[..., None]:
 
 for _name, _help in _PLAIN.items():
     app.command(_name, help=_help)(_plain(_name))
+
+
+@app.command()
+def engine(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    save: Annotated[
+        Path | None, typer.Option(help="JSON file for a curve of decode steps, for rollmesh sim.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Measure the torch engine beside Hugging Face generate, in tokens per CPU second."""
+    Output(as_json=as_json, check=check).run("engine", quick=quick, save=save)
 
 
 @app.command()

@@ -122,10 +122,6 @@ class DecodeCurve:
             prefill_seconds_per_token=self.prefill_seconds_per_token,
         )
 
-    def save(self, path: Path) -> None:
-        """Write the curve as JSON, for ``read``."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a saved curve. Raises ConfigError if the file is missing, is no curve, or has unusable points."""
@@ -181,6 +177,11 @@ def _require_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
         )
 
 
-def points_of(rows: Iterable[tuple[int, int, float]]) -> tuple[CurvePoint, ...]:
-    """Return points from tuples (running calls, context tokens per call, seconds)."""
-    return tuple(CurvePoint(running=running, context=context, seconds=seconds) for running, context, seconds in rows)
+def write_curve(path: Path, points: Iterable[CurvePoint], prefill_seconds_per_token: float, engine: str) -> None:
+    """Write measured points as JSON, for ``DecodeCurve.read``, which checks them."""
+    document = {
+        "engine": engine,
+        "prefill_seconds_per_token": prefill_seconds_per_token,
+        "points": [asdict(point) for point in points],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 from rollmesh.bench import gpu
 from rollmesh.bench.gpu_arm import Update
 from rollmesh.errors import ConfigError
+from rollmesh.sim.decode_curve import CurvePoint
 
 UPDATE = Update(
     arm="sync",
@@ -39,11 +40,12 @@ def test_unfinished_and_inherited_tokens_earn_nothing():
 def test_every_arm_is_compared_with_sync_and_every_row_names_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     other = replace(UPDATE, arm="copris_paper 32", seconds={**UPDATE.seconds, "generate": 0.0})
-    rows = {row.name: row for row in gpu.measures(gpu.quick_plan(), {"without graphs": [(8, 0.25)]}, [UPDATE, other])}
+    curves = {"without graphs": (CurvePoint(running=8, context=720, seconds=0.25),)}
+    rows = {row.name: row for row in gpu.measures(gpu.quick_plan(), curves, [UPDATE, other])}
     rate = rows["copris_paper 32: trained tokens (charged), CPU"]
     assert (rate.baseline, rate.baseline_value, rate.ratio) == ("sync", 25, 2)
     assert rows["sync: of it generation, CPU"].value == 2
-    assert rows["decode step, 8 running, without graphs, CPU"].value == 250
+    assert rows["decode step, 8 running of 720 tokens, without graphs, CPU"].value == 250
 
 
 def test_without_a_gpu_it_refuses_and_says_what_to_do(monkeypatch):

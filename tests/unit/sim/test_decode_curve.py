@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts, points_of
+from rollmesh.sim.decode_curve import CurvePoint, DecodeCurve, EngineCosts, write_curve
 
 ROWS = [(1, 100, 0.011), (1, 300, 0.013), (4, 100, 0.024), (4, 300, 0.032)]
 """base(1) = 0.010, base(4) = 0.020, slope = 1e-5 everywhere."""
+
+
+def points_of(rows: list[tuple[int, int, float]]) -> tuple[CurvePoint, ...]:
+    return tuple(CurvePoint(running=running, context=context, seconds=seconds) for running, context, seconds in rows)
 
 
 def curve(rows: list[tuple[int, int, float]] = ROWS, prefill: float = 1e-4) -> DecodeCurve:
@@ -40,10 +44,10 @@ def test_noise_never_makes_the_base_vanish() -> None:
     assert costs.slope[1] * 100 < 0.010
 
 
-def test_a_saved_curve_reads_as_the_same_curve(tmp_path: Path) -> None:
-    saved = DecodeCurve(points=points_of(ROWS), prefill_seconds_per_token=2e-4, engine="torch, CPU")
-    saved.save(tmp_path / "curve.json")
-    assert DecodeCurve.read(tmp_path / "curve.json") == saved
+def test_a_written_curve_reads_as_the_same_curve(tmp_path: Path) -> None:
+    written = DecodeCurve(points=points_of(ROWS), prefill_seconds_per_token=2e-4, engine="torch, CPU")
+    write_curve(tmp_path / "curve.json", written.points, written.prefill_seconds_per_token, written.engine)
+    assert DecodeCurve.read(tmp_path / "curve.json") == written
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class EngineStatus:
     cached_token_total: int = 0
     decode_step_total: int | None = 0
     """Decode steps; None if the engine cannot count them."""
+    decode_seconds_total: float | None = 0.0
+    """Seconds of the decode steps, without prefills; None if the engine cannot count them."""
     busy_seconds_total: float = 0.0
     """Seconds spent in prefill and decode."""
     running_slot_seconds_total: float = 0.0

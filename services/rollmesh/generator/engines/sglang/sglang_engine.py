@@ -181,6 +181,7 @@ class SglangEngine:
             reprefill_token_total=state.reprefill_tokens,
             cached_token_total=state.cached_tokens,
             decode_step_total=None,  # the server does not report it
+            decode_seconds_total=None,
             busy_seconds_total=queue.busy_seconds,
             running_slot_seconds_total=queue.running_seconds,
             preemption_total=state.preemptions,

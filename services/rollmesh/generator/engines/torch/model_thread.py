@@ -188,14 +188,16 @@ class ModelThread:
         for call in self.batch.make_room():
             insort(self.waiting, call, key=lambda c: c.arrival)
         running = self.batch.active_count
+        counters = self.batch.counters
         if running:
+            step_started = time.perf_counter()
             self.batch.step()
             self._steps_since_admission += 1
             rest = step_seconds(self._config.pace, running) - (time.perf_counter() - started)
             if rest > 0:
                 time.sleep(rest)
+            counters.decode_seconds += time.perf_counter() - step_started
         seconds = time.perf_counter() - started
-        counters = self.batch.counters
         counters.busy_seconds += seconds
         counters.running_slot_seconds += seconds * running
         self._try_swaps()

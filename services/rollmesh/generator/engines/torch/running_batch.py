@@ -35,6 +35,7 @@ class Counters:
     held_back: int = 0
     preemptions: int = 0
     busy_seconds: float = 0.0
+    decode_seconds: float = 0.0
     running_slot_seconds: float = 0.0
 
 

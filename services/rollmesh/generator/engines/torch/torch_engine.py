@@ -158,6 +158,7 @@ class TorchEngine:
             reprefill_token_total=counters.reprefill_tokens,
             cached_token_total=counters.cached_tokens,
             decode_step_total=counters.decode_steps,
+            decode_seconds_total=counters.decode_seconds,
             busy_seconds_total=counters.busy_seconds,
             running_slot_seconds_total=counters.running_slot_seconds,
             preemption_total=counters.preemptions,
