@@ -113,6 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         Cost.NOTHING,
         ExpectedEnd(exit_statuses=(0, 1), green=False),
     ),
+    _under("sorted", Fault("kill -9 rollout", partial(kill_service, service="rollout"))),
     _under("rollpacker", Fault("kill -9 leader", kill_leader)),
     _under("flexmarl", _kill_trainer("between batch file and training", "checkpoints/batches/*.pb")),
 )

@@ -216,8 +216,8 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == 28
-    assert len({fault.name for fault in FAULTS}) == 28
+    assert len(FAULTS) == 29
+    assert len({fault.name for fault in FAULTS}) == 29
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
