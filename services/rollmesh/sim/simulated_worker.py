@@ -130,7 +130,8 @@ class SimulatedWorker:
         left: dict[int, int] = {}
         for trajectory in waiting.values():
             floor = trajectory.floor
-            left.setdefault(floor, max(1, self._fleet.free_slots(floor)))
+            if floor not in left:
+                left[floor] = max(1, self._fleet.free_slots(floor))
             if left[floor] > 0 and self._fleet.call(trajectory):
                 left[floor] -= 1
             else:
