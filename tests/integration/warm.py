@@ -30,7 +30,7 @@ GENERATOR = (
 
 _ROOT = Path(__file__).parents[2]
 _NUMBERS = itertools.count()
-_START_SECONDS = 120.0
+_START_SECONDS = 240.0
 _END_SECONDS = 30.0
 _OPEN: dict[tuple[object, ...], Template] = {}
 
@@ -102,6 +102,9 @@ class Template:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
+        if not ready:  # its late answer would be taken for that of the next start
+            self._process.stdin.close()
+            self._end()
         assert ready, f"the template of {module} has not answered for {_START_SECONDS:.0f} s"
         answer = self._process.stdout.readline()
         assert answer, f"the template of {module} ended with {self._process.wait(10)}"
@@ -114,10 +117,14 @@ class Template:
             self._process.stdin.close()
             self._process.wait(_END_SECONDS)
         finally:
-            self._process.kill()
-            self._process.wait(_END_SECONDS)
-            self._process.stdout.close()
-            self._folder.cleanup()
+            self._end()
+
+    def _end(self) -> None:
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait(_END_SECONDS)
+        self._process.stdout.close()
+        self._folder.cleanup()
 
 
 def template(*modules: str, seed: int | None = None) -> Template:

@@ -11,6 +11,16 @@ from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from .trainer_run import write_tiny_model
 
+_TEST_SECONDS = 900
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every deadline inside of a test passes first and says what it waited for."""
+    for item in items:
+        if item.path.is_relative_to(_HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

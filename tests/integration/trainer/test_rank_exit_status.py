@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from rollmesh.config import write_run_config
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import child_environment, service_spec
@@ -15,8 +13,6 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
 from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
-
-pytestmark = pytest.mark.timeout(900)  # every deadline inside of a test passes first
 
 
 def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:

@@ -35,7 +35,6 @@ async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kill
         assert found == expected, pattern
 
 
-@pytest.mark.timeout(900)
 async def test_ranks_continue_from_the_records_of_their_stages(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:

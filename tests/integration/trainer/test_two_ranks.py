@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 
 
-@pytest.mark.timeout(900)
 async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
