@@ -113,6 +113,8 @@ def _pool(section: ScheduleConfig, preset: Preset, staleness: int, window: int, 
     if pool is None:
         batches = preset.pool_batches
         return limit if batches is None else min(limit, math.ceil(batches * section.groups_per_batch) * members)
+    if pool == "auto":
+        return limit
     if pool > limit:
         raise ConfigError(
             f"schedule.pool_size={pool} is above window_groups * (group_size + spare_members) = {window} * "

@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
 -- uses: core roles
 -- Writes the desired state. ARGV: leader, pool size, paused (1|0), interrupt below version, reason, start at version, name
--- of the set of groups that blocks the cut ('' for none), reason that the cut waits. A set other than the stored one
+-- of the set of groups that blocks the cut ('' for none), reason that the cut waits, state of an automatic pool ('' for
+-- none). A set other than the stored one
 -- blocks from now on; a stored time ahead of the clock was written before the clock was set back.
 require_leader(ARGV[1])
 call('HSET', K.desired, 'pool_size', ARGV[2], 'paused', ARGV[3], 'interrupt_below_version', ARGV[4], 'reason', ARGV[5],
-  'start_at_version', ARGV[6], 'waiting_for', ARGV[8])
+  'start_at_version', ARGV[6], 'waiting_for', ARGV[8], 'cache_pool', ARGV[9])
 if ARGV[7] == '' then
   call('HDEL', K.meta, 'blocked_since')
 else
