@@ -6,8 +6,21 @@ needs no replay, and a crash at any moment loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePool:
+    """Bound of an automatic pool by the generators' caches, as the leader last set it."""
+
+    size: int
+    """Trajectories."""
+    since: float
+    """Redis time of the last change or confirmation, in seconds."""
+    preemptions: int
+    """Preemptions of all generators until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,23 @@ class Desired:
     registry_version: int = field(default=0, compare=False)
     """Version of the registry of generators, raised by every heartbeat of a generator; 0 before the first. It is read
     with the desired state, so that workers read records only after a change."""
+    cache_pool: CachePool | None = None
+    """State of an automatic pool; None with a fixed one, and before generators have reported their caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Sums over the generators that serve, from their last heartbeats."""
+
+    slots: int
+    """Calls that they decode at once."""
+    waiting: int
+    """Calls that wait for a slot."""
+    kv_tokens_used: int
+    kv_token_capacity: int
+    """Tokens that the key-value caches hold."""
+    preemptions: int
+    """Calls that lost their cache because it was full, since the generators started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +138,18 @@ class MeshView:
     """Generators with a valid registration, whether they serve or load a policy."""
     desired: Desired = Desired(pool_size=0)
     """Stored desired state; an empty pool before the leader has written one."""
+    ready_seconds: float | None = None
+    """Seconds from the admission of groups, or the end of the last pause, until they end, per group that became ready:
+    a moving average over about two batches, dropped groups included; None before the first ready group."""
+    ready_updates: float | None = None
+    """The same in whole updates of ``update_seconds``, each group rounded down; None before the first update."""
+    update_seconds: float | None = None
+    """Seconds of the trainer for an update, from the batch to the announcement of its policy, without the wait for the
+    batch: a moving average over about four updates; None before the first."""
+    engines: EngineLoad | None = None
+    """Load of the generators; None without a serving one, and where the pool does not depend on it."""
+    finished_lengths: Mapping[int, int] = field(default_factory=dict)
+    """Finished trajectories by length bucket, floor(4 log2(tokens + 1)); empty where the pool does not depend on it."""
     aside_groups: int = 0
     """Groups that were set aside: without tokens, not counted as open or admitted, until they are recalled."""
     recalled_groups: int = 0

@@ -40,6 +40,20 @@ PAGE = Page(
                 rule("pool_trajectories:max", word="pool"),
             ),
             curve(
+                "Automatic pool",
+                "Trajectories that the trainer can consume in time, and that the generators' caches hold: the smaller "
+                "bound is the pool. Empty with a fixed pool.",
+                Query(led("rollmesh_rollout_auto_pool_bound_trajectories", "by"), "{{by}} {{run}}"),
+            ),
+            curve(
+                "Time to ready and time per update",
+                "Time from the admission of a group to ready, and of the trainer for an update. The automatic pool "
+                "follows their ratio.",
+                Query(led("rollmesh_rollout_ready_seconds"), "to ready {{run}}"),
+                Query(led("rollmesh_rollout_update_seconds"), "per update {{run}}"),
+                unit="s",
+            ),
+            curve(
                 "Ready batches",
                 "Complete groups that wait, in batches. Below 1 the trainer is about to wait.",
                 rule("ready_batches:ratio"),

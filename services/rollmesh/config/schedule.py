@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from rollmesh.config.section import Section
+
+
+def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError("expected a whole number of trajectories from 1 on, auto or null") from None
+
+
+PoolSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"] | None, WrapValidator(_number_or_auto)]
 
 
 class ScheduleConfig(Section):
@@ -52,8 +62,10 @@ class ScheduleConfig(Section):
     window_groups: int | None = Field(default=None, ge=1)
     """Most groups admitted and not yet trained on; null is (max_staleness + 1) * groups_per_batch. With preset pipeline
     or roll it sets max_staleness, unless that is given: ceil(window_groups / groups_per_batch) - 1."""
-    pool_size: int | None = Field(default=None, ge=1)
-    """N': trajectories leased at once over the whole mesh; null uses the value of the preset."""
+    pool_size: PoolSize = None
+    """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the smaller of what
+    the caches of the generators hold and of what the trainer can consume in time, by Little's law on measured times; it
+    needs a preset without waves and without a barrier (copris, areal, pipeline, roll, dart)."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest staleness of a trained trajectory, in train steps; null uses the value of the preset."""
     on_stale: Literal["pace", "mask_old_segments", "evict", "restart", "set_aside"] | None = None

@@ -19,10 +19,12 @@ class Estimate:
     """Sizes computed from a run file."""
 
     pool_size: int
+    """Trajectories in flight; the most of them with an automatic pool."""
+    auto_pool: bool
     max_staleness: int
     trajectories_per_batch: int
     expected_staleness: float
-    """About pool_size / (B n), in train steps."""
+    """In train steps: about pool_size / (B n); 1 with an automatic pool while groups are ready within an update."""
     capacity_groups: int
     """Groups admitted and not consumed, at most."""
     queue_bytes: int
@@ -37,16 +39,22 @@ class Estimate:
     def table(self) -> Table:
         """Return the estimate as a table for the console."""
         table = Table("quantity", "value", "meaning")
-        table.add_row("pool_size", f"{self.pool_size}", "trajectories in flight over the whole mesh")
+        pool = f"auto, at most {self.pool_size}" if self.auto_pool else f"{self.pool_size}"
+        table.add_row("pool_size", pool, "trajectories in flight over the whole mesh")
         table.add_row("generator slots", f"{self.slot_count}", "calls decoded at once; below pool_size, calls wait")
         table.add_row("max_staleness", f"{self.max_staleness}", "train steps, enforced")
-        table.add_row("expected staleness", f"{self.expected_staleness:.2f}", "train steps, about pool_size / (B n)")
+        table.add_row("expected staleness", f"{self.expected_staleness:.2f}", f"train steps, {self._staleness_rule()}")
         table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
         if self.surplus_share:
             table.add_row("surplus", f"{self.surplus_share:.0%}", "of the launched trajectories, cut off unfinished")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
         table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_meaning())
         return table
+
+    def _staleness_rule(self) -> str:
+        if self.auto_pool:
+            return "more where groups take longer than an update to be ready"
+        return "about pool_size / (B n)"
 
     def _memory_meaning(self) -> str:
         meaning = "Redis, at capacity and full length, without snapshots of environments"
@@ -64,6 +72,7 @@ def estimate(config: RunConfig) -> Estimate:
     per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + schedule.launched_members * round(longest)
     return Estimate(
         pool_size=schedule.pool_size,
+        auto_pool=schedule.auto_pool,
         max_staleness=schedule.max_staleness,
         trajectories_per_batch=schedule.groups_per_batch * schedule.group_size,
         expected_staleness=schedule.expected_staleness,

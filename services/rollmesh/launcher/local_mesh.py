@@ -254,7 +254,6 @@ async def local_mesh(
     progress = RunProgress(
         console,
         train_steps=schedule.train_steps,
-        pool_size=schedule.pool_size,
         metrics=folder.metrics,
         samples=folder.samples,
         live=serve is None,

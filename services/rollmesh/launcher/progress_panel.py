@@ -46,13 +46,10 @@ class _Rates:
 class RunProgress:
     """Console progress of one run, used as a context manager."""
 
-    def __init__(
-        self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path, live: bool = True
-    ) -> None:
+    def __init__(self, console: Console, *, train_steps: int, metrics: Path, samples: Path, live: bool = True) -> None:
         """Without ``live`` each train step is one line, so that a debugger can use the terminal."""
         self._console = console
         self._steps = train_steps
-        self._pool_size = pool_size
         self._metrics = JsonLinesTail(metrics)
         self._samples = JsonLinesTail(samples)
         self._rates = _Rates()
@@ -88,7 +85,7 @@ class RunProgress:
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
-        facts = _facts(sample, self._report, rate, self._steps, self._pool_size)
+        facts = _facts(sample, self._report, rate, self._steps)
         serving = any(g.serving for g in sample.generators)
         waited = time.monotonic() - self._last_line >= _LINE_SECONDS
         due = bool(reports) if self._per_step and serving else waited
@@ -124,7 +121,7 @@ def _completion(sample: Mapping[str, Any], columns: int) -> Text:
     return line
 
 
-def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int, pool_size: int) -> dict[str, str]:
+def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int) -> dict[str, str]:
     view = sample.view
     served = sorted({g.policy_version for g in sample.generators if g.serving})
     drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
@@ -135,7 +132,7 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
         "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by no generator'}",
-        "in flight": f"{view.leased} of {pool_size}",
+        "in flight": f"{view.leased} of {view.desired.pool_size}",
         "ready": f"{view.ready_groups} groups",
         "staleness": _number(report, "staleness_mean", ".2f"),
         "off-policy": _number(report, "off_policy_token_share", ".0%"),

@@ -12,6 +12,7 @@ import time
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
@@ -65,6 +66,7 @@ class MeshLeader:
         self._health = health
         metrics.mesh.limits(schedule)
         self._ranking = StartRanking(store, schedule, metrics.mesh)
+        self._pool_evidence = PoolEvidence(store, schedule)
         self._prompts: PromptSource | None = None
         self._token: str | None = None
         self._renew_due = 0.0
@@ -127,22 +129,25 @@ class MeshLeader:
     async def _read_view(self) -> MeshView:
         """Read the mesh, with single groups only if the decision depends on them."""
         view = await self._store.mesh.view(groups=False)
-        if not needs_groups(self._schedule, view):
-            return view
-        return await self._store.mesh.view(shortest=self._schedule.cut_order is CutOrder.SHORTEST)
+        if needs_groups(self._schedule, view):
+            view = await self._store.mesh.view(shortest=self._schedule.cut_order is CutOrder.SHORTEST)
+        return self._pool_evidence.added_to(view)
 
     async def _act(self, token: str, view: MeshView) -> bool:
         """Apply the decisions on one view; returns True if more than the desired state has changed."""
         self._metrics.mesh.update(view)
         if time.monotonic() >= self._count_due:
             self._count_due = time.monotonic() + _COUNT_SECONDS
-            self._metrics.mesh.counted(await self._store.mesh.counts())
+            counts = await self._store.mesh.counts()
+            self._metrics.mesh.counted(counts)
+            await self._pool_evidence.measure(counts)
             await self._ranking.measure()
             self._refused = await self._judge_refusals(view)
         if view.recovering:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
             self._evaluations.forget()
         decisions = decide(self._schedule, view)
+        self._metrics.mesh.pool(self._schedule, view, decisions.desired)
         failure = decisions.fail or self._failed or self._refused
         if failure != view.failure:
             await self._report(token, failure)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rollmesh.mesh import MeshView
+from rollmesh.mesh import Desired, MeshView
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.auto_pool import trainer_pool
 from rollmesh.scheduling.length_prediction import LengthEvidence
 from rollmesh.store.queue_types import StoreCounts
 
 _TRAJECTORY_STATES = ("pending", "partial", "resting", "leased", "finished")
 _GROUP_STATES = ("open", "ready", "cut", "aside")
 _STEP_KINDS = ("trained", "cut", "last")
+_POOL_BOUNDS = ("trainer", "caches")
 _PAUSES = ("person", "launcher", "failure", "recovery", "barrier")
 EVICTION_REASONS = ("stale", "straggler_timeout", "run_complete")
 _BEGUN_AGAIN = ("restarted", "set_aside", "recalled")
@@ -66,6 +68,23 @@ class MeshMetrics:
         self._pool = metrics.gauge(
             "rollmesh_rollout_pool_trajectories", "Trajectories that may be leased at once over the whole mesh."
         )
+        self._pool_bound = metrics.gauge(
+            "rollmesh_rollout_auto_pool_bound_trajectories",
+            "Bounds of an automatic pool: the trainer's pace, the generators' caches; NaN with a fixed pool.",
+            {"by": _POOL_BOUNDS},
+        )
+        self._ready_time = metrics.gauge(
+            "rollmesh_rollout_ready_seconds",
+            "Time from the admission of groups to their end, per ready group, over about two batches.",
+        )
+        self._update_time = metrics.gauge(
+            "rollmesh_rollout_update_seconds",
+            "Time of the trainer from a batch to the announced policy, waits left out, over about four updates.",
+        )
+        for by in _POOL_BOUNDS:
+            self._pool_bound.labels(by=by).set(math.nan)
+        self._ready_time.set(math.nan)
+        self._update_time.set(math.nan)
         self._batch = metrics.gauge("rollmesh_rollout_batch_groups", "Groups that one train step consumes.")
 
     def _show_store(self, metrics: Metrics) -> None:
@@ -128,9 +147,20 @@ class MeshMetrics:
     def limits(self, schedule: Schedule) -> None:
         """Set the gauges of the run's limits."""
         self._max_staleness.set(schedule.max_staleness)
-        self._pool.set(schedule.pool_size)
+        self._pool.set(0 if schedule.auto_pool else schedule.pool_size)
         self._batch.set(schedule.groups_per_batch)
         self._steps.labels(kind="last").set(schedule.train_steps)
+
+    def pool(self, schedule: Schedule, view: MeshView, desired: Desired) -> None:
+        """Set the gauges of the pool: its size, its bounds and the times that they follow from."""
+        self._ready_time.set(math.nan if view.ready_seconds is None else view.ready_seconds)
+        self._update_time.set(math.nan if view.update_seconds is None else view.update_seconds)
+        if not schedule.auto_pool:
+            return
+        self._pool.set(desired.pool_size)
+        self._pool_bound.labels(by="trainer").set(trainer_pool(schedule, view))
+        by_caches = math.inf if desired.cache_pool is None else desired.cache_pool.size
+        self._pool_bound.labels(by="caches").set(by_caches)
 
     def update(self, view: MeshView) -> None:
         """Set the gauges of the mesh from one view."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from rollmesh.mesh import MeshView
+from rollmesh.scheduling.auto_pool import pool_groups, trainer_groups
 from rollmesh.scheduling.axes import AdmissionRule
 from rollmesh.scheduling.memory import LIMIT_RATIO, memory_room
 from rollmesh.scheduling.resolved_schedule import Schedule
 
 
 def capacity(schedule: Schedule, view: MeshView) -> int:
-    """Return the number of groups that the window still admits; negative above it.
+    """Return the number of groups that the window still admits, or the pace of the trainer; negative above it.
 
     window_groups - admitted_unconsumed, minus one batch for every trained step whose policy is not announced yet:
     groups admitted now would start on the older weights. With consumed = trained_step * B this is
     window_groups + v * B - (accepted + running) at the announced version v: AReaL's (eta + v + 1) * B - (accepted +
-    running) for the window (eta + 1) * B, and PipelineRL's max_lag for B + ceil(max_lag / n).
+    running) for the window (eta + 1) * B, and PipelineRL's max_lag for B + ceil(max_lag / n). An automatic pool has a
+    smaller window (``trainer_groups``), so its groups start on the policy that is announced while the trainer works.
     """
     # docs/architecture.md: The staleness bound
     unannounced = max(0, view.trained_step - view.policy_train_step)
-    return schedule.window_groups - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
+    return trainer_groups(schedule, view) - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
 
 
 def still_needed(schedule: Schedule, view: MeshView) -> int:
@@ -29,7 +31,7 @@ def still_needed(schedule: Schedule, view: MeshView) -> int:
     """
     remaining = (schedule.train_steps - view.trained_step) * schedule.groups_per_batch - view.admitted_unconsumed
     if schedule.admission is AdmissionRule.POOL:
-        return remaining + max(0, schedule.pool_groups - schedule.groups_per_batch)
+        return remaining + max(0, pool_groups(schedule, view) - schedule.groups_per_batch)
     return remaining + schedule.spare_groups
 
 
@@ -51,10 +53,10 @@ def room(schedule: Schedule, view: MeshView) -> int:
             wanted = batches * schedule.groups_per_batch + spare
             return wanted - view.open_groups - view.ready_groups
         case AdmissionRule.CONCURRENCY:
-            return schedule.pool_groups - view.open_groups
+            return pool_groups(schedule, view) - view.open_groups
         case AdmissionRule.POOL:
             ahead = view.ready_groups - (-view.unfinished // schedule.launched_members)
-            return schedule.pool_groups + schedule.groups_per_batch - ahead
+            return pool_groups(schedule, view) + schedule.groups_per_batch - ahead
 
 
 def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
@@ -63,8 +65,9 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
         return 0, "the first policy"
     if view.memory_ratio >= LIMIT_RATIO:
         return 0, f"memory of the store: {view.memory_ratio:.0%} of maxmemory is used"
+    is_paced = trainer_groups(schedule, view) < schedule.window_groups
     limits = (
-        (capacity(schedule, view), "staleness capacity"),
+        (capacity(schedule, view), "the trainer: its groups are on their way" if is_paced else "staleness capacity"),
         (still_needed(schedule, view), "nothing: the remaining steps have their groups"),
         (room(schedule, view), "room in the pool"),
         (memory_room(schedule, view), "memory of the store: trajectories in flight may take the rest"),

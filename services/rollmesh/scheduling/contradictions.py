@@ -53,6 +53,12 @@ def contradictions(
             "long one until the end of the run, because masked tokens have no deadline; set schedule.on_stale=pace or "
             "another cut_order"
         )
+    if section.pool_size == "auto" and (preset.barrier or preset.admission is AdmissionRule.WAVE):
+        able = [n for n, p in PRESETS.items() if not p.barrier and p.admission is not AdmissionRule.WAVE]
+        yield (
+            f"schedule.pool_size=auto: schedule.preset={section.preset} opens groups in waves or between barriers, so "
+            f"the pace of the trainer cannot set its pool; set a number or null, or take {', '.join(able)}"
+        )
     if bounds.spare_members and config.rollout.program == "agent":
         yield (
             f"schedule.spare_members={bounds.spare_members}: with rollout.program=agent the mesh cannot cut off a "

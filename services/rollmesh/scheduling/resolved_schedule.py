@@ -35,7 +35,9 @@ class Schedule:
     window_groups: int
     """Most groups admitted and not yet trained on."""
     pool_size: int
-    """Trajectories leased at once over the whole mesh."""
+    """Trajectories leased at once over the whole mesh; the most of an automatic pool."""
+    auto_pool: bool = False
+    """True if the pool follows measured times and the generators' caches, below pool_size."""
     part_groups: int
     """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
     segment_tokens: int
@@ -53,6 +55,7 @@ class Schedule:
     """Zero-variance groups in a row that end the run; also the limit for groups without two scored answers."""
     train_steps: int
     """Batches of the whole run."""
+    longest_prompt_tokens: int
     longest_trajectory_tokens: int
     """Most tokens of a trajectory beyond its prompt."""
     partial_save_tokens: int
@@ -85,6 +88,7 @@ class Schedule:
             spare_members=bounds.spare_members,
             window_groups=bounds.window_groups,
             pool_size=bounds.pool_size,
+            auto_pool=section.pool_size == "auto",
             part_groups=bounds.part_groups,
             segment_tokens=_segment_tokens(config, preset),
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
@@ -96,6 +100,7 @@ class Schedule:
             straggler_timeout_seconds=section.straggler_timeout_seconds,
             max_filtered_in_a_row=section.max_filtered_in_a_row or 10 * section.groups_per_batch,
             train_steps=config.trainer.train_steps,
+            longest_prompt_tokens=config.data.max_prompt_tokens,
             longest_trajectory_tokens=config.rollout.max_new_tokens,
             partial_save_tokens=config.rollout.partial_save_tokens,
         )
@@ -107,15 +112,18 @@ class Schedule:
 
     @property
     def pool_groups(self) -> int:
-        """Number of groups that fill the pool, rounded up."""
+        """Number of groups that fill a pool of pool_size, rounded up."""
         return -(-self.pool_size // self.launched_members)
 
     @property
     def expected_staleness(self) -> float:
         """Expected mean staleness, in train steps; at most the bound, and 0 for max_staleness 0.
 
-        By Little's law a trajectory stays in a full pool for pool_size / (B * launched_members) train steps.
+        By Little's law a trajectory stays in a full pool for pool_size / (B * launched_members) train steps. With an
+        automatic pool it is one step, and more where groups take longer than an update to be ready.
         """
+        if self.auto_pool:
+            return min(float(self.max_staleness), 1.0)
         return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
 
 

@@ -135,6 +135,8 @@ def _pool(
     if pool is None:
         batches = PRESETS[section.preset].pool_batches
         return limit if batches is None else min(limit, math.ceil(batches * section.groups_per_batch) * members)
+    if pool == "auto":
+        return limit
     if pool > limit:
         raise ConfigError(
             f"schedule.pool_size={pool} is above window_groups * (group_size + spare_members) = {window} * "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 
 from rollmesh.mesh import Eviction, MeshView
+from rollmesh.scheduling.auto_pool import pool_size
 from rollmesh.scheduling.cutting import CutPlan
 from rollmesh.scheduling.resolved_schedule import Schedule
 
@@ -54,7 +55,7 @@ def _lacking(schedule: Schedule, view: MeshView) -> str:
     if view.pending + view.partial + view.finished:
         return ""
     members = schedule.group_size if view.recalled_groups else schedule.launched_members
-    slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * members)
+    slots = min(pool_size(schedule, view), (view.open_groups + view.ready_groups) * members)
     if not 0 < view.leased < slots:
         return ""
     progress = f"{view.open_groups} {view.leased} {view.finished_total} {view.saved_bytes_total}"

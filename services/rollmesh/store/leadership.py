@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from rollmesh.mesh import Cursor, Desired
+from rollmesh.store.cache_pool import decode_cache_pool, encode_cache_pool
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
@@ -85,6 +86,7 @@ class Leadership:
             blocked_by,
             desired.waiting_for,
             desired.rest_before_step,
+            encode_cache_pool(desired.cache_pool),
         )
 
     async def desired(self) -> Desired:
@@ -107,6 +109,7 @@ class Leadership:
             interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
             reason=raw.get(b"reason", b"").decode(),
             waiting_for=raw.get(b"waiting_for", b"").decode(),
+            cache_pool=decode_cache_pool(raw.get(b"cache_pool", b"")),
             start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
             rest_before_step=int(raw.get(b"rest_before_step", 0)),
             registry_version=int(raw.get(b"registry_version", 0)),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rollmesh.mesh import Desired, GroupView, MeshView
+from rollmesh.store.cache_pool import decode_cache_pool
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.queue_types import StoreCounts
@@ -71,7 +72,11 @@ class MeshReader:
                 start_at_version=int(raw["start_at_version"]),
                 waiting_for=raw["waiting_for"].decode(),
                 rest_before_step=int(raw["rest_before_step"]),
+                cache_pool=decode_cache_pool(raw["cache_pool"]),
             ),
+            ready_seconds=_seconds(raw["ready_ms"]),
+            update_seconds=_seconds(raw["update_ms"]),
+            ready_updates=float(raw["ready_updates"]) if raw["ready_updates"] else None,
             failure=raw["failure"].decode(),
             recovering=bool(raw["recovering"]),
             user_paused=raw["user_paused"] == b"1",
@@ -129,6 +134,10 @@ def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
     if not name or int(since) / 1000 > now:
         return "", None
     return name.decode(), int(since) / 1000
+
+
+def _seconds(milliseconds: bytes) -> float | None:
+    return float(milliseconds) / 1000 if milliseconds else None
 
 
 def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupView, ...]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from structlog.testing import capture_logs
 
@@ -94,6 +95,20 @@ async def test_a_desired_state_that_someone_else_changed_is_written_again(store)
         await until(working)
         await store.connection.command("HSET", store.connection.keys.single("desired"), "paused", 1, "pool_size", 1)
         await until(working)
+
+
+async def test_an_automatic_pool_falls_to_what_the_generators_report_that_their_caches_hold(store) -> None:
+    """The caches hold less than one group, which is the least."""
+    plan = schedule("copris", pool_size="auto")
+    small = replace(ScriptedGenerator("a").record, kv_token_capacity=1)
+
+    async def one_group() -> bool:
+        desired = await store.leadership.desired()
+        return desired.cache_pool is not None and desired.pool_size == plan.group_size
+
+    async with leading(store, plan):
+        await store.generators.register(small, 3600)
+        await until(one_group)
 
 
 async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> None:

@@ -36,6 +36,14 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
     assert config.trainer.learning_rate == 2e-3
 
 
+@pytest.mark.parametrize("pool", ["many", 0, 1.5])
+def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
+    message = f"schedule.pool_size: expected a whole number of trajectories from 1 on, auto or null (got {pool!r})"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_run_config(run_file(schedule={"pool_size": pool}))
+    assert load_run_config(run_file(schedule={"pool_size": "auto"})).schedule.pool_size == "auto"
+
+
 def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) -> None:
     model = {**MINIMAL["model"], "trust_remote_code": False}
     config = load_run_config(run_file(model=model, rollout={"top_p": 1.0, "top_k": 0, "temperature": 0.5}), environ={})

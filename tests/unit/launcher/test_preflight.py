@@ -27,6 +27,13 @@ def test_a_run_that_can_start_is_described() -> None:
     assert check_run(run(schedule={"pool_size": 100})).pool_size == 100
 
 
+def test_an_automatic_pool_is_described_by_its_most_and_by_its_staleness() -> None:
+    out = io.StringIO()
+    Console(file=out, width=200).print(check_run(run(schedule={"pool_size": "auto"})).table())
+    assert "auto, at most 640" in out.getvalue()
+    assert "more where groups take longer than an update to be ready" in out.getvalue()
+
+
 @pytest.mark.parametrize(("groups", "waits"), [(16, False), (128, True)])
 def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: bool) -> None:
     out, store = io.StringIO(), {"maxmemory_bytes": 1 << 24}

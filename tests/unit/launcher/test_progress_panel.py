@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.timeline_recorder import MeshSample
-from rollmesh.mesh import MeshView
+from rollmesh.mesh import Desired, MeshView
 from rollmesh.report.console import OutputConsole
 from rollmesh.types import GeneratorRecord
 
@@ -28,6 +28,7 @@ def view(**changes) -> MeshView:
         "pending": 0,
         "partial": 0,
         "leased": 180,
+        "desired": Desired(pool_size=192),
         "finished": 0,
         "memory_ratio": 0.0,
         "filtered_in_a_row": 0,
@@ -77,7 +78,6 @@ def shown(tmp_path):
         progress = RunProgress(
             console,
             train_steps=40,
-            pool_size=192,
             metrics=tmp_path / "metrics.jsonl",
             samples=tmp_path / "samples.jsonl",
         )
@@ -135,7 +135,7 @@ def test_a_pipe_without_a_reader_does_not_end_the_run(tmp_path) -> None:
     os.close(reader)
     with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as out:
         console = OutputConsole(file=out)
-        progress = RunProgress(console, train_steps=1, pool_size=1, metrics=tmp_path / "m", samples=tmp_path / "s")
+        progress = RunProgress(console, train_steps=1, metrics=tmp_path / "m", samples=tmp_path / "s")
         progress.note("draining services")
         progress.note("stopped")
     assert console.quiet

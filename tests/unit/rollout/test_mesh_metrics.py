@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.config import RunConfig
-from rollmesh.mesh import MeshView
+from rollmesh.mesh import CachePool, Desired, MeshView
 from rollmesh.rollout.mesh_metrics import MeshMetrics, unclaimed_staleness
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
@@ -74,6 +74,28 @@ def test_the_limits_of_the_run_stand_beside_what_they_limit() -> None:
     assert exported(metrics, "pool_trajectories") == 24
     assert exported(metrics, "batch_groups") == 4
     assert exported(metrics, "train_step", kind="last") == 50
+
+
+def test_an_automatic_pool_shows_its_size_both_bounds_and_the_times_behind_them() -> None:
+    metrics = Metrics("rollout")
+    config = {
+        "name": "auto",
+        "folder": "runs/auto",
+        "model": {"path": "model"},
+        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": "auto"},
+    }
+    schedule = Schedule.from_config(RunConfig.model_validate(config))
+    shown = MeshMetrics(metrics)
+    shown.limits(schedule)
+    assert exported(metrics, "pool_trajectories") == 0, "a replica that does not lead has no pool"
+    desired = Desired(pool_size=12, cache_pool=CachePool(size=12, since=0.0, preemptions=0))
+    shown.pool(schedule, replace(VIEW, ready_seconds=2.0, update_seconds=4.0), desired)
+    assert exported(metrics, "pool_trajectories") == 12
+    assert exported(metrics, "auto_pool_bound_trajectories", by="caches") == 12
+    # 4 groups for the next batch, 4 * 2 / (4 * 4) and sqrt(4) / 2 more: 5.5, rounded up, of 4 trajectories.
+    assert exported(metrics, "auto_pool_bound_trajectories", by="trainer") == 24
+    assert exported(metrics, "ready_seconds") == 2
+    assert exported(metrics, "update_seconds") == 4
 
 
 @pytest.mark.parametrize(

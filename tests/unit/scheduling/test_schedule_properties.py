@@ -21,6 +21,12 @@ PRESETS = tuple(PRESET_TABLE)
 FIXED_STALENESS = [name for name, preset in PRESET_TABLE.items() if preset.fixed_staleness]
 
 
+def pools(preset, most, auto):
+    row, numbers = PRESET_TABLE[preset], st.integers(1, most)
+    fixed = not auto or row.barrier or row.admission is AdmissionRule.WAVE
+    return numbers if fixed else st.one_of(numbers, st.just("auto"))
+
+
 @st.composite
 def meshes(
     draw,
@@ -31,6 +37,7 @@ def meshes(
     straggler_timeout=1e6,
     least_size=1,
     whole_pool=False,
+    auto=True,
 ):
     preset = draw(st.sampled_from(presets))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
@@ -51,7 +58,7 @@ def meshes(
         wave_batches=waves,
         part_groups=0,
         spare_members=spare,
-        pool_size=None if whole_pool else draw(st.integers(1, window * (members + spare))),
+        pool_size=None if whole_pool else draw(pools(preset, window * (size + spare), auto)),
         on_stale=draw(st.sampled_from(on_stale)),
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
@@ -67,6 +74,7 @@ def meshes(
         crash_chance=draw(st.sampled_from((0.0, 0.2))) if crashes else 0.0,
         filter_chance=draw(st.sampled_from((0.0, 0.3))),
         leader_crash_chance=draw(st.sampled_from((0.0, 0.3))) if crashes else 0.0,
+        cache_tokens=draw(st.sampled_from((1, 20, 1000))),
     )
 
 
@@ -180,7 +188,7 @@ class ArealStalenessManager:
 
 
 @settings(max_examples=30, deadline=None)
-@given(meshes(presets=("areal",), crashes=False, train_steps=(12, 20)))
+@given(meshes(presets=("areal",), crashes=False, train_steps=(12, 20), auto=False))
 def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
     rules = mesh.schedule
     rules = mesh.schedule = replace(rules, window_groups=(rules.max_staleness + 1) * rules.groups_per_batch)
@@ -206,3 +214,27 @@ def test_a_lag_in_groups_admits_exactly_what_the_counter_of_submitted_groups_adm
         most = rules.window_groups + mesh.queue.version_steps[-1] * rules.groups_per_batch
         assert mesh.tick().admit_groups == max(0, most - submitted)
     assert mesh.queue.trained_step >= 4
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_automatic_pool_trains_on_younger_tokens_than_a_fixed_one_and_the_trainer_waits_no_longer(seed):
+    """An update takes 40 ticks; groups take about 12, and a few of them longer than an update."""
+    ages, waits = zip(*(paced(pool, seed) for pool in ("auto", 24)), strict=True)
+    assert ages[0] < 1.75 < 2.5 < ages[1]
+    assert waits[0] < waits[1] + 0.01
+
+
+def paced(pool, seed):
+    """Run a mesh with that pool; returns the mean staleness, and the share of the time in which the trainer waits."""
+    rules = schedule(train_steps=20, groups_per_batch=8, group_size=2, max_staleness=4, pool_size=pool)
+    mesh = VirtualMesh(
+        schedule=rules,
+        rng=random.Random(seed),
+        mean_length=3.0,
+        reload_chance=1.0,
+        publish_ticks=0,
+        least_train_ticks=40,
+        train_ticks=40,
+    )
+    mesh.run(ticks_enough(mesh))
+    return sum(mesh.staleness_seen) / len(mesh.staleness_seen), 1 - rules.train_steps * 40 / mesh.queue.now

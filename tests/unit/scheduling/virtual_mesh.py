@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from rollmesh.mesh import Decisions, MeshView, RunLimits
+from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
 from rollmesh.scheduling.orders import CutOrder
 from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
@@ -48,11 +48,16 @@ class VirtualMesh:
     generators: int = 2
     mean_length: float = 6.0
     train_ticks: int = 3
+    """Most ticks of an update."""
+    least_train_ticks: int = 0
     publish_ticks: int = 2
     reload_chance: float = 0.5
     crash_chance: float = 0.0
     filter_chance: float = 0.0
     leader_crash_chance: float = 0.0
+    cache_tokens: int = 1 << 30
+    """Tokens that the caches of all generators hold; beyond them every tick preempts a call. For an automatic pool."""
+    preemptions: int = 0
     stuck_group: int | None = None
     """Admission index, from 0, of the group whose first rollout never ends."""
     queue: QueueModel = field(init=False)
@@ -125,7 +130,7 @@ class VirtualMesh:
         return decisions
 
     def lead(self) -> Decisions:
-        view = self.queue.view(shortest=self.schedule.cut_order is CutOrder.SHORTEST)
+        view = self.look(shortest=self.schedule.cut_order is CutOrder.SHORTEST)
         decisions = decide(self.schedule, view)
         if self.queue.now % 3 == 0:  # a second view and decision: not at every tick
             self.check_unlisted(view, decisions)
@@ -146,10 +151,28 @@ class VirtualMesh:
 
     def check_unlisted(self, view: MeshView, decisions: Decisions) -> None:
         """A view without single groups has the same numbers, and is enough for a decision that needs no groups."""
-        unlisted = self.queue.view(groups=False)
+        unlisted = self.look(groups=False)
         assert unlisted == replace(view, listed=False, ready=(), stalest_open=(), aside=())
         if not needs_groups(self.schedule, unlisted):
             assert decide(self.schedule, unlisted) == decisions
+
+    def look(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
+        """Read the view as the leader does: with the load of the generators for an automatic pool."""
+        view = self.queue.view(groups=groups, shortest=shortest)
+        if not self.schedule.auto_pool:
+            return view
+        load = EngineLoad(
+            slots=1 + self.cache_tokens // 16,
+            waiting=0,
+            kv_tokens_used=min(self.cache_tokens, self.tokens_in_flight),
+            kv_token_capacity=self.cache_tokens,
+            preemptions=self.preemptions,
+        )
+        return replace(view, engines=load, finished_lengths=dict(self.queue.finished_lengths))
+
+    @property
+    def tokens_in_flight(self) -> int:
+        return sum(self.rollouts[member.trajectory_id].sampled for member in self.members("leased"))
 
     def apply_desired(self, decisions: Decisions) -> None:
         self.queue.set_desired(decisions.desired, decisions.blocked_by)
@@ -223,6 +246,8 @@ class VirtualMesh:
         self.invariants.after_lease()
 
     def generate(self) -> None:
+        if self.schedule.auto_pool and self.tokens_in_flight > self.cache_tokens:
+            self.preemptions += 1
         for member in self.members("leased"):
             rollout = self.rollouts[member.trajectory_id]
             if rollout.generator is None:
@@ -272,7 +297,7 @@ class VirtualMesh:
             self.publishing.pop(0)
             queue.announce(queue.version_steps[-1] + 1)
         if self.training is None and queue.batch:
-            self.training = now + self.rng.randint(0, self.train_ticks)
+            self.training = now + self.rng.randint(self.least_train_ticks, self.train_ticks)
         if self.training is not None and self.training <= now:
             self.training = None
             assert [group.group_id for group in queue.claim()] == self.batches[-1]

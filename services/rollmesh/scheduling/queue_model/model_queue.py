@@ -54,6 +54,7 @@ class QueueModel(WorkerOperations, RestartOperations):
             prompt_id=prompt_id if self.limits.keeps_history else "",
             expected_tokens=expected_tokens,
             start_rank=start_rank,
+            admitted_at=self.now,
         )
         self.groups[GroupState.OPEN][group_id] = group
         for _ in range(needed + spare):
@@ -94,6 +95,7 @@ class QueueModel(WorkerOperations, RestartOperations):
         self.batch, self.batch_is_confirmed, self.cut_step = tuple(group_ids), False, train_step
         self.blocked_by, self.blocked_since = "", None
         self.totals["cuts_total"] += 1
+        self.times.cut(self.now)
 
     # -- trainer ---------------------------------------------------------------------------------------------------
     def announce(self, train_step: int) -> int:
@@ -102,6 +104,7 @@ class QueueModel(WorkerOperations, RestartOperations):
         if version and train_step <= self.version_steps[-1]:
             self.branch_version = version
         self.version_steps.append(train_step)
+        self.times.announced(self.now)
         return version
 
     def claim(self) -> list[ModelGroup]:
@@ -123,6 +126,7 @@ class QueueModel(WorkerOperations, RestartOperations):
             self.ended[group_id] = "consumed"
         self.totals["consumed_total"] += len(self.batch)
         self.batch, self.batch_is_confirmed, self.trained_step = (), False, self.cut_step
+        self.times.trained()
 
     def roll_back(self) -> int:
         """Revert a cut without a batch file and drop all unclaimed groups; returns their number."""

@@ -96,6 +96,8 @@ class ModelGroup:
     """Expected length of a trajectory at the admission."""
     start_rank: int | None = None
     """Groups of a lower rank start first, within blocks of groups; None for admission order."""
+    admitted_at: float | None = None
+    """Time of the admission; None for a group that began again."""
     incarnation: int = 0
     """Incarnation of the members that it will get."""
     scored: int = 0

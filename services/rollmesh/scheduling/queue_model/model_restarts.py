@@ -76,6 +76,7 @@ class RestartOperations(QueueState):
 
     def _begin_group_again(self, group: ModelGroup, incarnation: int, aside: bool) -> None:
         self.forget_steps(group)
+        group.admitted_at = None
         self.move_group(group, GroupState.ASIDE if aside else GroupState.OPEN)
         group.spare = 0 if aside else group.spare
         reset = GroupReset(group, "set_aside" if aside else "restarted", len(group.members))

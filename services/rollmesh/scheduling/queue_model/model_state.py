@@ -18,6 +18,7 @@ from rollmesh.scheduling.queue_model.model_records import (
     ModelMember,
     ScoredSet,
 )
+from rollmesh.scheduling.queue_model.model_times import ModelTimes
 from rollmesh.types import TrajectoryState
 
 
@@ -56,6 +57,7 @@ class QueueState:
         self.history = ModelHistory()
         self.ended: dict[str, str] = {}
         """Reason by group that has left the queue ("consumed" once trained); the driver may clear it."""
+        self.times = ModelTimes(limits.groups_per_batch)
         # Members.
         self.members: dict[str, ModelMember] = {}
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
@@ -244,6 +246,7 @@ class QueueState:
         if group.terminal < len(group.members):
             return
         self.history.note(group, self.trained_step)
+        self.times.ended(self.now, group.admitted_at)
         rewards = group.rewards
         if group.scored < min(2, group.needed):
             self.unscored_in_a_row += 1
@@ -254,6 +257,7 @@ class QueueState:
             self.drop(group, "filtered_all_right" if rewards[0] > 0 else "filtered_all_wrong")
         else:
             self.filtered_in_a_row = self.unscored_in_a_row = 0
+            self.times.ready()
             self.totals["groups_ready_total"] += 1
             self.move_group(group, GroupState.READY)
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: branch core roles
+-- uses: branch core roles times
 -- Registers a published policy. ARGV: trainer, version, train step, path, manifest digest. Returns 0 for a repeat.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])
@@ -13,4 +13,5 @@ if version ~= highest + 1 then
   fail('CONFLICT', 'policy version ' .. version .. ': the next one is ' .. (highest + 1))
 end
 add_policy(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+note_announced()
 return 1

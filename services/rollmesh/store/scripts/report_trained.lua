@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: core counters roles tombstones
+-- uses: core counters roles times tombstones
 -- Consumes a batch: cut(s) -> consumed(s). ARGV: trainer, train step, number of steps for which tombstones are kept.
 require_trainer(ARGV[1])
 local step = tonumber(ARGV[2])
@@ -18,6 +18,7 @@ end
 call('HDEL', K.cut, unpack(gids))
 call('ZADD', K.tombstones, unpack(graves))
 call('HSET', K.meta, 'trained_step', step)
+note_trained()
 -- The leader finishes an interrupted sweep (reap) and then deletes these keys.
 if call('SISMEMBER', K.unswept, step) == 0 then call('UNLINK', batch_key(step), batch_groups_key(step)) end
 count('consumed_total', #gids)

@@ -9,9 +9,10 @@ local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
-  'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled')
+  'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled', 'ready_ms', 'update_ms',
+  'ready_updates')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version',
-  'waiting_for', 'rest_before_step')
+  'waiting_for', 'rest_before_step', 'cache_pool')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
   'prompt_bytes_total', 'prompts_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
@@ -94,7 +95,8 @@ return {map = {
   generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'),
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
   reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
-  rest_before_step = desired[7] or '0',
+  rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', ready_ms = meta[16] or '',
+  update_ms = meta[17] or '', ready_updates = meta[18] or '',
   settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
   aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
   aside = bound > 0 and call('ZRANGE', K.aside, 0, bound - 1) or {},

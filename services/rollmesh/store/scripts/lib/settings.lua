@@ -12,6 +12,7 @@ end
 
 local function write_setting(name, number, value)
   call('HSET', K.settings, name, integer(number) .. ' ' .. value)
+  if name == 'pause' or name == 'hold' then call('HSET', K.meta, 'resumed_at', integer(now())) end
   if name == 'pause' then
     call('HSET', K.meta, 'user_paused', value)
   elseif name == 'hold' then

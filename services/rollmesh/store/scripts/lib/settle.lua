@@ -1,4 +1,4 @@
--- uses: core counters drop group history lengths payload places steps
+-- uses: core counters drop group history lengths payload places steps times
 local function make_ready(group)
   local gid = group.id
   call('ZREM', K.open, gid)
@@ -7,6 +7,7 @@ local function make_ready(group)
   call('ZADD', K.ready_steps, group.step or '+inf', gid)
   call('ZADD', K.ready_tokens, group.tokens, gid)
   call('HSET', K.meta, 'filtered_in_a_row', 0, 'unscored_in_a_row', 0)
+  note_ready_time()
   count('groups_ready_total', 1)
 end
 
@@ -39,6 +40,7 @@ local function settle(group)
   if group.spare and group.scored >= group.needed then cut_off_surplus(group) end
   if group.terminal < group.launched then return end
   note_outcome(group)
+  note_time(group)
   -- Advantages within a group need two scores; a group of one is compared with its batch.
   if group.scored < math.min(2, group.needed) then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)

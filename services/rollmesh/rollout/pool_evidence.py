@@ -1,0 +1,45 @@
+"""Evidence for an automatic pool that the view of the queue does not have: generator load and finished lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rollmesh.mesh import EngineLoad, MeshView
+from rollmesh.scheduling import Schedule
+from rollmesh.store import StoreCounts, TrajectoryStore
+from rollmesh.types import GeneratorRecord
+
+
+class PoolEvidence:
+    """The newest evidence, read now and then; a fixed pool needs none."""
+
+    def __init__(self, store: TrajectoryStore, schedule: Schedule) -> None:
+        self._store = store
+        self._is_needed = schedule.auto_pool
+        self._engines: EngineLoad | None = None
+        self._lengths: Mapping[int, int] = {}
+
+    async def measure(self, counts: StoreCounts) -> None:
+        """Read the load of the generators, and take the finished lengths from ``counts``."""
+        if self._is_needed:
+            self._engines = engine_load(await self._store.generators.live())
+            self._lengths = counts.finished_lengths
+
+    def added_to(self, view: MeshView) -> MeshView:
+        """Return the view with the evidence."""
+        return replace(view, engines=self._engines, finished_lengths=self._lengths) if self._is_needed else view
+
+
+def engine_load(records: Sequence[GeneratorRecord]) -> EngineLoad | None:
+    """Return the sums over the generators that serve; None without one."""
+    serving = [record for record in records if record.serving]
+    if not serving:
+        return None
+    return EngineLoad(
+        slots=sum(record.slot_count for record in serving),
+        waiting=sum(record.waiting_count for record in serving),
+        kv_tokens_used=sum(record.kv_tokens_used for record in serving),
+        kv_token_capacity=sum(record.kv_token_capacity for record in serving),
+        preemptions=sum(record.preemption_total for record in serving),
+    )
