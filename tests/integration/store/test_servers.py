@@ -19,14 +19,14 @@ from rollmesh.store.embedded import find_server_binary
 from .store_mesh import Mesh
 
 
-async def connect(url: str, password: str | None = None, *, retry_seconds: float = 0.2) -> TrajectoryStore:
+async def connect(url: str, password: str | None = None, *, retry_seconds: float = 60.0) -> TrajectoryStore:
     config = StoreConfig(password=None if password is None else SecretStr(password))
     return await TrajectoryStore.connect(config, run="servers", url=url, retry_seconds=retry_seconds)
 
 
 async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="was unreachable"):
-        await connect(f"unix://{tmp_path}/nothing.sock")
+        await connect(f"unix://{tmp_path}/nothing.sock", retry_seconds=0.2)
     with pytest.raises(ConfigError, match=r"store\.url is null"):
         await TrajectoryStore.connect(StoreConfig(), run="servers")
 
@@ -45,7 +45,7 @@ async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_refuses_writes_for_now_is_an_outage_not_an_error(own_server: EmbeddedServer) -> None:
-    async with await connect(own_server.url) as store:
+    async with await connect(own_server.url, retry_seconds=0.2) as store:
         mesh = await Mesh.start(store)
         await store.connection.command("CONFIG", "SET", "min-replicas-to-write", 1)
         with pytest.raises(StoreUnavailable, match="temporary error: NOREPLICAS"):
@@ -57,7 +57,7 @@ async def test_a_server_that_refuses_writes_for_now_is_an_outage_not_an_error(ow
 async def test_a_server_that_does_not_answer_is_named_as_such(
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with await connect(own_server.url) as store:
+    async with await connect(own_server.url, retry_seconds=0.2) as store:
         monkeypatch.setattr("rollmesh.store.redis_connection._CALL_SECONDS", 0.1)
         assert own_server.pid is not None
         os.kill(own_server.pid, signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_the_server_lives_in_its_own_session(own_server: EmbeddedServer) -> None
 
 async def test_a_restart_keeps_what_was_written_and_a_kill_too(own_server: EmbeddedServer) -> None:
     # Calls go on over a new connection, and the try that finds the old one gone may take its time.
-    async with await connect(own_server.url, retry_seconds=60.0) as store:
+    async with await connect(own_server.url) as store:
         await store.connection.command("SET", "kept", "1")
         await asyncio.to_thread(own_server.stop)
         await asyncio.to_thread(own_server.start)
