@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduling import AdmissionRule, OnStale
-from rollmesh.scheduling.axes import Harvest
+from rollmesh.scheduling.axes import CutOrder, Harvest
 from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
 from rollmesh.scheduling.queue_model import GroupState
 from rollmesh.sim.invariants import Invariants
@@ -25,6 +25,10 @@ def pools(preset, most, auto):
     row, numbers = PRESET_TABLE[preset], st.integers(1, most)
     fixed = not auto or row.barrier or row.admission is AdmissionRule.WAVE
     return numbers if fixed else st.one_of(numbers, st.just("auto"))
+
+
+def may_be(preset, fate):
+    return fate != OnStale.MASK_OLD_SEGMENTS or PRESET_TABLE[preset].cut_order is not CutOrder.SHORTEST
 
 
 @st.composite
@@ -58,8 +62,8 @@ def meshes(
         wave_batches=waves,
         part_groups=0,
         spare_members=spare,
-        pool_size=None if whole_pool else draw(pools(preset, window * (size + spare), auto)),
-        on_stale=draw(st.sampled_from(on_stale)),
+        pool_size=None if whole_pool else draw(pools(preset, window * (members + spare), auto)),
+        on_stale=draw(st.sampled_from([fate for fate in on_stale if may_be(preset, fate)])),
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
     )
