@@ -130,6 +130,7 @@ async def test_forks_keep_every_promise_of_the_queue_whatever_else_happens(store
         assert (await read_truth(store)).problems == []
     await store.sessions.close(mesh.session)
     mesh.session = await store.sessions.open("another")
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=7, rest_before_step=1))  # nothing else can run
     await mesh.complete_all()
     assert (await read_truth(store)).problems == []
     assert (await store.mesh.view()).open_groups == 0
