@@ -6,7 +6,6 @@ needs no replay, and a crash at any moment loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -148,8 +147,8 @@ class MeshView:
     batch: a moving average over about four updates; None before the first."""
     engines: EngineLoad | None = None
     """Load of the generators; None without a serving one, and where the pool does not depend on it."""
-    finished_lengths: Mapping[int, int] = field(default_factory=dict)
-    """Finished trajectories by length bucket, floor(4 log2(tokens + 1)); empty where the pool does not depend on it."""
+    mean_cached_tokens: float | None = None
+    """Mean length so far of a running trajectory, in tokens; None where the pool does not depend on it."""
     aside_groups: int = 0
     """Groups that were set aside: without tokens, not counted as open or admitted, until they are recalled."""
     recalled_groups: int = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rollmesh.mesh import EngineLoad, MeshView
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.store import StoreCounts, TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
@@ -18,17 +19,19 @@ class PoolEvidence:
         self._store = store
         self._is_needed = schedule.auto_pool
         self._engines: EngineLoad | None = None
-        self._lengths: Mapping[int, int] = {}
+        self._mean_cached_tokens: float | None = None
 
     async def measure(self, counts: StoreCounts) -> None:
         """Read the load of the generators, and take the finished lengths from ``counts``."""
         if self._is_needed:
             self._engines = engine_load(await self._store.generators.live())
-            self._lengths = counts.finished_lengths
+            self._mean_cached_tokens = mean_cached_tokens(counts.finished_lengths)
 
     def added_to(self, view: MeshView) -> MeshView:
         """Return the view with the evidence."""
-        return replace(view, engines=self._engines, finished_lengths=self._lengths) if self._is_needed else view
+        if not self._is_needed:
+            return view
+        return replace(view, engines=self._engines, mean_cached_tokens=self._mean_cached_tokens)
 
 
 def engine_load(records: Sequence[GeneratorRecord]) -> EngineLoad | None:

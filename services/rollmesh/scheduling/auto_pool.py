@@ -16,6 +16,7 @@ they do not. ``decide`` has no memory: the bound and its time are part of the de
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rollmesh.mesh import CachePool, EngineLoad, MeshView
 from rollmesh.scheduling.resolved_schedule import Schedule
@@ -101,14 +102,20 @@ def _next_size(schedule: Schedule, engines: EngineLoad, before: CachePool) -> in
 def _ceiling(schedule: Schedule, view: MeshView, engines: EngineLoad) -> int:
     """Return the number of trajectories that the caches hold, from the lengths so far; at least one group."""
     prompt = min(schedule.longest_prompt_tokens, view.mean_prompt_bytes / _BYTES_PER_PROMPT_TOKEN)
-    held = _CACHE_SHARE * engines.kv_token_capacity / (prompt + mean_cached_tokens(schedule, view) + 1)
+    running = view.mean_cached_tokens
+    if running is None:
+        running = schedule.longest_trajectory_tokens / 2
+    held = _CACHE_SHARE * engines.kv_token_capacity / (prompt + running + 1)
     return max(schedule.launched_members, math.floor(held))
 
 
-def mean_cached_tokens(schedule: Schedule, view: MeshView) -> float:
-    """Return E[L^2] / (2 E[L]), the mean length so far of a running trajectory; at first half the longest."""
+def mean_cached_tokens(finished_lengths: Mapping[int, int]) -> float | None:
+    """Return E[L^2] / (2 E[L]), the mean length so far of a running trajectory; None before the first has finished.
+
+    ``finished_lengths`` has the number of finished trajectories by bucket of a quarter octave.
+    """
     first = second = 0.0
-    for bucket, count in view.finished_lengths.items():
+    for bucket, count in finished_lengths.items():
         length = 2 ** ((bucket + 0.5) / 4) - 1
         first, second = first + count * length, second + count * length * length
-    return second / (2 * first) if first else schedule.longest_trajectory_tokens / 2
+    return second / (2 * first) if first else None

@@ -21,11 +21,12 @@ STEP = 2 * N
 """An eighth of a batch of 16 groups, in trajectories."""
 
 
-def seen(ready_seconds=None, update_seconds=None, pool=None, **overrides):
+def seen(ready_seconds=None, update_seconds=None, pool=None, finished_lengths=None, **overrides):
     desired = Desired(pool_size=1, cache_pool=pool)
     measured = None if ready_seconds is None or not update_seconds else ready_seconds // update_seconds
     times = {"ready_seconds": ready_seconds, "update_seconds": update_seconds, "ready_updates": measured}
-    return view(**{**times, **overrides}, desired=desired)
+    running = mean_cached_tokens(finished_lengths or {})
+    return view(**{**times, **overrides}, desired=desired, mean_cached_tokens=running)
 
 
 def after(pool, engines, now=1000.0 + SETTLED, **overrides):
@@ -88,7 +89,7 @@ def test_the_pool_is_never_above_either_bound_nor_below_one_group(engines, befor
     pool, by_caches = pool_size(AUTO, look), cache_pool(AUTO, look)
     assert by_caches is not None
     assert pool <= max(N, min(trainer_pool(AUTO, look), by_caches.size))
-    held = pool * (mean_cached_tokens(AUTO, look) + 1)
+    held = pool * ((look.mean_cached_tokens or AUTO.longest_trajectory_tokens / 2) + 1)
     assert held <= 0.9 * engines.kv_token_capacity or pool == N
     assert pool >= N
 
@@ -104,15 +105,13 @@ def test_preemptions_never_give_a_larger_bound(engines, before, lengths):
 def test_caches_hold_the_prompt_and_the_mean_length_so_far_of_each_trajectory():
     """All lengths in bucket 28, 127 to 151 tokens, middle 138.6: 69.3 of them so far, 10 of the prompt, one to come."""
     look = seen(engines=IDLE, finished_lengths={28: 5}, mean_prompt_bytes=40.0)
-    assert mean_cached_tokens(AUTO, look) == pytest.approx(138.6 / 2, abs=0.1)
+    assert look.mean_cached_tokens == pytest.approx(138.6 / 2, abs=0.1)
     assert cache_pool(AUTO, look).size == int(0.9 * 100_000 / (69.3 + 10 + 1))
 
 
 def test_long_answers_count_more_than_their_share_because_they_run_longer():
     short, mixed = ({16: 90}, {16: 90, 36: 10})
-    assert mean_cached_tokens(AUTO, seen(finished_lengths=mixed)) > 20 * mean_cached_tokens(
-        AUTO, seen(finished_lengths=short)
-    )
+    assert mean_cached_tokens(mixed) > 20 * mean_cached_tokens(short)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
+from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.orders import CutOrder
 from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.sim.invariants import Invariants
@@ -168,7 +169,7 @@ class VirtualMesh:
             kv_token_capacity=self.cache_tokens,
             preemptions=self.preemptions,
         )
-        return replace(view, engines=load, finished_lengths=dict(self.queue.finished_lengths))
+        return replace(view, engines=load, mean_cached_tokens=mean_cached_tokens(self.queue.finished_lengths))
 
     @property
     def tokens_in_flight(self) -> int:
