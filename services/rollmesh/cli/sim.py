@@ -42,7 +42,7 @@ def sim(
     The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
     """
     from rollmesh.sim.arms import arms_of, simulate
-    from rollmesh.sim.figures_table import figures_table
+    from rollmesh.sim.figures_table import figures_tables
 
     settings = [*(with_ or []), *(f"{name}={value}" for name, value in (("gpu", gpu), ("model", model)) if value)]
     with clear_errors():
@@ -54,4 +54,6 @@ def sim(
             if as_json:
                 typer.echo(json.dumps({"arm": arm.name, **found.document()}))
     if not as_json:
-        output_console().print(figures_table(results))
+        console = output_console()
+        for table in figures_tables(results, console.width):
+            console.print(table)

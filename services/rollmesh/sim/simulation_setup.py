@@ -107,6 +107,7 @@ def mesh_settings(
             count=setup.prompts,
             prompt_tokens=prompt_tokens,
             groups_per_batch=schedule.groups_per_batch,
+            repeats=schedule.prompt_repeats,
         ),
         trainer=_trainer(config, setup, roofline),
         rewards=RewardModel(
