@@ -15,9 +15,10 @@ from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.failures import FailurePlan
-from rollmesh.sim.figures import Figures, figures
-from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
-from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
+from rollmesh.sim.simulated_mesh import MeshSettings
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings
+
+_SCALE_SETTINGS = ("trainer_devices=1024", "reward_workers=4096")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,20 @@ def arms_of(
     compare: str | None = None,
     sweep: str | None = None,
     is_long: bool = False,
+    is_at_scale: bool = False,
 ) -> list[Arm]:
     """Return the arms in the order of the options; one arm without ``compare`` and ``sweep``.
 
     ``overrides`` are fields of the run file, ``settings`` fields of ``SimulationSetup``, both as ``name=value``.
     Compared presets, and the preset of a simulation without a run file, have the settings that go with them.
+    ``is_at_scale`` takes the run file and the settings that measure the simulator.
     Raises ConfigError for an unknown field or preset, and for a swept field without an effect on the simulation.
     """
-    setup = parse_setup(settings)
+    if is_at_scale and run is not None:
+        raise ConfigError(f"--scale with {run}: it has a run file of its own; give one of them, and --set for fields")
+    setup = parse_setup([*(_SCALE_SETTINGS if is_at_scale else ()), *settings])
     plan = FailurePlan.parse(list(failures), seed=setup.seed)
-    file = run or DEFAULT_RUN
+    file = run or (SCALE_RUN if is_at_scale else DEFAULT_RUN)
     base = load_run_config(file, overrides)
 
     def arm(name: str, more: Sequence[str] = ()) -> Arm:
@@ -72,11 +77,6 @@ def arms_of(
     if len(arms) > 1 and all(each.settings == arms[0].settings for each in arms):
         raise ConfigError(f"--sweep {field}: the simulation does not depend on this field; sweep another one")
     return arms
-
-
-def simulate(arm: Arm, *, check: bool = False) -> Figures:
-    """Simulate one arm."""
-    return figures(SimulatedMesh(arm.settings, check=check).run(), arm.settings.devices)
 
 
 def parse_setup(items: Sequence[str]) -> SimulationSetup:

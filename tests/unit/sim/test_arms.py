@@ -1,6 +1,7 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -105,6 +106,21 @@ def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     assert [line["arm"] for line in lines] == ["sync", "copris"]
     assert lines[0]["off_policy_token_share"] == 0
     assert first.stdout == second.stdout
+
+
+def test_a_simulation_at_scale_prints_its_cost():
+    small = ["schedule.pool_size=16", "schedule.max_staleness=null", *SMALL]
+    sets = [argument for item in small for argument in ("--set", item)]
+    printed, written = (CliRunner().invoke(app, ["sim", "--scale", *sets, *more]) for more in ([], ["--json"]))
+    assert printed.exit_code == 0, printed.output
+    assert "microseconds each" in printed.stdout
+    cost = json.loads(written.stdout)["cost"]
+    assert cost["finished"] >= 12 and cost["peak_bytes"] > 10e6 and cost["microseconds_per_trajectory"] > 0
+
+
+def test_scale_is_refused_with_a_run_file():
+    with pytest.raises(ConfigError, match="--scale with run.yaml"):
+        arms_of(Path("run.yaml"), [], [], [], is_at_scale=True)
 
 
 @pytest.mark.parametrize("columns", [80, 200])
