@@ -1,6 +1,7 @@
-"""Public figures of GPUs: memory, memory bandwidth and dense bf16 rate.
+"""Figures of GPUs: memory, memory bandwidth and dense bf16 rate.
 
-Sources are the vendors' data sheets; NVIDIA prints the rate with sparsity, which is twice the dense one given here.
+From memory of the vendors' published figures; no data sheet was read for this table. Check a GPU before you rely on its
+figure. NVIDIA prints the rate with sparsity, which is twice the dense one given here.
 """
 
 from __future__ import annotations
@@ -21,36 +22,34 @@ class Gpu:
     """Peak bandwidth of the device's memory."""
     flops_per_second: float
     """Peak dense bf16 rate of the matrix units."""
-    source: str
-    certain: bool = True
-    """False where the figure is no data sheet's: it was taken from several secondary sources that agree."""
+    form: str
+    """Form that the figures belong to."""
 
 
-def _gpu(name: str, gigabytes: float, terabytes_per_second: float, teraflops: float, source: str) -> Gpu:
+def _gpu(name: str, gigabytes: float, terabytes_per_second: float, teraflops: float, form: str) -> Gpu:
     return Gpu(
         name=name,
         memory_bytes=gigabytes * 1e9,
         bytes_per_second=terabytes_per_second * 1e12,
         flops_per_second=teraflops * 1e12,
-        source=source,
-        certain="secondary" not in source,
+        form=form,
     )
 
 
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("A100", 80, 2.039, 312, "NVIDIA A100 80GB data sheet, SXM column"),
-        _gpu("H100", 80, 3.35, 989.4, "NVIDIA H100 data sheet, SXM column: 1,979 TFLOPS with sparsity"),
-        _gpu("H200", 141, 4.8, 989.4, "NVIDIA H200 data sheet, SXM column: 1,979 TFLOPS with sparsity"),
-        _gpu("B200", 180, 8.0, 2250, "NVIDIA HGX B200 data sheet: 4.5 PFLOPS with sparsity per GPU"),
-        _gpu("H800", 80, 3.35, 989.4, "secondary: H100 SXM with less NVLink and float64"),
-        _gpu("H20", 96, 4.0, 148, "secondary: no public data sheet"),
-        _gpu("L40S", 48, 0.864, 362, "NVIDIA L40S data sheet: 733 TFLOPS with sparsity"),
-        _gpu("MI300X", 192, 5.3, 1307.4, "AMD Instinct MI300X data sheet"),
+        _gpu("A100", 80, 2.039, 312, "SXM, 80 GB"),
+        _gpu("H100", 80, 3.35, 989.4, "SXM"),
+        _gpu("H200", 141, 4.8, 989.4, "SXM"),
+        _gpu("B200", 180, 8.0, 2250, "one of the eight of an HGX board"),
+        _gpu("H800", 80, 3.35, 989.4, "H100 SXM with less NVLink and float64"),
+        _gpu("H20", 96, 4.0, 148, "SXM"),
+        _gpu("L40S", 48, 0.864, 362, "PCIe"),
+        _gpu("MI300X", 192, 5.3, 1307.4, "OAM"),
     )
 }
-"""GPUs by name, SXM modules where there are several forms."""
+"""GPUs by name."""
 
 
 def find_gpu(name: str) -> Gpu:

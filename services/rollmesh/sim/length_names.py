@@ -36,22 +36,21 @@ class NamedLengths:
 
     marginal: Marginal
     prompt_share: float
-    source: str = ""
+    known_to: int | None = None
+    """Most tokens that the source knows, because its run ended longer responses there; None for no such end."""
 
 
 NAMED: Mapping[str, NamedLengths] = {
+    # rllm DeepCoder-14B: 80 groups of 8, 15% of the responses at the cap.
     "deepcoder-14b": NamedLengths(
-        marginal=QuantileLine(points=((0.1, 2156), (0.5, 9964), (0.85, 16_000))),
-        prompt_share=0.92,
-        source="PolyTrace (arXiv 2509.25279), rllm DeepCoder-14B: 80 groups of 8, 15% of the responses at the cap of "
-        "16,000 tokens",
+        marginal=QuantileLine(points=((0.1, 2156), (0.5, 9964), (0.85, 16_000))), prompt_share=0.92, known_to=16_000
     ),
+    # verl DAPO with the base model Qwen2.5-32B: 576 groups of 8.
     "dapo-32b": NamedLengths(
-        marginal=Lognormal(median=466, sigma=0.93),
-        prompt_share=0.06,
-        source="PolyTrace (arXiv 2509.25279), verl DAPO with the base model Qwen2.5-32B: 576 groups of 8",
+        marginal=QuantileLine(points=((0.1, 168), (0.5, 466), (0.9, 1039), (0.99, 2711))), prompt_share=0.06
     ),
 }
+"""Length models through the quantiles of PolyTrace, a trace of public runs (arXiv 2509.25279)."""
 
 
 def parse_lengths(text: str) -> NamedLengths:

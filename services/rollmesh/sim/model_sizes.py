@@ -43,7 +43,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-14b": _config("qwen3", 5120, 40, 40, 8, 17_408, 151_936),
     "qwen3-32b": _config("qwen3", 5120, 64, 64, 8, 25_600, 151_936),
 }
-"""Configurations by name, from the models' repositories; R1-Distill-Qwen-7B has the shape of Qwen2.5-7B."""
+"""Configurations by name, from memory of the models' config.json; a folder given as --model is read instead.
+
+R1-Distill-Qwen-7B has the shape of Qwen2.5-7B.
+"""
 
 ALIASES: Mapping[str, str] = {
     "0.5b": "qwen2.5-0.5b",

@@ -126,11 +126,16 @@ def mesh_settings(
 
 
 def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel:
-    named = parse_lengths(setup.lengths)
+    named, longest = parse_lengths(setup.lengths), config.rollout.max_new_tokens
+    if named.known_to is not None and longest > named.known_to:
+        raise ConfigError(
+            f"lengths={setup.lengths} is known up to {named.known_to} tokens; rollout.max_new_tokens={longest} exceeds "
+            "it: lower it, or give lengths=lognormal:median=M,sigma=S,share=H"
+        )
     return LengthModel(
         marginal=named.marginal,
         prompt_share=named.prompt_share,
-        cap=config.rollout.max_new_tokens,
+        cap=longest,
         growth_per_step=setup.growth_per_step,
         seed=setup.seed,
     )

@@ -97,6 +97,13 @@ def test_devices_that_do_not_fit_are_refused(settings, named):
         arms_of(None, overrides, settings, [])
 
 
+def test_lengths_beyond_those_of_the_trace_are_refused_with_the_remedy():
+    overrides = [*SMALL, "rollout.max_new_tokens=16001", "generator.max_context_tokens=20000"]
+    with pytest.raises(ConfigError, match=r"lengths=deepcoder-14b is known up to 16000 tokens.*max_new_tokens=16001"):
+        arms_of(None, overrides, [], [])
+    assert arms_of(None, overrides, ["lengths=lognormal:median=9964,sigma=0.8,share=0.9"], [])
+
+
 def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     sets = [argument for item in SMALL for argument in ("--set", item)]
     command = ["sim", *sets, "--compare", "sync,copris", "--fail", "deaths_per_hour=1", "--check", "--json"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.gpus import GPUS, find_gpu
+from rollmesh.sim.gpus import find_gpu
 from rollmesh.sim.model_sizes import MODELS, find_model, kv_bytes_per_token, multiplied_weight_count, weight_count
 from rollmesh.sim.roofline import Efficiencies, Roofline
 
@@ -128,8 +128,3 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 def test_models_may_come_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(dict(MODELS["qwen3-8b"])))
     assert find_model(str(tmp_path)) == find_model("8b")
-
-
-def test_every_gpu_names_its_source() -> None:
-    assert all(gpu.source for gpu in GPUS.values())
-    assert [name for name, gpu in GPUS.items() if not gpu.certain] == ["H800", "H20"]
