@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from rollmesh.errors import ConfigError
 from rollmesh.sim.decode_curve import EngineCosts
 
-OnLoad = Literal["interrupt", "keep_kv", "drain"]
+OnLoad = Literal["interrupt", "keep_kv"]
 """Effect of a new policy version on running calls; see ``GeneratorClock.reload``."""
 
 
@@ -72,8 +72,6 @@ class GeneratorClock:
         """Tokens of all prefills, those of ``reprefilled_tokens`` included."""
         self.reprefilled_tokens = 0
         """Tokens prefilled again, after a preemption or an interrupting load."""
-        self.loaded_at = 0.0
-        """Time at which the last load is complete; infinite while calls of the old version drain."""
         self._costs = costs
         self._slots = slots
         self._cache_tokens = cache_tokens
@@ -85,7 +83,6 @@ class GeneratorClock:
         self._heap: list[tuple[int, int, _Call]] = []
         """(steps at the finish, order, call); an entry is void once the call has another order."""
         self._starts = 0
-        self._drain_seconds: float | None = None
         # The anchor: at _ready the next step begins, after _steps steps; the last of these ends at _step_end.
         self._steps = 0
         self._context = 0
@@ -96,7 +93,6 @@ class GeneratorClock:
         self._ready = 0.0
         self._event_steps = 0
         self._event = math.inf
-        self._idle = 0.0
         self._call_seconds = 0.0
         self._counted = 0.0
 
@@ -119,11 +115,6 @@ class GeneratorClock:
     def decoded_tokens(self) -> int:
         """Tokens decoded so far, of all calls."""
         return self._decoded + self._since_anchor()
-
-    @property
-    def busy_total(self) -> float:
-        """Seconds of decoding, prefills and loads so far."""
-        return self.now - self._idle - (0.0 if self._running else max(0.0, self.now - self._ready))
 
     @property
     def call_seconds(self) -> float:
@@ -193,24 +184,17 @@ class GeneratorClock:
 
         That is the token count of each call that has started and continues under the new version; the token of a step
         in progress counts for the new one. ``interrupt`` prefills all running calls again, ``keep_kv`` keeps the cache.
-        ``drain`` lets started calls end under the old version, so none is returned; no other call starts until then.
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds}; expected finite seconds of at least 0")
-        if self._drain_seconds is not None:
-            raise ValueError(
-                "a load waits for the calls of the old version; the next load may begin once it is complete"
-            )
         boundaries = {number: self.progress(number) for number, call in self._calls.items() if call.order >= 0}
         boundaries |= {call.number: call.tokens for call in self._waiting if call.tokens}
         self._settle()
-        if mode == "drain":
-            self._drain_seconds, self.loaded_at, boundaries = seconds, math.inf, {}
-        else:
-            self._load(seconds)
-            if mode == "interrupt":
-                ending = (call for call in self._running.values() if call.start + call.remaining <= self._steps)
-                self._prefill(self._context - sum(self._cached(call) for call in ending), again=True)
+        self._begin_work()
+        self._ready += seconds
+        if mode == "interrupt":
+            ending = (call for call in self._running.values() if call.start + call.remaining <= self._steps)
+            self._prefill(self._context - sum(self._cached(call) for call in ending), again=True)
         self._start_waiting()
         self._plan()
         return boundaries
@@ -297,21 +281,12 @@ class GeneratorClock:
         self._in_step = running
 
     def _start_waiting(self) -> None:
-        """Start waiting calls in order while slots and cache are free; serve a drained load when nothing runs."""
-        self._start_those_that_fit()
-        if self._drain_seconds is not None and not self._running:
-            seconds, self._drain_seconds = self._drain_seconds, None
-            self._load(seconds)
-            self._start_those_that_fit()
-
-    def _start_those_that_fit(self) -> None:
+        """Start waiting calls in order while slots and cache are free."""
         waiting, running = self._waiting, self._running
         while waiting and len(running) < self._slots:
             call = waiting[0]
             size = call.context + call.tokens
             if self._context + size + len(running) + 1 > self._cache_tokens:
-                return
-            if self._drain_seconds is not None and not call.tokens:
                 return
             waiting.popleft()
             call.order, call.start = self._starts, self._steps
@@ -346,16 +321,9 @@ class GeneratorClock:
         self.prefilled_tokens += tokens
         self.reprefilled_tokens += tokens if again else 0
 
-    def _load(self, seconds: float) -> None:
-        self._begin_work()
-        self._ready += seconds
-        self.loaded_at = self._ready
-
     def _begin_work(self) -> None:
         """End an idle time, if there is one."""
-        if self._ready < self.now:
-            self._idle += self.now - self._ready
-            self._ready = self.now
+        self._ready = max(self._ready, self.now)
 
     def _count_call_seconds(self, time: float) -> None:
         self._call_seconds += len(self._running) * (time - self._counted)

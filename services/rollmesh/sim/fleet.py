@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
+from rollmesh.mesh import EngineLoad
 from rollmesh.scheduling.next_policy import ReloadRules, next_policy
 from rollmesh.sim.decode_curve import EngineCosts
-from rollmesh.sim.engine import GeneratorClock, OnLoad
+from rollmesh.sim.engine import GeneratorClock
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.simulated_calls import SimulatedGenerator, SimulatedTrajectory
 from rollmesh.types import GeneratorRecord, PolicyRecord, VersionNeed
@@ -30,7 +32,7 @@ class FleetSettings:
     """Time to read a new policy, during which the old one serves."""
     swap_seconds: float
     """Time during which a generator decodes nothing, because it swaps weights."""
-    on_new_version: OnLoad
+    on_new_version: Literal["interrupt", "keep_kv", "drain"]
     rules: ReloadRules
     placement: Placement = Placement.CALLS
 
@@ -249,6 +251,22 @@ class Fleet:
             self._moved[generator.name] = generator
 
     # -- figures ---------------------------------------------------------------------------------------------------
+    def engine_load(self) -> EngineLoad | None:
+        """Return the sums over the generators that serve, as their heartbeats give them; None without one."""
+        serving = [generator for generator in self.generators.values() if generator.record.serving]
+        for generator in serving:
+            self.advance(generator)
+        if not serving:
+            return None
+        engines = [generator.engine for generator in serving]
+        return EngineLoad(
+            slots=self.settings.slots * len(engines),
+            waiting=sum(engine.waiting for engine in engines),
+            kv_tokens_used=sum(engine.context_tokens for engine in engines),
+            kv_token_capacity=self.settings.cache_tokens * len(engines),
+            preemptions=sum(engine.preemption_total for engine in engines),
+        )
+
     def work(self) -> FleetWork:
         """Return the work of all generators so far."""
         work = self._ended_work
@@ -325,7 +343,7 @@ class Fleet:
             self._load(generator)
 
     def _load(self, generator: SimulatedGenerator) -> None:
-        """Swap the weights: a segment of every running call ends."""
+        """Swap the weights: a segment of every running call ends; after a drain there is none."""
         seconds, mode = self.settings.swap_seconds, self.settings.on_new_version
         for call, tokens in generator.engine.reload(seconds, mode="keep_kv" if mode == "drain" else mode).items():
             if tokens:

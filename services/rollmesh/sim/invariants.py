@@ -29,8 +29,9 @@ class Invariants:
         self._trained: set[str] = set()
 
     def after_lease(self) -> None:
-        """Check the pool."""
-        _at_most("schedule.pool_size: leased trajectories", self._queue.leased, self._schedule.pool_size)
+        """Check the pool in force after a lease of members; later an automatic pool may fall below what is leased."""
+        queue, limit = self._queue, self._schedule.pool_size
+        _at_most("schedule.pool_size: leased trajectories", queue.leased, min(limit, queue.desired.pool_size))
 
     def after_admission(self, admitted: int) -> None:
         """Check the window, and the backlog that the admission rule allows."""

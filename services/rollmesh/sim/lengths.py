@@ -8,18 +8,13 @@ marginal that is the usual split of the variance of ln(length) into a part betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from rollmesh.errors import ConfigError
 from rollmesh.types import Float64Array, Int32Array
-
-_TABLE_SIZE = 4097
-_TABLE_Z = 6.0
-"""Largest |z| of the table of a mixture: a probability of 1e-9 lies beyond it."""
 
 
 class Marginal(Protocol):
@@ -65,48 +60,6 @@ class Pareto:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormalMixture:
-    """Mixture of normal distributions, cut off at one token."""
-
-    components: tuple[tuple[float, float, float], ...]
-    """(weight, mean, standard deviation); the weights need not have the sum 1."""
-    _table: tuple[Float64Array, Float64Array] = field(init=False, repr=False, compare=False)
-    """Standard normal numbers and the quantiles at them, ascending."""
-
-    def __post_init__(self) -> None:
-        if not self.components:
-            raise ConfigError("lengths.components: expected at least one (weight, mean, standard deviation)")
-        for weight, mean, deviation in self.components:
-            _positive("lengths.components: weight", weight)
-            _positive("lengths.components: mean", mean)
-            _positive("lengths.components: standard deviation", deviation)
-        most = max(mean + 8 * deviation for _, mean, deviation in self.components)
-        lengths = np.linspace(1.0, most, _TABLE_SIZE)
-        total = sum(weight for weight, *_ in self.components)
-        below = sum(w / total * _normal_cdf((lengths - mean) / sd) for w, mean, sd in self.components)
-        object.__setattr__(self, "_table", (np.asarray(below, dtype=np.float64), lengths))
-
-    def at(self, z: Float64Array) -> Float64Array:
-        """Return the quantiles."""
-        below, lengths = self._table
-        return np.interp(_normal_cdf(z), below, lengths)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Empirical:
-    """Lengths that were measured, each as likely as the others."""
-
-    lengths: tuple[int, ...]
-    """Ascending."""
-
-    def at(self, z: Float64Array) -> Float64Array:
-        """Return the quantiles."""
-        values = np.asarray(self.lengths, dtype=np.float64)
-        index = np.minimum((_normal_cdf(z) * len(values)).astype(np.int64), len(values) - 1)
-        return values[index]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LengthModel:
     """Lengths of all trajectories of a run, in tokens after the prompt."""
 
@@ -139,23 +92,6 @@ class LengthModel:
         lengths = self.marginal.at(z) * (1 + self.growth_per_step) ** step
         capped: Int32Array = np.clip(np.rint(lengths), 1, self.cap).astype(np.int32)
         return capped
-
-
-def prompt_share(groups: Sequence[Sequence[int]]) -> float:
-    """Estimate the share of the variance of ln(length) that lies between prompts, by one-way analysis of variance.
-
-    It is the intraclass correlation of groups with k members: (MSB - MSW) / (MSB + (k - 1) MSW), within 0 and 1, with
-    the mean of k over the groups. Groups with fewer than two members do not count; 0 without two groups.
-    """
-    logs = [np.log(np.asarray(group, dtype=np.float64)) for group in groups if len(group) > 1]
-    if len(logs) < 2:
-        return 0.0
-    count = sum(len(values) for values in logs)
-    mean = float(sum(float(values.sum()) for values in logs)) / count
-    between = sum(len(values) * (float(values.mean()) - mean) ** 2 for values in logs) / (len(logs) - 1)
-    within = sum(float(((values - values.mean()) ** 2).sum()) for values in logs) / (count - len(logs))
-    scale = between + (count / len(logs) - 1) * within
-    return min(1.0, max(0.0, (between - within) / scale)) if scale else 0.0
 
 
 def _normals(seed: int, stream: int, index: int, count: int) -> Float64Array:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollmesh.errors import ConfigError
-from rollmesh.mesh import Decisions
+from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
+from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
 from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.event_clock import EventClock
@@ -21,6 +23,8 @@ from rollmesh.sim.simulated_worker import SimulatedWorker
 LOOK_SECONDS = 0.05
 """Least virtual time between two decisions; the leader of the mesh decides at most ten times a second."""
 _MEASURE_SECONDS = 2.0
+_TOKEN_BYTES = 4
+"""Bytes of a prompt's token in the store of the mesh."""
 
 
 class SimulatedLeader:
@@ -50,6 +54,8 @@ class SimulatedLeader:
         self._last_look = -math.inf
         self._evidence = LengthEvidence()
         self._measured_at = -math.inf
+        self._load: EngineLoad | None = None
+        self._load_at = -math.inf
 
     def look_soon(self) -> None:
         """Decide at the next moment that the pace of decisions allows."""
@@ -67,9 +73,9 @@ class SimulatedLeader:
         if queue.blocked_since is not None and self._timeout_at() <= queue.now:
             # The store of the mesh has the progress of every call, and the time-out depends on it.
             self._worker.save_all()
-        view = queue.view(groups=False)
+        view = self._with_load(queue.view(groups=False))
         if needs_groups(schedule, view):
-            view = queue.view(shortest=schedule.cut_order is CutOrder.SHORTEST)
+            view = self._with_load(queue.view(shortest=schedule.cut_order is CutOrder.SHORTEST))
         decisions = decide(schedule, view)
         if decisions.fail:
             raise ConfigError(f"train step {queue.cut_step + 1}: {decisions.fail}")
@@ -77,6 +83,14 @@ class SimulatedLeader:
             self.look_soon()
         elif queue.blocked_since is not None:
             self._alarm.set(max(self._timeout_at(), queue.now + LOOK_SECONDS))
+
+    def _with_load(self, view: MeshView) -> MeshView:
+        """Return the view with the evidence of an automatic pool, as ``rollout/pool_evidence.py`` does."""
+        if not self._schedule.auto_pool:
+            return view
+        if view.now >= self._load_at + _MEASURE_SECONDS:
+            self._load, self._load_at = self._fleet.engine_load(), view.now
+        return replace(view, engines=self._load, mean_cached_tokens=mean_cached_tokens(self._queue.finished_lengths))
 
     def _timeout_at(self) -> float:
         since = self._queue.blocked_since
@@ -131,6 +145,7 @@ class SimulatedLeader:
             prompt_id=work.prompt_id,
             expected_tokens=expected,
             start_rank=rank,
+            prompt_bytes=_TOKEN_BYTES * self._prompts.prompt_tokens,
         )
 
     def _expectation(self, prompt_id: str) -> tuple[float | None, int | None]:

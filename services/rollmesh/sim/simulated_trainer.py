@@ -27,8 +27,6 @@ class SimulatedTrainer:
     ) -> None:
         """``on_policy(version, train_step)`` is called at every announcement."""
         self.updates: list[UpdateRecord] = []
-        self.lost_seconds = 0.0
-        """Training that a crash has undone."""
         self._clock = clock
         self._queue = queue
         self._model = model
@@ -56,11 +54,11 @@ class SimulatedTrainer:
         self._claimed_at = self._phase_began = now
         self._training = queue.cut_step
         groups = queue.claim()
-        tokens, trajectories = _tokens(groups), sum(len(group.rewards) for group in groups)
+        tokens = _tokens(groups)
         if self._parts is None:
-            ends = now + self._model.train_seconds(tokens=tokens, trajectories=trajectories)
+            ends = now + self._model.train_seconds(tokens=tokens)
         else:
-            ends = self._parts.cut(now, tokens=tokens, trajectories=trajectories)
+            ends = self._parts.cut(now, tokens=tokens)
             self._in_parts.clear()
         self._done.set(ends)
         if self._model.colocated:
@@ -74,16 +72,20 @@ class SimulatedTrainer:
             self._in_parts.update(group.group_id for group in part)
 
     def crash(self, *, back_after: float, lost_seconds: float) -> None:
-        """Lose the phase in progress; it begins again ``back_after`` + ``lost_seconds`` from now."""
+        """Lose the phase in progress; it begins again ``back_after`` + ``lost_seconds`` from now.
+
+        A crash before it has begun again only moves that time. The devices of a colocated trainer stay with it.
+        """
         if not (self._training or self._is_publishing):
             return
-        now = self._clock.now
-        redone = max(0.0, now - self._phase_began)
-        self.lost_seconds += redone + lost_seconds
-        self._phase_began = now + back_after + lost_seconds
-        self._done.set(self._done.time + redone + back_after + lost_seconds)
+        done, length = self._done.time, self._done.time - self._phase_began
+        self._phase_began = self._clock.now + back_after + lost_seconds
+        self._done.set(self._phase_began + length)
+        if self._model.colocated:
+            self._fleet.pause(self._done.time - done)
 
     def _phase_done(self) -> None:
+        self._queue.now = self._clock.now
         if self._training:
             self._trained()
         else:

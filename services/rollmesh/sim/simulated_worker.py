@@ -236,6 +236,7 @@ class SimulatedWorker:
         if self._queue.members.get(member.trajectory_id) is not member:
             return  # Its group was dropped or has begun again.
         self._has_scored = True
+        self._queue.now = self._clock.now
         group = member.group
         cuts_off = group.spare > 0 and group.scored + 1 >= group.needed
         held = self.save(group.members) if cuts_off else []

@@ -21,8 +21,6 @@ class TrainerModel:
     """Seconds of a step that no token adds to: batch file, optimizer, trainer state."""
     seconds_per_token: float
     """Forward, backward: seconds per token of the batch."""
-    seconds_per_trajectory: float = 0.0
-    """Packing and records: seconds per trajectory of the batch."""
     evidence_passes: int = 0
     """Passes that compute log-probabilities only: 1 for old logprobs of the trainer, 2 with a reference model."""
     evidence_seconds_per_token: float = 0.0
@@ -32,10 +30,6 @@ class TrainerModel:
     colocated: bool = False
     switch_seconds: float = 0.0
     """Colocated only: seconds to hand the devices from generators to trainer, and again to hand them back."""
-    state_every_steps: int = 1
-    """Train steps between two saved trainer states; rollmesh saves one at every step."""
-    restart_seconds: float = 0.0
-    """Seconds from a crash until the trainer works again."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,31 +37,22 @@ class TrainerModel:
                 continue
             if not 0 <= (value := getattr(self, field.name)) < math.inf:
                 raise ConfigError(f"trainer.{field.name}={value}; expected finite seconds of at least 0")
-        if self.evidence_passes < 0 or self.state_every_steps < 1:
-            raise ConfigError(
-                f"trainer.evidence_passes={self.evidence_passes}, trainer.state_every_steps={self.state_every_steps}; "
-                "expected at least 0 and at least 1"
-            )
+        if self.evidence_passes < 0:
+            raise ConfigError(f"trainer.evidence_passes={self.evidence_passes}; expected at least 0")
         if self.switch_seconds and not self.colocated:
             raise ConfigError(
                 f"trainer.switch_seconds={self.switch_seconds}: only a colocated trainer switches; set colocated or "
                 "leave switch_seconds out"
             )
 
-    def train_seconds(
-        self, *, tokens: int, trajectories: int = 0, other_tokens: int = 0, ahead_tokens: int = 0
-    ) -> float:
+    def train_seconds(self, *, tokens: int, ahead_tokens: int = 0) -> float:
         """Return the seconds from the claim of a batch to new weights.
 
-        Evidence is also computed for ``other_tokens``, those of unfinished trajectories (``stage_end``).
         ``ahead_tokens`` of the batch have their gradient and evidence already.
         """
         if not 0 <= ahead_tokens <= tokens:
             raise ValueError(f"ahead_tokens={ahead_tokens}; expected 0 to tokens={tokens}")
-        evidence = self.evidence_passes * self.evidence_seconds_per_token
-        gradient = self.part_seconds(tokens - ahead_tokens)
-        rest = self.seconds_per_trajectory * trajectories + evidence * other_tokens
-        return self.fixed_seconds + gradient + rest + self.switch_seconds
+        return self.fixed_seconds + self.part_seconds(tokens - ahead_tokens) + self.switch_seconds
 
     def part_seconds(self, tokens: int) -> float:
         """Return the seconds of evidence and gradient of a part of a batch."""
@@ -76,10 +61,6 @@ class TrainerModel:
     def publish_seconds(self) -> float:
         """Return the seconds from new weights until generators may load their policy."""
         return self.publication_seconds + self.switch_seconds
-
-    def steps_lost(self, trained_step: int) -> int:
-        """Return how many finished train steps a crash undoes: those since the last saved state."""
-        return trained_step % self.state_every_steps
 
 
 class PartsAhead:
@@ -103,7 +84,7 @@ class PartsAhead:
         self._parts.append((self._free_at, tokens))
         return self._free_at
 
-    def cut(self, now: float, *, tokens: int, trajectories: int = 0, other_tokens: int = 0) -> float:
+    def cut(self, now: float, *, tokens: int) -> float:
         """Return the time of the new weights of a batch that is cut now and contains all parts; begin the next batch.
 
         Parts that have not begun are computed with the rest of the batch.
@@ -112,9 +93,7 @@ class PartsAhead:
         began = max([now, *(end for end, _ in begun)])
         ahead = sum(size for _, size in begun)
         self._parts.clear()
-        self._free_at = began + self._model.train_seconds(
-            tokens=tokens, trajectories=trajectories, other_tokens=other_tokens, ahead_tokens=ahead
-        )
+        self._free_at = began + self._model.train_seconds(tokens=tokens, ahead_tokens=ahead)
         return self._free_at
 
     def _starts(self) -> list[float]:

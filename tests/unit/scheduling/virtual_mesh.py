@@ -239,12 +239,14 @@ class VirtualMesh:
 
     def lease(self) -> None:
         desired = self.queue.desired
-        for member in (m for worker in self.workers for m in self.queue.lease(worker, 1 << 30)):
+        members = [member for worker in self.workers for member in self.queue.lease(worker, 1 << 30)]
+        for member in members:
             rollout = self.rollouts[member.trajectory_id]
             rollout.sampled = member.tokens
             rollout.floor = rollout.newest_version if member.tokens else self.queue.start_at_version
             rollout.floor = max(rollout.floor, desired.interrupt_below_version)
-        self.invariants.after_lease()
+        if members:
+            self.invariants.after_lease()
 
     def generate(self) -> None:
         if self.schedule.auto_pool and self.tokens_in_flight > self.cache_tokens:

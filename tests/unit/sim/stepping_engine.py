@@ -31,7 +31,6 @@ class SteppingEngine:
     preemption_total: int = 0
     prefilled_tokens: int = 0
     reprefilled_tokens: int = 0
-    drain_seconds: float | None = None
     running: list[SteppedCall] = field(default_factory=list)
     waiting: list[SteppedCall] = field(default_factory=list)
     in_step: list[SteppedCall] | None = None
@@ -76,14 +75,8 @@ class SteppingEngine:
             after_step = sum(self.size_after_step(other) for other in self.running)
             if after_step + call.size + len(self.running) + 1 > self.cache_tokens:
                 break
-            if self.drain_seconds is not None and not call.tokens:
-                break
             self.running.append(self.waiting.pop(0))
             self.prefill(call.size, again=call.tokens > 0)
-        if self.drain_seconds is not None and not self.running:
-            self.ready = max(self.ready, self.now) + self.drain_seconds
-            self.drain_seconds = None
-            self.start()
 
     def size_after_step(self, call: SteppedCall) -> int:
         return call.size + (self.in_step is not None and call in self.in_step)
@@ -109,12 +102,9 @@ class SteppingEngine:
     def reload(self, seconds: float, *, mode: OnLoad) -> dict[int, int]:
         boundaries = {call.number: call.tokens for call in self.running}
         boundaries |= {call.number: call.tokens for call in self.waiting if call.tokens}
-        if mode == "drain":
-            self.drain_seconds, boundaries = seconds, {}
-        else:
-            self.ready = max(self.ready, self.now) + seconds
-            if mode == "interrupt":
-                sizes = [(self.size_after_step(call), call) for call in self.running]
-                self.prefill(sum(n for n, call in sizes if n < call.context + call.remaining), again=True)
+        self.ready = max(self.ready, self.now) + seconds
+        if mode == "interrupt":
+            sizes = [(self.size_after_step(call), call) for call in self.running]
+            self.prefill(sum(n for n, call in sizes if n < call.context + call.remaining), again=True)
         self.start()
         return boundaries

@@ -13,7 +13,7 @@ from .stepping_engine import SteppingEngine
 
 TICK = 2.0**-12
 """All seconds of these tests are multiples of a power of two, so that both engines compute without rounding."""
-MODES: tuple[OnLoad, ...] = ("interrupt", "keep_kv", "drain")
+MODES: tuple[OnLoad, ...] = ("interrupt", "keep_kv")
 
 
 def costs(slots: int = 8, *, base: float = 1.0, slope: float = 0.0, prefill: float = 0.0) -> EngineCosts:
@@ -58,8 +58,8 @@ def test_random_cases_agree_with_an_engine_that_steps_token_by_token(seed: int) 
         elif choice < 0.75 and present:
             cancelled = int(rng.choice(present))
             assert ours.cancel(cancelled) == stepped.cancel(cancelled)
-        elif choice < 0.9 and stepped.drain_seconds is None:
-            seconds, mode = float(rng.integers(0, 500)) * TICK, MODES[int(rng.integers(0, 3))]
+        elif choice < 0.9:
+            seconds, mode = float(rng.integers(0, 500)) * TICK, MODES[int(rng.integers(0, 2))]
             assert ours.reload(seconds, mode=mode) == stepped.reload(seconds, mode=mode)
         assert (ours.running, ours.waiting) == (len(stepped.running), len(stepped.waiting))
         assert ours.context_tokens == sum(call.size for call in stepped.running)
@@ -82,14 +82,13 @@ def test_a_step_costs_its_context_too_and_calls_finish_together() -> None:
     assert (generator.next_event(), generator.calls()) == (math.inf, [])
 
 
-def test_prefills_stop_decoding_and_count_as_busy_time() -> None:
+def test_prefills_stop_decoding() -> None:
     generator = clock(costs(prefill=0.25))
     generator.advance(5.0)
     generator.arrive(1, context=8, remaining=2)  # prefill until 7, steps until 9
     assert generator.advance(8.0) == []
     generator.arrive(2, context=4, remaining=1)  # prefill 8 to 9, steps at 10
     assert generator.advance(20.0) == [Finished(1, 10.0, 2), Finished(2, 10.0, 1)]
-    assert generator.busy_total == 5.0
     assert generator.call_seconds == 5.0 + 2.0
 
 
@@ -122,7 +121,7 @@ def test_an_interrupting_load_prefills_running_calls_again() -> None:
     generator.arrive(1, context=2, remaining=5)  # prefill until 1
     generator.advance(3.5)
     assert generator.reload(10.0, mode="interrupt") == {1: 2}
-    assert generator.loaded_at == 14.0  # after the step in progress
+    # Loaded at 14, after the step in progress.
     assert generator.advance(100.0) == [Finished(1, 14.0 + 0.5 * 5 + 2.0, 5)]
     assert generator.reprefilled_tokens == 5
 
@@ -134,26 +133,6 @@ def test_a_load_that_keeps_the_cache_only_stops_decoding() -> None:
     assert generator.reload(10.0, mode="keep_kv") == {1: 2}
     assert generator.advance(100.0) == [Finished(1, 16.0, 5)]
     assert generator.reprefilled_tokens == 0
-
-
-def test_a_draining_load_waits_for_started_calls_and_holds_back_the_others() -> None:
-    generator = clock(costs())
-    generator.arrive(1, context=2, remaining=5)
-    generator.advance(1.0)
-    assert generator.reload(10.0, mode="drain") == {}
-    generator.arrive(2, context=2, remaining=1)
-    assert generator.loaded_at == math.inf
-    assert generator.advance(5.0) == [Finished(1, 5.0, 5)]
-    assert generator.loaded_at == 15.0
-    assert generator.advance(100.0) == [Finished(2, 16.0, 1)]
-
-
-def test_a_second_load_during_a_drain_is_refused() -> None:
-    generator = clock(costs())
-    generator.arrive(1, context=2, remaining=5)
-    generator.reload(10.0, mode="drain")
-    with pytest.raises(ValueError, match="old version"):
-        generator.reload(10.0, mode="interrupt")
 
 
 def test_cancelled_calls_keep_the_tokens_of_whole_steps() -> None:

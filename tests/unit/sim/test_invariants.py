@@ -48,6 +48,14 @@ def test_more_leases_than_the_pool_are_found(observed):
         Invariants(replace(schedule, pool_size=5), queue).after_lease()
 
 
+def test_more_leases_than_an_automatic_pool_has_now_are_found(observed):
+    _, queue, invariants = observed
+    queue.lease("worker", 6)
+    queue.set_desired(Desired(pool_size=4))
+    with pytest.raises(InvariantBroken, match=r"leased trajectories: 6, above the bound of 4"):
+        invariants.after_lease()
+
+
 def test_more_groups_than_the_window_are_found(observed):
     schedule, queue, _ = observed
     with pytest.raises(InvariantBroken, match=r"schedule.window_groups: groups in the queue: 3, above the bound of 2"):

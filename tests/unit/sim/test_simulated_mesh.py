@@ -7,6 +7,7 @@ import pytest
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.figures import figures
+from rollmesh.sim.simulated_mesh import SimulatedMesh
 
 from .meshes import mesh_settings, run
 
@@ -119,6 +120,46 @@ def test_a_spot_reclaim_loses_no_token():
 def test_a_colocated_trainer_takes_longer_for_an_update_than_one_with_its_own_devices():
     own, shared = (figures(run(mesh_settings("sync", colocated=c))[1], 8) for c in (False, True))
     assert shared.update_seconds_p50 > own.update_seconds_p50
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_trainer_that_crashes_again_before_it_is_back_only_starts_later(colocated):
+    settings = mesh_settings("copris", steps=2, colocated=colocated)
+    _, calm = run(settings)
+    cut_at, trained_at = calm.updates[0].cut_at, calm.updates[0].trained_at
+    mesh = SimulatedMesh(settings, check=True)
+    crash_at = (cut_at + trained_at) / 2
+    for after in (0, 50):
+        mesh.clock.call_at(crash_at + after, lambda: mesh.trainer.crash(back_after=100, lost_seconds=5))
+    crashed = mesh.run()
+    assert crashed.updates[0].trained_at == pytest.approx(crash_at + 50 + 105 + trained_at - cut_at)
+    if colocated:
+        # The trainer keeps the devices: nothing is decoded but the step in progress at the claim.
+        assert crashed.work[0].decoded_tokens == calm.work[0].decoded_tokens
+    else:
+        assert crashed.work[0].decoded_tokens > calm.work[0].decoded_tokens
+
+
+def test_a_trainer_that_crashes_every_nine_seconds_ends():
+    _, result = run(mesh_settings("copris", failures=("trainer_crashes_per_hour=400", "back_seconds=20")))
+    assert len(result.updates) == 6 and result.seconds < 3600
+
+
+def test_an_automatic_pool_fits_small_caches():
+    auto, fixed = (run(mesh_settings("copris", steps=12, cache_tokens=1600, pool_size=size)) for size in ("auto", 64))
+    assert auto[0].queue.desired.cache_pool is not None
+    assert 0 < auto[0].queue.desired.pool_size < 20
+    assert auto[1].work[-1].preemptions < fixed[1].work[-1].preemptions / 3
+    assert_conserved(*auto)
+
+
+def test_an_automatic_pool_follows_the_trainer_while_the_caches_are_large():
+    mesh, result = run(mesh_settings("copris", steps=12, pool_size="auto"))
+    times = mesh.queue.times
+    durations = [b.trained_at - b.cut_at for b in result.updates]
+    assert times.update_seconds == pytest.approx(sum(durations) / len(durations) + 0.5, rel=0.2)  # And publication.
+    assert times.ready_seconds > times.update_seconds
+    assert result.work[-1].preemptions == 0 and mesh.queue.desired.pool_size > 20
 
 
 def test_a_trainer_in_parts_finishes_sooner_after_the_cut():
