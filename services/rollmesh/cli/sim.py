@@ -22,6 +22,7 @@ Gpu = Annotated[str | None, typer.Option(help="GPU of the table.")]
 Model = Annotated[str | None, typer.Option(help="Model of the table, or a Hugging Face folder.")]
 Check = Annotated[bool, typer.Option("--check", help="Check every promise of the scheduler; status 2 if one fails.")]
 Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
+Scale = Annotated[bool, typer.Option("--scale", help="Simulate 1,000 generators, and print what the simulation costs.")]
 
 
 def sim(
@@ -36,22 +37,32 @@ def sim(
     as_json: JsonOption = False,
     check: Check = False,
     long: Long = False,
+    scale: Scale = False,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
     The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
     """
-    from rollmesh.sim.arms import arms_of, simulate
-    from rollmesh.sim.figures_table import figures_table
+    from rollmesh.sim.arms import arms_of
+    from rollmesh.sim.figures_table import figures_tables
+    from rollmesh.sim.simulation_cost import simulate_at_cost
 
     settings = [*(with_ or []), *(f"{name}={value}" for name, value in (("gpu", gpu), ("model", model)) if value)]
     with clear_errors():
-        arms = arms_of(run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long)
-        results = []
+        arms = arms_of(
+            run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
+        )
+        results, costs = [], []
         for arm in arms:
-            found = simulate(arm, check=check)
+            found, cost = simulate_at_cost(arm, check=check)
             results.append((arm.name, found))
+            costs.append(cost)
             if as_json:
-                typer.echo(json.dumps({"arm": arm.name, **found.document()}))
+                of_scale = {"cost": cost.document()} if scale else {}
+                typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale}))
     if not as_json:
-        output_console().print(figures_table(results))
+        console = output_console()
+        for table in figures_tables(results, console.width):
+            console.print(table)
+        for arm, cost in zip(arms, costs, strict=True) if scale else ():
+            console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)

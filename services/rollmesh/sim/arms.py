@@ -9,13 +9,16 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from rollmesh.config import load_run_config
+from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError
+from rollmesh.scheduling.axes import Harvest
+from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.failures import FailurePlan
-from rollmesh.sim.figures import Figures, figures
-from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
-from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
+from rollmesh.sim.simulated_mesh import MeshSettings
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings
+
+_SCALE_SETTINGS = ("trainer_devices=1024", "reward_workers=4096")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +38,27 @@ def arms_of(
     compare: str | None = None,
     sweep: str | None = None,
     is_long: bool = False,
+    is_at_scale: bool = False,
 ) -> list[Arm]:
     """Return the arms in the order of the options; one arm without ``compare`` and ``sweep``.
 
     ``overrides`` are fields of the run file, ``settings`` fields of ``SimulationSetup``, both as ``name=value``.
+    Compared presets, and the preset of a simulation without a run file, have the settings that go with them.
+    ``is_at_scale`` takes the run file and the settings that measure the simulator.
     Raises ConfigError for an unknown field or preset, and for a swept field without an effect on the simulation.
     """
-    setup = parse_setup(settings)
+    if is_at_scale and run is not None:
+        raise ConfigError(f"--scale with {run}: it has a run file of its own; give one of them, and --set for fields")
+    setup = parse_setup([*(_SCALE_SETTINGS if is_at_scale else ()), *settings])
     plan = FailurePlan.parse(list(failures), seed=setup.seed)
+    file = run or (SCALE_RUN if is_at_scale else DEFAULT_RUN)
+    base = load_run_config(file, overrides)
 
     def arm(name: str, more: Sequence[str] = ()) -> Arm:
-        config = load_run_config(run or DEFAULT_RUN, [*overrides, *more])
+        config = load_run_config(file, [*overrides, *more])
+        if run is None or config.schedule.preset != base.schedule.preset:
+            before = companion_settings(PRESETS[config.schedule.preset])
+            config = load_run_config(file, [*before, *overrides, *more, *_batch_of(config, base)])
         return Arm(name=name or config.schedule.preset, settings=mesh_settings(config, setup, plan, is_long=is_long))
 
     if compare is not None and sweep is not None:
@@ -66,11 +79,6 @@ def arms_of(
     return arms
 
 
-def simulate(arm: Arm, *, check: bool = False) -> Figures:
-    """Simulate one arm."""
-    return figures(SimulatedMesh(arm.settings, check=check).run(), arm.settings.devices)
-
-
 def parse_setup(items: Sequence[str]) -> SimulationSetup:
     """Read ``name=value`` items; raises ConfigError with the known names for an unknown one or a bad value."""
     values = {}
@@ -86,6 +94,26 @@ def parse_setup(items: Sequence[str]) -> SimulationSetup:
     except ValidationError as error:
         lines = (f"--with {each['loc'][0]}={each['input']}: {each['msg']}" for each in error.errors())
         raise ConfigError("\n".join(lines)) from error
+
+
+def _batch_of(config: RunConfig, base: RunConfig) -> list[str]:
+    """Return the override with which another preset trains on as many trajectories per update as the base."""
+    groups, members = config.schedule.groups_per_batch, config.schedule.group_size
+    of_one = _has_groups_of_one(config)
+    if of_one == _has_groups_of_one(base) or groups != base.schedule.groups_per_batch:
+        return []
+    if not of_one and groups % members:
+        raise ConfigError(
+            f"schedule.groups_per_batch={groups} trajectories of schedule.preset={base.schedule.preset} are no whole "
+            f"groups of schedule.group_size={members} for schedule.preset={config.schedule.preset}; set a multiple"
+        )
+    return [f"schedule.groups_per_batch={groups * members if of_one else groups // members}"]
+
+
+def _has_groups_of_one(config: RunConfig) -> bool:
+    section = config.schedule
+    harvest = PRESETS[section.preset].harvest if section.harvest is None else Harvest(section.harvest)
+    return harvest is Harvest.TRAJECTORY
 
 
 def _presets(names: str) -> list[str]:

@@ -30,16 +30,17 @@ class Figures:
     """1 - integral of running calls / (slots * time), pauses of loads included."""
     off_policy_token_share: float
     mean_staleness: float
-    """Of the oldest token of a trajectory, in train steps."""
+    """Of the oldest token of a trajectory in the loss, in train steps."""
     staleness: Mapping[int, int]
-    """Trajectories by the staleness of their oldest token."""
+    """Trajectories by the staleness of their oldest token in the loss."""
     version_span: float
     """Mean newest minus oldest policy version within a trajectory."""
     preemptions: int
     reprefill_share: float
     """Prefilled tokens that were prefilled or sampled before, over all prefilled tokens."""
     wasted_tokens: Mapping[str, int]
-    """Of the whole run, by reason; ``run_complete`` is what remains when the last batch is cut."""
+    """Of the whole run, by reason; ``masked`` tokens are too old for the loss, those of ``run_complete`` remain when
+    the last batch is cut."""
     trainer_wait_share: float
     """Share of the time for which the trainer had no batch."""
     device_hours_per_update: float
@@ -60,7 +61,7 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
     for update in updates:
         tokens.update(update.tokens_by_staleness)
         oldest.update(update.trajectories_by_staleness)
-    trained, trajectories = tokens.total(), oldest.total()
+    trained, trajectories = tokens.total(), sum(update.trajectories for update in updates)
     p50, p90 = _percentiles([began, *(update.trained_at for update in updates)])
     return Figures(
         updates=len(updates),
@@ -70,8 +71,8 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
         trained_tokens_per_second=trained / seconds,
         generated_tokens_per_second=work.decoded_tokens / seconds,
         bubble_ratio=1 - work.running_slot_seconds / work.slot_seconds if work.slot_seconds else 0.0,
-        off_policy_token_share=1 - tokens[0] / trained,
-        mean_staleness=sum(age * count for age, count in oldest.items()) / trajectories,
+        off_policy_token_share=1 - tokens[0] / trained if trained else 0.0,
+        mean_staleness=sum(age * count for age, count in oldest.items()) / max(1, oldest.total()),
         staleness=dict(sorted(oldest.items())),
         version_span=sum(update.version_spans for update in updates) / trajectories,
         preemptions=work.preemptions,

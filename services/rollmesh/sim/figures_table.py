@@ -1,9 +1,11 @@
-"""Table of simulated arms."""
+"""Tables of simulated arms, none wider than the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from rich.markup import escape
 from rich.table import Table
 
 from rollmesh.sim.figures import Figures
@@ -15,7 +17,7 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "trained tok/s": lambda f: f"{f.trained_tokens_per_second:,.0f}",
     "bubble": lambda f: f"{f.bubble_ratio:.0%}",
     "off-policy": lambda f: f"{f.off_policy_token_share:.0%}",
-    "staleness": lambda f: f"{f.mean_staleness:.2f}, max {max(f.staleness)}",
+    "staleness": lambda f: f"{f.mean_staleness:.2f}, max {max(f.staleness, default=0)}",
     "version span": lambda f: f"{f.version_span:.2f}",
     "preempted": lambda f: f"{f.preemptions:,}",
     "re-prefill": lambda f: f"{f.reprefill_share:.0%}",
@@ -25,11 +27,43 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
 }
 
 
-def figures_table(results: Sequence[tuple[str, Figures]]) -> Table:
-    """Return a table with one row per arm."""
-    table = Table("arm", *_COLUMNS, title="simulated, in virtual time")
-    for name, found in results:
-        table.add_row(name, *(show(found) for show in _COLUMNS.values()))
+def figures_tables(results: Sequence[tuple[str, Figures]], width: int) -> list[Table]:
+    """Return tables with one row per arm; columns that exceed ``width`` characters go to the next table."""
+    names = Column("arm", [name for name, _ in results])
+    columns = [Column(title, [show(found) for _, found in results]) for title, show in _COLUMNS.items()]
+    blocks: list[list[Column]] = [[]]
+    used = names.width
+    for column in columns:
+        if blocks[-1] and used + column.width >= width:
+            blocks.append([])
+            used = names.width
+        blocks[-1].append(column)
+        used += column.width
+    tables = [_table(names, block) for block in blocks]
+    tables[0].title = "simulated, in virtual time"
+    return tables
+
+
+class Column(NamedTuple):
+    """Title and cells of a column, one cell per arm."""
+
+    title: str
+    cells: Sequence[str]
+
+    @property
+    def width(self) -> int:
+        """Characters of the widest cell, with one line and two spaces."""
+        return max(len(text) for text in (self.title, *self.cells)) + 3
+
+
+def _table(names: Column, columns: Sequence[Column]) -> Table:
+    table = Table()
+    # A name that is wider than the terminal is folded, never cut.
+    table.add_column(names.title, overflow="fold")
+    for column in columns:
+        table.add_column(column.title, no_wrap=True)
+    for name, *cells in zip(names.cells, *(column.cells for column in columns), strict=True):
+        table.add_row(escape(name), *cells)
     return table
 
 

@@ -166,7 +166,8 @@ class Fleet:
         sampled = trajectory.member.tokens
         context = trajectory.prompt_tokens + sampled
         waiting = generator.engine.waiting
-        generator.engine.arrive(trajectory.call, context=context, remaining=trajectory.remaining)
+        remaining = trajectory.tokens_of_call(generator.version)
+        generator.engine.arrive(trajectory.call, context=context, remaining=remaining)
         generator.calls[trajectory.call] = trajectory
         generator.resumed_tokens += sampled
         trajectory.generator, trajectory.saved_in_call, trajectory.has_begun = generator, 0, sampled > 0

@@ -29,22 +29,29 @@ class SimulatedPrompts:
     """Prompts of an epoch."""
     prompt_tokens: int
     groups_per_batch: int
+    repeats: int = 1
+    """Groups in a row that have the same prompt, as in ``tasks/sources/repeated.py``."""
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.prompt_tokens < 1:
-            raise ConfigError(f"prompts: count={self.count}, prompt_tokens={self.prompt_tokens}: expected at least 1")
+        for name in ("count", "prompt_tokens", "repeats"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"prompts.{name}={value}: expected at least 1")
 
     def group_id(self, position: int) -> str:
         """Return the id of the group at a position, as the leader of the mesh names it."""
-        epoch, index = divmod(position, self.count)
+        epoch, index = divmod(position, self.count * self.repeats)
         return f"e{epoch}-{index}"
 
     def work(self, position: int, members: int) -> GroupWork:
-        """Return lengths and rewards of a group's members."""
-        prompt = position % self.count
-        lengths = self.lengths.draw(position, prompt, members, step=float(position // self.groups_per_batch))
+        """Return lengths and rewards of a group's members: an answer has the same ones where its prompt repeats."""
+        place, repeat = divmod(position, self.repeats)
+        epoch, prompt = divmod(place, self.count)
+        first = repeat * members
+        lengths = self.lengths.draw(place, prompt, first + members, step=float(position // self.groups_per_batch))
         return GroupWork(
             prompt_id=f"p{prompt}",
-            lengths=tuple(lengths.tolist()),
-            rewards=tuple(self.solver.rewards(position, prompt, members)),
+            place=f"e{epoch}-{prompt}",
+            first_answer=first,
+            lengths=tuple(lengths[first:].tolist()),
+            rewards=tuple(self.solver.rewards(place, prompt, first + members)[first:]),
         )

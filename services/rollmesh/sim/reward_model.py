@@ -36,11 +36,11 @@ class RewardModel:
         if self.worker_count < 1:
             raise ConfigError(f"rewards.worker_count={self.worker_count}; expected at least 1")
 
-    def seconds(self, trajectory_id: str, incarnation: int) -> float:
+    def seconds(self, answer_id: str, incarnation: int) -> float:
         """Return the scoring time of one answer."""
         if not self.median_seconds:
             return 0.0
-        return self.median_seconds * math.exp(self.sigma * _normal(f"{self.seed}/{trajectory_id}/{incarnation}"))
+        return self.median_seconds * math.exp(self.sigma * _normal(f"{self.seed}/{answer_id}/{incarnation}"))
 
     def workers(self) -> RewardWorkers:
         """Return idle workers."""
@@ -55,10 +55,10 @@ class RewardWorkers:
         self._free_at = [0.0] * model.worker_count
         """Heap of the times at which the workers become free."""
 
-    def known_at(self, now: float, trajectory_id: str, incarnation: int) -> float:
+    def known_at(self, now: float, answer_id: str, incarnation: int) -> float:
         """Return the time at which the reward of an answer that arrives now is known; times must not decrease."""
         begins = max(now, self._free_at[0])
-        ends = begins + self._model.seconds(trajectory_id, incarnation)
+        ends = begins + self._model.seconds(answer_id, incarnation)
         heapq.heapreplace(self._free_at, ends)
         return ends
 

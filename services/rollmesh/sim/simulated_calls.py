@@ -16,9 +16,17 @@ class GroupWork:
     """Work of one group, the same under every schedule."""
 
     prompt_id: str
+    place: str
+    """Epoch and place of its prompt; groups that repeat the prompt share it."""
+    first_answer: int = 0
+    """Answers of earlier groups to this prompt in this epoch."""
     lengths: Sequence[int]
     """Tokens of each member until its end."""
     rewards: Sequence[float]
+
+    def answer_id(self, number: int) -> str:
+        """Return the name of a member's answer, the same whether or not the prompt repeats."""
+        return f"{self.place}.{self.first_answer + number}"
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +40,8 @@ class SimulatedTrajectory:
     prompt_tokens: int
     floor: int
     """Oldest policy version that may continue it."""
+    segment_tokens: int = 0
+    """Tokens of one policy version after which it rests; 0 for no rest."""
     generator: SimulatedGenerator | None = None
     """Generator of its call; None while it waits for one and after its end."""
     version: int = -1
@@ -49,6 +59,21 @@ class SimulatedTrajectory:
     def remaining(self) -> int:
         """Tokens to its end, from those in the queue."""
         return self.work.lengths[self.member.number] - self.member.tokens
+
+    def tokens_of_call(self, version: int) -> int:
+        """Return the tokens of a call on a generator that serves this version: to the end, or to that of a segment."""
+        if not self.segment_tokens:
+            return self.remaining
+        return min(self.remaining, self.segment_tokens - self._in_segment(version))
+
+    def fills_segment(self, version: int) -> bool:
+        """Tell whether the newest token, of this version, is the last one of a segment."""
+        return self._in_segment(version) == 0
+
+    def _in_segment(self, version: int) -> int:
+        """Return the tokens since the last full segment of this version."""
+        saves = self.member.saves
+        return sum(save.token_count for save in saves if save.policy_version == version) % self.segment_tokens
 
 
 @dataclass(slots=True, eq=False)

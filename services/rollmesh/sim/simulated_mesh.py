@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class SimulatedMesh:
             self.queue,
             self.fleet,
             prompt_tokens=settings.prompts.prompt_tokens,
+            segment_tokens=settings.schedule.segment_tokens,
             reward_time=settings.rewards.workers().known_at,
             invariants=self.invariants,
         )
@@ -158,7 +160,8 @@ class SimulatedMesh:
     def _result(self) -> SimulatedRun:
         queue = self.queue
         members = [m for groups in queue.groups.values() for group in groups.values() for m in group.members]
-        wasted = queue.dropped_tokens + self.worker.lost_tokens
+        masked = Counter(masked=sum(update.masked_tokens for update in self.trainer.updates))
+        wasted = queue.dropped_tokens + self.worker.lost_tokens + masked
         return SimulatedRun(
             updates=tuple(self.trainer.updates),
             work=tuple(self._work),

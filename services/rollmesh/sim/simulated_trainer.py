@@ -90,7 +90,7 @@ class SimulatedTrainer:
             self._announce()
 
     def _trained(self) -> None:
-        queue, step = self._queue, self._training
+        queue, step, limits = self._queue, self._training, self._queue.limits
         self.updates.append(
             update_record(
                 step,
@@ -99,6 +99,7 @@ class SimulatedTrainer:
                 cut_at=self._claimed_at,
                 trained_at=self._clock.now,
                 trainer_wait_seconds=self._claimed_at - self._free_since,
+                masked_from=limits.max_staleness + 1 if limits.mask_old_segments else None,
             )
         )
         queue.confirm_batch_file()

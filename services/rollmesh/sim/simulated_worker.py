@@ -29,10 +29,11 @@ class SimulatedWorker:
         fleet: Fleet,
         *,
         prompt_tokens: int,
+        segment_tokens: int,
         reward_time: Callable[[float, str, int], float],
         invariants: Invariants | None = None,
     ) -> None:
-        """``reward_time(now, trajectory_id, incarnation)`` returns the time at which a reward is known."""
+        """``reward_time(now, answer_id, incarnation)`` returns the time at which a reward is known."""
         self.works: dict[str, GroupWork] = {}
         """Work of the groups in the queue."""
         self.lost_tokens: Counter[str] = Counter()
@@ -41,6 +42,7 @@ class SimulatedWorker:
         self._queue = queue
         self._fleet = fleet
         self._prompt_tokens = prompt_tokens
+        self._segment_tokens = segment_tokens
         self._reward_time = reward_time
         self._invariants = invariants
         self._active: dict[str, SimulatedTrajectory] = {}
@@ -48,6 +50,8 @@ class SimulatedWorker:
         self._waiting: dict[int, SimulatedTrajectory] = {}
         """Leased trajectories without a generator, by call."""
         self._has_scored = False
+        self.rest_count = 0
+        """Rests so far."""
         self._calls = itertools.count()
         self._placing = clock.alarm(self._place_waiting)
         queue.open_session(_SESSION)
@@ -87,7 +91,7 @@ class SimulatedWorker:
     def _lease(self) -> int:
         queue = self._queue
         room = queue.desired.pool_size - queue.leased
-        if room <= 0 or not (len(queue.pending) or len(queue.partial)):
+        if room <= 0 or not (len(queue.pending) or len(queue.partial) or queue.next_to_wake()):
             return 0
         members = queue.lease(_SESSION, room)
         for member in members:
@@ -106,6 +110,7 @@ class SimulatedWorker:
             work=self.works[member.group.group_id],
             prompt_tokens=self._prompt_tokens,
             floor=max(floor, queue.desired.interrupt_below_version),
+            segment_tokens=self._segment_tokens,
             version=version,
         )
         self._active[member.trajectory_id] = trajectory
@@ -195,15 +200,36 @@ class SimulatedWorker:
         version = trajectory.finished_version
         if self._invariants is not None:
             self._invariants.sampled(version, max(trajectory.floor, trajectory.version))
+        if rest < trajectory.remaining:
+            self._end_segment(trajectory, Save(rest, version))
+            return
         del self._active[name]
         if not self._queue.finish(_SESSION, name, Save(rest, version)).ok:
             self.lost_tokens["overtaken"] += rest
             return
-        known_at = self._reward_time(self._clock.now, name, trajectory.member.incarnation)
+        member = trajectory.member
+        answer_id = trajectory.work.answer_id(member.number)
+        known_at = self._reward_time(self._clock.now, answer_id, member.incarnation)
         if known_at <= self._clock.now:
             self._score(trajectory)
         else:
             self._clock.call_at(known_at, partial(self._score, trajectory))
+
+    def _end_segment(self, trajectory: SimulatedTrajectory, save: Save) -> None:
+        """Rest at the end of a segment; a version that was loaded during the call may have begun another one."""
+        name, queue, version = trajectory.member.trajectory_id, self._queue, save.policy_version
+        saved = queue.append(_SESSION, name, save).ok
+        rests = saved and trajectory.fills_segment(version)
+        if saved and not rests and not queue.desired.paused:
+            trajectory.version, trajectory.floor = version, max(trajectory.floor, version)
+            self._call(trajectory)
+            return
+        del self._active[name]
+        if not saved:
+            self.lost_tokens["overtaken"] += save.token_count
+            return
+        self.rest_count += rests
+        queue.release(_SESSION, name, free_attempt=True, rests=rests)
 
     def _score(self, trajectory: SimulatedTrajectory) -> None:
         member = trajectory.member

@@ -28,6 +28,8 @@ from rollmesh.worker.routing import Placement
 
 DEFAULT_RUN = Path(__file__).parent / "default_run.yaml"
 """Run file of a simulation without one."""
+SCALE_RUN = Path(__file__).parent / "scale_run.yaml"
+"""Run file of ``rollmesh sim --scale``."""
 _EVIDENCE_PASSES = {"recompute": 1, "snapshot": 1, "stage_end": 1}
 """Passes of the trainer for each source of old logprobs; other sources need none."""
 _LONG = 10**12
@@ -107,6 +109,7 @@ def mesh_settings(
             count=setup.prompts,
             prompt_tokens=prompt_tokens,
             groups_per_batch=schedule.groups_per_batch,
+            repeats=schedule.prompt_repeats,
         ),
         trainer=_trainer(config, setup, roofline),
         rewards=RewardModel(

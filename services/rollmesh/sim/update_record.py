@@ -22,9 +22,11 @@ class UpdateRecord:
     """Time for which the trainer had no batch before this one."""
     trajectories: int
     tokens_by_staleness: Mapping[int, int]
-    """Tokens of scored trajectories by the train steps between their policy and the trainer."""
+    """Tokens in the loss by the train steps between their policy and the trainer."""
+    masked_tokens: int
+    """Tokens of scored trajectories that are too old for the loss."""
     trajectories_by_staleness: Mapping[int, int]
-    """By the staleness of the oldest token."""
+    """By the staleness of the oldest token in the loss, if there is one."""
     version_spans: int
     """Sum over the trajectories of newest minus oldest policy version."""
 
@@ -42,20 +44,31 @@ def update_record(
     cut_at: float,
     trained_at: float,
     trainer_wait_seconds: float,
+    masked_from: int | None = None,
 ) -> UpdateRecord:
-    """Count the tokens of a claimed batch; its members must not be deleted yet."""
+    """Count the tokens of a claimed batch; its members must not be deleted yet.
+
+    Tokens of a staleness from ``masked_from`` on are out of the loss; None masks none.
+    """
     tokens: Counter[int] = Counter()
     oldest: Counter[int] = Counter()
-    trajectories = spans = 0
+    trajectories = spans = masked = 0
     for group in groups:
         for member in group.members:
             if member.state is not TrajectoryState.SCORED:
                 continue
             trajectories += 1
             saves = member.saves
+            in_loss = []
             for save in saves:
-                tokens[train_step - 1 - version_steps[save.policy_version]] += save.token_count
-            oldest[train_step - 1 - version_steps[saves[0].policy_version]] += 1
+                age = train_step - 1 - version_steps[save.policy_version]
+                if masked_from is not None and age >= masked_from:
+                    masked += save.token_count
+                else:
+                    tokens[age] += save.token_count
+                    in_loss.append(age)
+            if in_loss:
+                oldest[in_loss[0]] += 1
             spans += saves[-1].policy_version - saves[0].policy_version
     return UpdateRecord(
         train_step=train_step,
@@ -64,6 +77,7 @@ def update_record(
         trainer_wait_seconds=trainer_wait_seconds,
         trajectories=trajectories,
         tokens_by_staleness=dict(sorted(tokens.items())),
+        masked_tokens=masked,
         trajectories_by_staleness=dict(sorted(oldest.items())),
         version_spans=spans,
     )

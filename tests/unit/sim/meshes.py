@@ -1,10 +1,13 @@
-"""Small simulated meshes for tests: four generators, batches of four groups of four, lengths around 300 tokens."""
+"""Small simulated meshes for tests: four generators, batches of 16 trajectories, lengths around 300 tokens."""
 
 from __future__ import annotations
 
 from rollmesh.config import RunConfig
 from rollmesh.scheduling import Schedule, run_limits
+from rollmesh.scheduling.axes import Harvest
+from rollmesh.scheduling.companions import companion_fields
 from rollmesh.scheduling.next_policy import ReloadRules
+from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.fleet import FleetSettings
@@ -35,6 +38,8 @@ def mesh_settings(
     rollout=None,
     **schedule,
 ) -> MeshSettings:
+    groups = 16 if PRESETS[preset].harvest is Harvest.TRAJECTORY else 4
+    advantage = dict(companion_fields(PRESETS[preset])).get("trainer.algorithm.advantage", "grpo")
     config = RunConfig.model_validate(
         {
             "name": "simulated",
@@ -42,9 +47,9 @@ def mesh_settings(
             "model": {"path": "model"},
             "data": {"max_prompt_tokens": 50},
             "rollout": {"max_new_tokens": 1500, **(rollout or {})},
-            "schedule": {"preset": preset, "groups_per_batch": 4, "group_size": 4, **schedule},
+            "schedule": {"preset": preset, "groups_per_batch": groups, "group_size": 4, **schedule},
             "generator": {"replicas": 4, "slots": SLOTS, **(generator or {})},
-            "trainer": {"train_steps": steps},
+            "trainer": {"train_steps": steps, "algorithm": {"advantage": advantage}},
         }
     )
     rules = Schedule.from_config(config)
@@ -68,6 +73,7 @@ def mesh_settings(
             count=60,
             prompt_tokens=40,
             groups_per_batch=rules.groups_per_batch,
+            repeats=rules.prompt_repeats,
         ),
         trainer=TrainerModel(
             fixed_seconds=1.0,

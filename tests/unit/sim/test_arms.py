@@ -1,6 +1,7 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
 from rollmesh.sim.arms import arms_of, parse_setup
+from rollmesh.sim.simulation_setup import DEFAULT_RUN
 
 SMALL = [
     "schedule.groups_per_batch=2",
@@ -23,6 +25,28 @@ def test_arms_differ_in_the_schedule_only():
     assert (sync.name, copris.name) == ("sync", "copris")
     assert sync.settings.prompts == copris.settings.prompts
     assert sync.settings.schedule != copris.settings.schedule
+
+
+def test_compared_presets_have_the_settings_that_go_with_them_and_as_many_trajectories_per_update():
+    sync, sorted_, tis = arms_of(None, SMALL, [], [], compare="sync,sorted,dart")
+    assert sorted_.settings.schedule.prompt_repeats == sorted_.settings.prompts.repeats == 2
+    assert sorted_.settings.schedule.groups_per_batch == 4  # Groups of one; sync has two groups of two.
+    assert (sync.settings.fleet.rules.at_once, tis.settings.fleet.rules.at_once) == (None, 1)
+
+
+def test_a_run_file_keeps_its_own_settings(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text(DEFAULT_RUN.read_text())
+    with pytest.raises(ConfigError, match=r"set trainer\.algorithm\.advantage=reinforce_pp"):
+        arms_of(run, [*SMALL, "schedule.preset=sorted"], [], [])
+    (arm,) = arms_of(None, [*SMALL, "schedule.preset=sorted"], [], [])
+    assert arm.settings.schedule.groups_per_batch == 2
+
+
+def test_trajectories_that_are_no_whole_groups_are_refused():
+    odd = [*SMALL, "schedule.preset=sorted", "schedule.groups_per_batch=3"]
+    with pytest.raises(ConfigError, match=r"schedule.groups_per_batch=3 trajectories .* schedule.group_size=2"):
+        arms_of(None, odd, [], [], compare="sync")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +108,28 @@ def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     assert first.stdout == second.stdout
 
 
-def test_the_table_names_every_arm():
+def test_a_simulation_at_scale_prints_its_cost():
+    small = ["schedule.pool_size=16", "schedule.max_staleness=null", *SMALL]
+    sets = [argument for item in small for argument in ("--set", item)]
+    printed, written = (CliRunner().invoke(app, ["sim", "--scale", *sets, *more]) for more in ([], ["--json"]))
+    assert printed.exit_code == 0, printed.output
+    assert "microseconds each" in printed.stdout
+    cost = json.loads(written.stdout)["cost"]
+    assert cost["finished"] >= 12 and cost["peak_bytes"] > 10e6 and cost["microseconds_per_trajectory"] > 0
+
+
+def test_scale_is_refused_with_a_run_file():
+    with pytest.raises(ConfigError, match="--scale with run.yaml"):
+        arms_of(Path("run.yaml"), [], [], [], is_at_scale=True)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_tables_name_every_arm_and_every_figure_at_the_width_of_the_terminal(columns):
     sets = [argument for item in SMALL for argument in ("--set", item)]
-    result = CliRunner().invoke(app, ["sim", *sets, "--sweep", "schedule.max_staleness=1,2"])
+    sweep = ["sim", *sets, "--sweep", "schedule.max_staleness=1,2"]
+    result = CliRunner().invoke(app, sweep, env={"COLUMNS": str(columns)})
     assert result.exit_code == 0, result.output
-    assert "schedule.max_staleness=2" in result.stdout
+    for text in ("schedule.max_staleness=1", "schedule.max_staleness=2", "updates/h", "device h/update"):
+        assert text in result.stdout
+    assert "…" not in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= columns

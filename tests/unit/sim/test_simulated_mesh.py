@@ -44,6 +44,28 @@ def test_failures_of_every_kind_break_no_promise_and_lose_no_count(preset):
     assert_conserved(mesh, result)
 
 
+@pytest.mark.parametrize("preset", ["ulorl", "kimi"])
+@pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
+def test_trajectories_that_rest_conserve_work_under_every_effect_of_a_new_version(preset, mode):
+    settings = mesh_settings(preset, segment_tokens=100, generator={"on_new_version": mode}, failures=EVERY_FAILURE)
+    mesh, result = run(settings)
+    assert mesh.worker.rest_count > 0
+    assert_conserved(mesh, result)
+
+
+def test_a_segment_that_holds_the_longest_answer_changes_nothing():
+    (rests, with_segments), (_, without) = (run(mesh_settings("ulorl", segment_tokens=n)) for n in (1500, 0))
+    assert rests.worker.rest_count == 0
+    assert with_segments == without
+
+
+def test_kimi_masks_the_tokens_of_earlier_policies():
+    _, result = run(mesh_settings("kimi"))
+    found = figures(result, 8)
+    assert found.off_policy_token_share == 0 and set(found.staleness) == {0}
+    assert result.wasted_tokens["masked"] > 0
+
+
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
 def test_every_effect_of_a_new_version_conserves_work(mode):
     mesh, result = run(mesh_settings("copris", generator={"on_new_version": mode}))

@@ -47,11 +47,15 @@ class WorkerOperations(QueueState):
         self.totals["leases_total"] += len(leased)
         return leased
 
+    def next_to_wake(self) -> str | None:
+        """Return the trajectory that wakes next: it has rested under a policy before ``rest_before_step``."""
+        name = self.resting.first()
+        return name if name is not None and self.resting.score(name) < self.desired.rest_before_step else None
+
     def _wake(self) -> None:
-        """Turn trajectories that rested under a policy before ``rest_before_step`` into partial ones."""
+        """Turn trajectories that rest no longer into partial ones."""
         for _ in range(_MOST_WOKEN):
-            name = self.resting.first()
-            if name is None or self.resting.score(name) >= self.desired.rest_before_step:
+            if (name := self.next_to_wake()) is None:
                 return
             self.move(self.members[name], TrajectoryState.PARTIAL)
 
