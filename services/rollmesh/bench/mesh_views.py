@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rollmesh.mesh import Desired, GroupView, MeshView
+from dataclasses import replace
+
+from rollmesh.mesh import CachePool, Desired, EngineLoad, GroupView, MeshView
 from rollmesh.report.schedules.preset_schedule import preset_schedule
 from rollmesh.scheduling import Schedule
 
@@ -10,10 +12,10 @@ _STEP = 100
 """Train step of the views: the middle of a run."""
 
 
-def large_batch_schedule(preset: str, groups_per_batch: int) -> Schedule:
-    """Return the schedule of a preset with this batch and its own numbers in everything else."""
+def large_batch_schedule(preset: str, groups_per_batch: int, *overrides: str) -> Schedule:
+    """Return the schedule of a preset with this batch, its own numbers in everything else, and then ``overrides``."""
     batch = f"schedule.groups_per_batch={groups_per_batch}"
-    return preset_schedule(preset, batch, f"trainer.train_steps={2 * _STEP}")
+    return preset_schedule(preset, batch, f"trainer.train_steps={2 * _STEP}", *overrides)
 
 
 def view_without_cut(schedule: Schedule) -> MeshView:
@@ -21,6 +23,24 @@ def view_without_cut(schedule: Schedule) -> MeshView:
     ready = schedule.groups_per_batch - 1
     opened = schedule.window_groups - ready
     return _view(schedule, ready=(), opened=(), ready_groups=ready, open_groups=opened, listed=False)
+
+
+def view_with_evidence(schedule: Schedule) -> MeshView:
+    """Return the view without a cut with all that an automatic pool follows: times, caches, and their bound so far."""
+    view = view_without_cut(schedule)
+    bound = CachePool(size=schedule.pool_size, since=view.now - 60.0, preemptions=0)
+    capacity = 4 * schedule.pool_size * schedule.longest_trajectory_tokens
+    return replace(
+        view,
+        desired=replace(view.desired, cache_pool=bound),
+        engines=EngineLoad(
+            slots=schedule.pool_size, waiting=0, kv_tokens_used=0, kv_token_capacity=capacity, preemptions=0
+        ),
+        mean_cached_tokens=schedule.longest_trajectory_tokens / 3,
+        ready_seconds=20.0,
+        update_seconds=10.0,
+        ready_updates=1.5,
+    )
 
 
 def view_for_cut(schedule: Schedule) -> MeshView:

@@ -11,17 +11,19 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rollmesh.bench.measure import Bar, Measure, at_most, compared
-from rollmesh.bench.mesh_views import large_batch_schedule, view_for_cut, view_without_cut
+from rollmesh.bench.mesh_views import large_batch_schedule, view_for_cut, view_with_evidence, view_without_cut
 from rollmesh.bench.processes import running_redis
 from rollmesh.bench.queue import prepare
 from rollmesh.bench.queue_roles import Work, admit_groups, payload
 from rollmesh.config.store import StoreConfig
-from rollmesh.scheduling import decide, needs_groups
+from rollmesh.mesh import MeshView
+from rollmesh.scheduling import Schedule, decide, needs_groups
+from rollmesh.scheduling.axes import AdmissionRule
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import Append
@@ -41,7 +43,7 @@ def run(*, quick: bool = False) -> list[Measure]:
     """Measure; ``quick``: fewer repetitions."""
     repetitions = 3 if quick else 15
     measures = [_decisions(batch, repetitions) for batch in BATCHES]
-    measures.append(_cuts(BATCHES[-1], repetitions))
+    measures += [_automatic_pools(BATCHES[0], repetitions), _cuts(BATCHES[-1], repetitions)]
     measures += [_choices(placement, repetitions) for placement in Placement]
     with (
         tempfile.TemporaryDirectory(prefix="rollmesh-schedules-") as folder,
@@ -58,7 +60,21 @@ def _decisions(batch: int, repetitions: int) -> Measure:
 
 def _decision_seconds(preset: str, batch: int, repetitions: int) -> float:
     schedule = large_batch_schedule(preset, batch)
-    view = view_without_cut(schedule)
+    return _seconds_without_cut(preset, schedule, view_without_cut(schedule), repetitions)
+
+
+def _automatic_pools(batch: int, repetitions: int) -> Measure:
+    """Measure ``decide`` without a cut under every preset that may have an automatic pool; the slowest one counts."""
+
+    def microseconds(preset: str) -> float:
+        schedule = large_batch_schedule(preset, batch, "schedule.pool_size=auto")
+        return _seconds_without_cut(preset, schedule, view_with_evidence(schedule), repetitions) * 1e6
+
+    able = [n for n, p in PRESETS.items() if not p.barrier and p.admission is not AdmissionRule.WAVE]
+    return _slowest(f"decide with pool_size auto, B = {batch}", "us", _DECISION_BAR, microseconds, able)
+
+
+def _seconds_without_cut(preset: str, schedule: Schedule, view: MeshView, repetitions: int) -> float:
     if needs_groups(schedule, view) or decide(schedule, view).cut is not None:
         raise RuntimeError(f"the view of the bench allows a cut under {preset}")
 
@@ -84,8 +100,10 @@ def _cut_seconds(preset: str, batch: int, repetitions: int) -> float:
     return cpu_seconds(lambda: decide(schedule, view), repetitions, calls=10)
 
 
-def _slowest(name: str, unit: str, bars: tuple[Bar, ...], measure: Callable[[str], float]) -> Measure:
-    taken = {preset: measure(preset) for preset in PRESETS}
+def _slowest(
+    name: str, unit: str, bars: tuple[Bar, ...], measure: Callable[[str], float], presets: Iterable[str] = PRESETS
+) -> Measure:
+    taken = {preset: measure(preset) for preset in presets}
     slowest, fastest = max(taken, key=taken.__getitem__), min(taken, key=taken.__getitem__)
     return compared(f"{name}: {slowest}", taken[slowest], unit, f"fastest preset: {fastest}", taken[fastest], bars)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from rollmesh.launcher.inline_services import INLINE_OVERRIDES
 from rollmesh.report.console import output_console
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
+
+if TYPE_CHECKING:
+    from rollmesh.report.preset_results import PresetResult
 
 _WITHOUT_OVERRIDES = ("schedule.pool_size=null", "schedule.max_staleness=null", "evaluation.before_and_after=false")
 _ONE_REPLICA = ("generator.replicas=1",)
@@ -34,7 +38,7 @@ def demo_schedules(
     Prints one row per preset. Exits with status 1 unless every run makes all its updates and its audit is green.
     """
     from rollmesh.config.recipes import recipe_file
-    from rollmesh.report.preset_results import preset_result, preset_table
+    from rollmesh.report.preset_results import preset_table
 
     root = folder or Path("runs/demo-schedules")
     console, results = output_console(), []
@@ -45,8 +49,11 @@ def demo_schedules(
             overrides += [f"trainer.train_steps={updates}", f"name=demo-{name.replace('_', '-')}"]
             console.print(name, style="bold", highlight=False)
             path = root / name
-            _run(recipe_file("countdown", "demo.yaml"), [*overrides, f"folder={path}"], console, inline=inline)
-            results.append(preset_result(path, name, updates))
+            continued = (path / "metrics.jsonl").exists()
+            accepted = _run(
+                recipe_file("countdown", "demo.yaml"), [*overrides, f"folder={path}"], console, inline=inline
+            )
+            results.append(_result(path, name, updates, accepted=accepted, continued=continued))
         console.print(preset_table(results))
         passed = sum(result.passed for result in results)
         style = "bold green" if passed == len(results) else "bold red"
@@ -60,15 +67,24 @@ def _known(names: list[str]) -> list[str]:
     return names
 
 
-def _run(file: Path, overrides: list[str], console: Console, *, inline: bool) -> None:
-    """Run one preset; a run that fails has its reason printed, and its row shows the missing updates."""
+def _result(path: Path, preset: str, updates: int, *, accepted: bool, continued: bool) -> PresetResult:
+    """Read a run's row: failed if the run was refused, and without a rate if it has steps of an earlier command."""
+    from rollmesh.report.preset_results import preset_result
+
+    path.mkdir(parents=True, exist_ok=True)
+    result = preset_result(path, preset, updates)
+    result = replace(result, updates_per_second=None) if continued else result
+    return result if accepted else replace(result, audit="refused")
+
+
+def _run(file: Path, overrides: list[str], console: Console, *, inline: bool) -> bool:
+    """Run one preset and print why it failed; False for a run whose folder or settings are refused."""
     config = load_run_config(file, overrides)
     try:
         status = run_to_report(config, console, inline=inline)
-    except ConfigError:
-        raise
     except RollmeshError as error:
         console.print(f"[red]error[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return
+        return not isinstance(error, ConfigError)
     if status == EXIT_STOPPED:
         raise typer.Exit(status)
+    return True

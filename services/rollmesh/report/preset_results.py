@@ -38,7 +38,7 @@ class PresetResult:
     updates_per_second: float | None
     """Rate between the ends of the first and the last train step; None with fewer than two."""
     audit: str
-    """Verdict of the audit; ``none`` without one."""
+    """Verdict of the audit; ``none`` without one, ``refused`` if the run was not started."""
 
     @property
     def passed(self) -> bool:

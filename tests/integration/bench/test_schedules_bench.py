@@ -8,6 +8,7 @@ from rollmesh.bench.schedules import run
 def test_the_bench_measures_decisions_choices_and_views_with_their_bars() -> None:
     measures = {m.name.partition(": ")[0]: m for m in run(quick=True)}
     decisions = [measures[f"decide without a cut, B = {batch}"] for batch in ("16", "512", "2,048")]
+    decisions.append(measures["decide with pool_size auto, B = 16"])
     choices = [measures[f"choice of a generator among 1,000 by {placement}"] for placement in ("calls", "tokens")]
     cut = measures["cut, B = 2,048"]
     assert {(str(bar), m.unit) for m in (*decisions, *choices) for bar in m.bars} == {("value <= 20", "us")}

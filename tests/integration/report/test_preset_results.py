@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult
 from rollmesh.report.preset_results import preset_result, preset_table
 
@@ -65,6 +66,26 @@ def test_a_run_without_a_step_has_an_empty_row(tmp_path: Path) -> None:
     result = preset_result(tmp_path / "run", "sync", 6)
     assert (result.updates, result.versions, result.trained_groups, result.updates_per_second) == (0, None, None, None)
     assert not result.passed
+
+
+def test_a_refused_run_fails_its_own_row_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Path]
+) -> None:
+    def train(config: RunConfig, _console: Console, *, inline: bool) -> int:
+        if config.schedule.preset == "sync":
+            raise ConfigError("trainer.train_steps may only grow, and was 8")
+        make_run(Path(config.folder), steps=config.trainer.train_steps, preset=config.schedule.preset)
+        audit(Path(config.folder))
+        return 0
+
+    make_run(tmp_path / "sync", steps=8, preset="sync")
+    audit(tmp_path / "sync")
+    monkeypatch.setattr("rollmesh.cli.demo_schedules.run_to_report", train)
+    options = ["demo-schedules", "--preset", "sync", "--preset", "copris", "--folder", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1, done.output
+    assert "may only grow" in done.output
+    assert done.output.splitlines()[-1].startswith("1 of 2 schedules")
 
 
 @pytest.mark.parametrize(("green", "status"), [(True, 0), (False, 1)])

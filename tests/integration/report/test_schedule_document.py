@@ -12,7 +12,7 @@ from rollmesh.cli.schedule_table import numbers
 from rollmesh.report.schedules.picture import COLOURS, draw
 from rollmesh.report.schedules.pictured_run import UPDATE_TICKS, UPDATES, PicturedRun
 from rollmesh.report.schedules.preset_advice import ADVICE
-from rollmesh.report.schedules.preset_schedule import preset_schedule
+from rollmesh.report.schedules.preset_schedule import pictured_schedule
 from rollmesh.report.schedules.run_figures import figures_of
 from rollmesh.report.schedules.schedule_document import PICTURES, schedule_files, write_schedule_files
 from rollmesh.scheduling.presets import PRESETS
@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def pictured(preset: str, *overrides: str) -> PicturedRun:
     """The run of a preset with B = 4 and n = 2."""
-    run = PicturedRun(preset_schedule(preset, "schedule.groups_per_batch=4", "schedule.group_size=2", *overrides))
+    run = PicturedRun(pictured_schedule(preset, *overrides))
     run.run()
     return run
 
@@ -78,6 +78,26 @@ def test_rollpacker_collects_the_late_groups_for_a_long_round() -> None:
     # One of five groups is late in each short round, so the fifth round has the four late ones of before.
     assert rounds.index(max(rounds)) == 3
     assert figures_of(run).dropped > 0
+
+
+@pytest.mark.parametrize(("preset", "segment"), [("ulorl", 3), ("kimi", 6)])
+def test_a_trajectory_rests_after_a_segment_until_a_new_policy_or_until_all_rest(preset: str, segment: int) -> None:
+    run = pictured(preset)
+    rested = [t for t in run.trajectories.values() if t.rests]
+    assert rested
+    for trajectory in rested:
+        written = trajectory.tokens | trajectory.dropped
+        for tick in trajectory.rests.keys() - {tick + 1 for tick in trajectory.rests}:
+            version = trajectory.rests[tick]
+            assert tick - 1 in written
+            assert sum(v == version for t, v in written.items() if t < tick) % segment == 0
+        for tick in {tick + 1 for tick in trajectory.rests} - trajectory.rests.keys() & written.keys():
+            others = (t.tokens | t.dropped for t in run.trajectories.values())
+            assert written[tick] > trajectory.rests[tick - 1] or not any(tick - 1 in ticks for ticks in others)
+    bars = ElementTree.fromstring(draw(run)).findall(f"{SVG}rect")
+    assert sum(int(bar.get("width") or 0) for bar in bars if bar.get("height") == "1") == 6 * sum(
+        len(t.rests) for t in rested
+    )
 
 
 def test_masked_tokens_are_dropped_and_the_others_stay_within_the_bound() -> None:

@@ -10,6 +10,7 @@ from rollmesh.report.schedules.pictured_run import PicturedRun
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Colours of policy versions, repeated; all distinct for readers with a colour deficiency."""
 _DROPPED = "#c8c8c8"
+_RESTS = "#777777"
 _TICK, _ROW, _LEFT, _TOP = 6, 5, 76, 34
 _FONT = 'font-family="sans-serif" font-size="10" fill="#333"'
 
@@ -30,6 +31,7 @@ def draw(run: PicturedRun) -> str:
         y = _TOP + _ROW * number
         lines += _bars(trajectory.dropped, y, _ROW - 1, fill=_DROPPED)
         lines += _bars(trajectory.tokens, y, _ROW - 1)
+        lines += _bars(trajectory.rests, y + 2, 1, fill=_RESTS)
     for step, tick in enumerate(run.cuts, 1):
         x = _LEFT + _TICK * tick
         lines.append(f'<path d="M{x} 14V{height - 4}" stroke="#333" stroke-dasharray="2 2"/>')

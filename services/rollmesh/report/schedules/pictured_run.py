@@ -34,6 +34,8 @@ class PicturedTrajectory:
     """Train steps between its oldest token and the trainer, once it is cut."""
     off_policy: int = 0
     """Tokens of older policies than the newest one, once it is cut."""
+    rests: dict[int, int] = field(default_factory=dict)
+    """Policy version under which it rests, by tick."""
 
     def drop(self) -> None:
         """Turn all its tokens into dropped ones."""
@@ -85,6 +87,7 @@ class PicturedRun:
                 raise RuntimeError(f"schedule {self.schedule.preset} is stuck: {self._queue.view()}")
             self._lead()
             self._generate()
+            self._note_rests()
             self._train()
             self._note_drops()
             self.ticks += 1
@@ -140,13 +143,30 @@ class PicturedRun:
             self.trajectories[name].tokens[self.ticks] = version
             if member.tokens + 1 < LENGTHS[order[name] % len(LENGTHS)]:
                 queue.append(_WORKER, name, Save(1, version))
+                if self._fills_segment(name, version):
+                    queue.release(_WORKER, name, free_attempt=True, rests=True)
             else:
                 queue.finish(_WORKER, name, Save(1, version))
                 queue.score(_WORKER, name, float(member.number))
 
+    def _fills_segment(self, name: str, version: int) -> bool:
+        """Tell whether the tokens of this version are whole segments: it may continue under the same version."""
+        segment = self.schedule.segment_tokens
+        tokens = self.trajectories[name].tokens.values()
+        return segment > 0 and sum(token == version for token in tokens) % segment == 0
+
+    def _note_rests(self) -> None:
+        for member in self._members(TrajectoryState.RESTING):
+            trajectory = self.trajectories[member.trajectory_id]
+            if self.ticks not in trajectory.tokens:
+                trajectory.rests[self.ticks] = self._queue.policy_version
+
     def _leased(self) -> list[ModelMember]:
+        return self._members(TrajectoryState.LEASED)
+
+    def _members(self, state: TrajectoryState) -> list[ModelMember]:
         opened = self._queue.groups[GroupState.OPEN].values()
-        return [m for group in opened for m in group.members if m.state is TrajectoryState.LEASED]
+        return [m for group in opened for m in group.members if m.state is state]
 
     def _train(self) -> None:
         """Work one tick on the batch, or on the parts of it that are ready; train and announce a complete one."""

@@ -12,13 +12,17 @@ from rollmesh.report.formats import percent
 from rollmesh.report.schedules.picture import draw
 from rollmesh.report.schedules.pictured_run import LENGTHS, UPDATE_TICKS, UPDATES, PicturedRun
 from rollmesh.report.schedules.preset_advice import ADVICE
-from rollmesh.report.schedules.preset_schedule import preset_schedule
+from rollmesh.report.schedules.preset_schedule import (
+    PICTURED_BATCH,
+    PICTURED_GROUP,
+    PICTURED_TOKENS,
+    pictured_schedule,
+)
 from rollmesh.report.schedules.run_figures import figures_of
 from rollmesh.scheduling.presets import PRESETS, Preset
 
 DOCUMENT = "schedules.md"
 PICTURES = "schedules"
-_GROUPS_PER_BATCH, _GROUP_SIZE = 4, 2
 
 
 def schedule_files(numbers: Callable[[Preset], Sequence[str]]) -> dict[str, str]:
@@ -31,8 +35,9 @@ def schedule_files(numbers: Callable[[Preset], Sequence[str]]) -> dict[str, str]
         numbers={name: ", ".join(numbers(preset)) for name, preset in PRESETS.items()},
         advice=ADVICE,
         figures={name: figures_of(run) for name, run in runs.items()},
-        batch=_GROUPS_PER_BATCH,
-        size=_GROUP_SIZE,
+        batch=PICTURED_BATCH,
+        size=PICTURED_GROUP,
+        tokens=PICTURED_TOKENS,
         updates=UPDATES,
         update_ticks=UPDATE_TICKS,
         lengths=LENGTHS,
@@ -52,7 +57,6 @@ def write_schedule_files(folder: Path, numbers: Callable[[Preset], Sequence[str]
 
 
 def _pictured(preset: str) -> PicturedRun:
-    batch = f"schedule.groups_per_batch={_GROUPS_PER_BATCH}"
-    run = PicturedRun(preset_schedule(preset, batch, f"schedule.group_size={_GROUP_SIZE}"))
+    run = PicturedRun(pictured_schedule(preset))
     run.run()
     return run
