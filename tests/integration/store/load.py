@@ -24,8 +24,9 @@ from .store_mesh import UNSCORABLE, digest_of, group, held, limits, policy, scor
 GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
 RESTARTS, RELEASES = 0.05, 0.05
 """Probabilities that a step of a trajectory loses its environment, and that it loses its worker."""
-LAGGING, OUT_OF = 3, 12
-"""In a mesh that begins groups again, so many of this many groups in a row save one chunk and wait to be too stale."""
+LAGGING, OUT_OF = 3, 36
+"""In a mesh that begins groups again, the first members of so many of this many groups in a row save one chunk and wait
+to be too stale. The next ones come after that: otherwise those that wait would fill the window or the pool."""
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Worker:
     begins_again: bool = False
     """It has lost the environment of whatever others have begun."""
     has_lagging: bool = False
-    """Some groups stop after their first chunk, until the leader begins them again or evicts them."""
+    """Some trajectories stop after their first chunk, until the leader begins their groups again or evicts them."""
     session: str = ""
     run_id: str = ""
     held: dict[str, Rollout] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class Worker:
             await self.score(rollout.trajectory_id)
             self.held.pop(rollout.trajectory_id, None)
             return
-        lags = self.has_lagging and rollout.incarnation == 0 and index_of(rollout.trajectory_id) % OUT_OF < LAGGING
+        lags = self.has_lagging and rollout.incarnation == 0 and lags_first(rollout.trajectory_id)
         if lags and rollout.saved:
             return
         if self.rng.random() < RESTARTS:
@@ -215,6 +216,11 @@ class Worker:
 def index_of(name: str) -> int:
     """Admission index of a group, from its name or that of a member."""
     return int(name.partition("-")[2].partition(".")[0])
+
+
+def lags_first(trajectory_id: str) -> bool:
+    """Tell whether a trajectory stops after its first chunk, before it begins again."""
+    return trajectory_id.endswith(".0") and index_of(trajectory_id) % OUT_OF < LAGGING
 
 
 def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
