@@ -59,7 +59,10 @@ REFUSED = [
     ({"shedule": {"pool_size": 8}}, "shedule: unknown key; did you mean schedule?"),
     ({"trainer": {"train_steps": "many"}}, "trainer.train_steps: Input should be a valid integer"),
     ({"schedule": {"pool_size": 400}}, "schedule.pool_size=400 is above window_groups * (group_size + spare_members)"),
-    ({"schedule": {"group_size": 1, "pool_size": None}}, "schedule.group_size=1: grpo compares the members of a group"),
+    (
+        {"schedule": {"group_size": 1, "pool_size": None}},
+        "trainer.algorithm.advantage=grpo compares the members of a group, and with schedule.group_size=1 a group has",
+    ),
     ({"schedule": {"window_groups": 1}}, "schedule.window_groups=1 is below schedule.groups_per_batch="),
     ({"schedule": {"spare_groups": 4}}, "schedule.spare_groups=4: schedule.preset=copris opens no waves of groups"),
     ({"rollout": {"top_p": 0.9}}, "rollout.top_p: unknown key; training samples from the full vocabulary"),

@@ -80,14 +80,14 @@ class ReadRoutes:
 
     async def about(self) -> About:
         """Show the fixed facts of the run."""
-        config = self._config
+        config, schedule = self._config, Schedule.from_config(self._config)
         return About(
             run=config.name,
             version=rollmesh.__version__,
             train_steps=config.trainer.train_steps,
-            group_size=config.schedule.group_size,
+            group_size=schedule.group_size,
             groups_per_batch=config.schedule.groups_per_batch,
-            max_staleness=Schedule.from_config(config).max_staleness,
+            max_staleness=schedule.max_staleness,
             text=self._viewer.has_text,
             token_for_reads=config.gateway.token_for_reads,
             sample_seconds=config.gateway.sample_seconds,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rollmesh.mesh import CachePool, EngineLoad, MeshView
 from rollmesh.scheduling.resolved_schedule import Schedule
@@ -66,7 +67,7 @@ def cache_pool(schedule: Schedule, view: MeshView) -> CachePool | None:
     if before is None:
         return CachePool(size=ceiling, since=view.now, preemptions=engines.preemptions)
     if 0 <= view.now - before.since < _SETTLE_SECONDS:
-        return before
+        return before if before.size <= ceiling else replace(before, size=ceiling)
     size = _next_size(schedule, engines, before)
     return CachePool(size=min(size, ceiling), since=view.now, preemptions=engines.preemptions)
 
@@ -78,8 +79,6 @@ def pool_size(schedule: Schedule, view: MeshView) -> int:
     size, by_caches = trainer_pool(schedule, view), cache_pool(schedule, view)
     if by_caches is not None:
         size = min(size, by_caches.size)
-        if view.engines is not None and view.engines.kv_token_capacity:
-            size = min(size, _ceiling(schedule, view, view.engines))
     return max(schedule.launched_members, min(size, schedule.pool_size))
 
 

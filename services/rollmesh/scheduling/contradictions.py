@@ -80,8 +80,9 @@ def _of_segments(config: RunConfig) -> Iterator[str]:
             f"{rollout.max_new_tokens}, or 0"
         )
     if rollout.program == "agent" and (tokens or (tokens is None and PRESETS[section.preset].segments)):
+        given = "null" if tokens is None else tokens
         yield (
-            f"schedule.preset={section.preset} with schedule.segment_tokens={tokens} and rollout.program=agent: a "
+            f"schedule.preset={section.preset} with schedule.segment_tokens={given} and rollout.program=agent: a "
             "session of an outside agent cannot rest; set schedule.segment_tokens=0"
         )
 

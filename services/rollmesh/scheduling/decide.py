@@ -13,7 +13,7 @@ from rollmesh.scheduling.axes import OnStale
 from rollmesh.scheduling.begin_again import groups_to_recall, may_begin_again, with_fates
 from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut
 from rollmesh.scheduling.resolved_schedule import Schedule
-from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out
+from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out, wakes_resting
 
 
 def needs_groups(schedule: Schedule, view: MeshView) -> bool:
@@ -25,7 +25,7 @@ def needs_groups(schedule: Schedule, view: MeshView) -> bool:
         return False
     if _is_winding_down(schedule, view):
         return view.open_groups + view.ready_groups + view.aside_groups > 0
-    if _at_rest(schedule, view) is not None:
+    if _stopped(schedule, view) is not None:
         return _begins_again_at_barrier(schedule, view)
     cut_possible = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
     return cut_possible or any_stale(schedule, view) or timed_out(schedule, view, view.blocked_by)
@@ -41,8 +41,8 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
         raise ValueError("decide: this view allows a cut or an eviction: read it with its groups")
     if _is_winding_down(schedule, view):
         return _wind_down(schedule, view)
-    if (resting := _at_rest(schedule, view)) is not None:
-        return with_fates(schedule, view, resting) if _begins_again_at_barrier(schedule, view) else resting
+    if (stopped := _stopped(schedule, view)) is not None:
+        return with_fates(schedule, view, stopped) if _begins_again_at_barrier(schedule, view) else stopped
     plan = plan_cut(schedule, view)
     if schedule.barrier and plan.group_ids is not None:
         return Decisions(desired=_desired(schedule, view, paused=_barrier(view.cut_step + 1)), cut=plan.group_ids)
@@ -57,7 +57,7 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
             view,
             admitted + recall,
             waiting_for=_waiting(plan, view, not_admitted),
-            wakes=plan.group_ids is None and not admitted and not recall and _only_rests(view),
+            wakes=wakes_resting(schedule, view, plan, admitted + recall, blocked_by),
         ),
         admit_groups=admitted,
         recall=recall,
@@ -73,7 +73,7 @@ def _is_winding_down(schedule: Schedule, view: MeshView) -> bool:
     return view.is_complete or view.cut_step >= schedule.train_steps
 
 
-def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
+def _stopped(schedule: Schedule, view: MeshView) -> Decisions | None:
     """Return the decisions of a failed, recovering or paused mesh; None while the mesh works."""
     if fail := _hopeless(schedule, view):
         return Decisions(desired=_desired(schedule, view, paused="the run has failed"), fail=fail)
@@ -139,15 +139,15 @@ def _desired(
 
 
 def _rest_before_step(schedule: Schedule, view: MeshView, wakes: bool) -> int:
-    """Return a step after every policy of the run to wake all that rests, even what rested before a rollback."""
-    if not schedule.segment_tokens:
+    """Return a step after every policy of the run to wake all that rests, even what rested before a rollback.
+
+    Trajectories that rested before a run was continued without segments wake too.
+    """
+    if not (schedule.segment_tokens or view.resting):
         return 0
-    return schedule.train_steps + 1 if wakes else max(0, view.policy_train_step)
-
-
-def _only_rests(view: MeshView) -> bool:
-    """Tell whether nothing can run but the trajectories that rest: at a barrier the batch would wait for ever."""
-    return view.resting > 0 and view.unfinished + view.finished == view.resting
+    if wakes or not schedule.segment_tokens:
+        return schedule.train_steps + 1
+    return max(0, view.policy_train_step)
 
 
 def _barrier(train_step: int) -> str:

@@ -138,8 +138,9 @@ def _pool(
     if pool == "auto":
         return limit
     if pool > limit:
+        of_group = "group_size" if group_size == section.group_size else "members of a group"
         raise ConfigError(
-            f"schedule.pool_size={pool} is above window_groups * (group_size + spare_members) = {window} * "
+            f"schedule.pool_size={pool} is above window_groups * ({of_group} + spare_members) = {window} * "
             f"({group_size} + {spare_members}) = {limit}: with schedule.max_staleness={staleness} the "
             f"rest of the pool could never be filled; lower pool_size{larger}"
         )

@@ -11,6 +11,10 @@ lacking  Fewer than B groups are ready, no group can be admitted, no trajectory 
 While every slot that the batch can fill is filled, the batch is being generated and no set blocks it. The time-out
 starts when a set begins to block; the store keeps this time with the name of the set. No time counts while no generator
 is registered.
+
+Trajectories that rest are woken before a group is evicted, because the blocking set may only rest. A due set wakes them
+when it begins to block. A lacking set wakes them after the time-out: a lease of one of them changes its name and begins
+the time again. If none of them is leased for a second time-out, the set is evicted.
 """
 
 from __future__ import annotations
@@ -34,18 +38,29 @@ def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: in
 
 
 def stragglers(schedule: Schedule, view: MeshView, plan: CutPlan, blocked_by: str) -> tuple[Eviction, ...]:
-    """Return evictions of the blocking set, once it has blocked the cut for the straggler time-out."""
-    if not blocked_by or not timed_out(schedule, view, blocked_by):
+    """Return evictions of the blocking set, once it has blocked the cut for the straggler time-out.
+
+    A lacking set has a second time-out while trajectories rest: the first one wakes them.
+    """
+    if not blocked_by or not timed_out(schedule, view, blocked_by, 1 if plan.blocking or not view.resting else 2):
         return ()
     groups = plan.blocking or view.stalest_open[: schedule.groups_per_batch - view.ready_groups]
     return tuple(Eviction(group_id=group.group_id, reason="straggler_timeout") for group in groups)
 
 
-def timed_out(schedule: Schedule, view: MeshView, blocked_by: str) -> bool:
-    """Tell whether this set has blocked the cut for the straggler time-out."""
+def timed_out(schedule: Schedule, view: MeshView, blocked_by: str, times: int = 1) -> bool:
+    """Tell whether this set has blocked the cut for so many straggler time-outs."""
     if view.blocked_by != blocked_by or view.blocked_since is None:
         return False
-    return view.now - view.blocked_since >= schedule.straggler_timeout_seconds
+    return view.now - view.blocked_since >= times * schedule.straggler_timeout_seconds
+
+
+def wakes_resting(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int, blocked_by: str) -> bool:
+    """Tell whether resting trajectories continue under the same policy, because the batch may wait for them alone."""
+    if plan.group_ids is not None or not view.resting:
+        return False
+    only_rest = view.unfinished + view.finished == view.resting
+    return bool(plan.blocking) or (not admitted and (only_rest or timed_out(schedule, view, blocked_by)))
 
 
 def _lacking(schedule: Schedule, view: MeshView) -> str:

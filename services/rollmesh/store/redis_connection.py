@@ -163,12 +163,12 @@ class Connection:
                 except redis_errors.ResponseError as error:
                     refusal = refusal or error
         except BaseException:
-            await self._discard(connection)
+            await asyncio.shield(self._discard(connection))
             raise
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(connection)
         else:
-            await self.client.connection_pool.release(connection)
+            await self._release(connection)
         if refusal is not None:
             raise refusal
         return replies
@@ -179,9 +179,13 @@ class Connection:
             connection = self._idle.pop()
             if connection.is_connected:
                 return connection
-            await self.client.connection_pool.release(connection)
+            await self._release(connection)
         connection = await self.client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
         return cast("AbstractConnection", connection)
+
+    async def _release(self, connection: AbstractConnection) -> None:
+        """Return a connection to the pool; a caller that is cancelled meanwhile leaks none."""
+        await asyncio.shield(self.client.connection_pool.release(connection))
 
     async def _discard(self, connection: AbstractConnection) -> None:
         """Close a connection that failed in progress, and the idle ones: their server is probably down too."""

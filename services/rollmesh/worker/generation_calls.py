@@ -120,7 +120,7 @@ class Caller:
             if active.failed_calls >= MOST_FAILED_CALLS:
                 raise EngineError(f"{active.failed_calls} generation calls in a row failed without a token")
             if reason is FinishReason.LENGTH and active.token_count == end < goal:
-                self._rest(active)
+                await self._rest(active)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return reason
         return FinishReason.LENGTH
@@ -135,9 +135,15 @@ class Caller:
             return goal
         return min(goal, active.token_count + segment - active.count_under(slot.record.policy_version) % segment)
 
-    def _rest(self, active: ActiveTrajectory) -> None:
-        """Raise Parked at the end of a segment; a version that was loaded during the call may have begun another."""
-        if active.count_under(active.newest_version) % self._limits.segment_tokens == 0:
+    async def _rest(self, active: ActiveTrajectory) -> None:
+        """Raise Parked at the end of a segment, unless the policy has moved on: then the trajectory continues at once.
+
+        The queue dates a rest by the newest policy, so a trajectory of an older one would wait for the policy after it.
+        """
+        version = active.newest_version
+        if active.count_under(version) % self._limits.segment_tokens:
+            return  # A version that was loaded during the call has begun another segment.
+        if await self._policies.newest_at_least(version + 1) <= version:
             raise Parked(ReleaseReason.RESTED)
 
     async def _call(

@@ -84,7 +84,7 @@ class WorkerMetrics:
         )
         self._parked = metrics.counter(
             "rollmesh_rollout_trajectories_parked_total",
-            "Trajectories released as partial, by reason.",
+            "Trajectories released unfinished, by reason.",
             {"reason": ReleaseReason},
         )
         self._finished = metrics.counter(
@@ -148,7 +148,7 @@ class WorkerMetrics:
         self._drops.labels(reason=reason).inc()
 
     def parked(self, reason: str) -> None:
-        """Count a trajectory released as partial."""
+        """Count a trajectory released unfinished."""
         self._parked.labels(reason=reason).inc()
 
     def finished(self, reason: str, tokens: int, version_span: int) -> None:

@@ -24,6 +24,9 @@ from .store_mesh import UNSCORABLE, digest_of, group, held, limits, policy, scor
 GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
 RESTARTS, RELEASES = 0.05, 0.05
 """Probabilities that a step of a trajectory loses its environment, and that it loses its worker."""
+LAGGING, OUT_OF = 3, 36
+"""In a mesh that begins groups again, the first members of so many of this many groups in a row save one chunk and wait
+to be too stale. The next ones come after that: otherwise those that wait would fill the window or the pool."""
 
 
 @dataclass
@@ -83,6 +86,8 @@ class Worker:
     registrations: int = 0
     begins_again: bool = False
     """It has lost the environment of whatever others have begun."""
+    has_lagging: bool = False
+    """Some trajectories stop after their first chunk, until the leader begins their groups again or evicts them."""
     session: str = ""
     run_id: str = ""
     held: dict[str, Rollout] = field(default_factory=dict)
@@ -143,6 +148,9 @@ class Worker:
             await self.score(rollout.trajectory_id)
             self.held.pop(rollout.trajectory_id, None)
             return
+        lags = self.has_lagging and rollout.incarnation == 0 and lags_first(rollout.trajectory_id)
+        if lags and rollout.saved:
+            return
         if self.rng.random() < RESTARTS:
             await self.restart(rollout)
             return
@@ -152,7 +160,7 @@ class Worker:
             return
         if rollout.tokens < rollout.target:
             rollout.segments.append(segment(self.rng.randint(1, 4), version, rollout.next_id))
-        last = rollout.tokens >= rollout.target
+        last = rollout.tokens >= rollout.target and not lags
         for _ in range(3):
             result = await self.write(rollout, last)
             if result.status.ok:
@@ -203,6 +211,16 @@ class Worker:
             else:
                 del self.held[answer.trajectory_id]
         self.registrations += 1
+
+
+def index_of(name: str) -> int:
+    """Admission index of a group, from its name or that of a member."""
+    return int(name.partition("-")[2].partition(".")[0])
+
+
+def lags_first(trajectory_id: str) -> bool:
+    """Tell whether a trajectory stops after its first chunk, before it begins again."""
+    return trajectory_id.endswith(".0") and index_of(trajectory_id) % OUT_OF < LAGGING
 
 
 def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
@@ -257,9 +275,7 @@ async def look(store: TrajectoryStore, token: str, begins_again: bool) -> None:
 
 async def end_or_begin_again(store: TrajectoryStore, token: str, stale: list[str]) -> None:
     """Evict, restart or set aside a stale group, each a third of the groups by their index."""
-    evicted, restarted, set_aside = (
-        [name for name in stale if int(name.rpartition("-")[2]) % 3 == third] for third in range(3)
-    )
+    evicted, restarted, set_aside = ([name for name in stale if index_of(name) % 3 == third] for third in range(3))
     if evicted:
         await store.leadership.evict(token, evicted, "stale")
     if restarted:
@@ -377,7 +393,8 @@ class LoadedMesh:
                 raise result
 
     def start_worker(self, number: int) -> None:
-        worker = self.workers[number] = Worker(self.stores[2 + number], random.Random(self.rng.random()))
+        rng = random.Random(self.rng.random())
+        worker = self.workers[number] = Worker(self.stores[2 + number], rng, has_lagging=self.begins_again)
         self.tasks[f"worker-{number}"] = asyncio.create_task(worker.run())
 
     async def crash(self, role: str) -> None:

@@ -27,13 +27,13 @@ def missing_fates(counts: StoreCounts) -> list[str]:
 
 
 async def test_roles_die_at_random_and_every_group_is_trained_once(server: EmbeddedServer) -> None:
-    """Stale groups are evicted, restarted or set aside meanwhile; the test ends once all of it has happened."""
+    """Some groups lag until they are stale: they are evicted, restarted, or set aside and recalled meanwhile."""
     rng, step = random.Random(7), 0
     async with (
         asyncio.timeout(2 * WAIT_SECONDS),
-        LoadedMesh(server.url, "roles-die", 0.4, rng, begins_again=True) as mesh,
+        LoadedMesh(server.url, "roles-die", 1.5, rng, begins_again=True) as mesh,
     ):
-        while step < 16 or missing_fates(await mesh.stores[0].mesh.counts()):
+        while step < 12 or missing_fates(await mesh.stores[0].mesh.counts()):
             step += 2
             await mesh.trainer.until(step, WAIT_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))

@@ -41,6 +41,19 @@ async def test_partials_of_the_oldest_group_are_leased_before_new_work(store: Tr
     assert not again[0].lease_new
 
 
+async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 4)
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.RESTED)
+    await store.connection.command("ZADD", store.connection.keys.single("resting"), 0, "e0-7.0", 0, "e0-0.9")
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=64, rest_before_step=1))
+    leased = await store.trajectories.lease(mesh.session, 4)
+    assert [item.trajectory.trajectory_id for item in leased] == ["e0-0.0"]
+    assert (await read_truth(store)).problems == []
+
+
 async def test_a_retried_lease_gets_the_same_trajectories(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(3)

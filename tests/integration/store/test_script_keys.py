@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 
+from rollmesh.mesh import Desired
 from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
@@ -79,6 +80,48 @@ async def test_a_lease_that_buries_members_of_large_groups_keeps_to_the_bound(
     assert len(leased) == SIZE and not set(leased) & set(last)
     await store.leadership.reap(mesh.leader)
     assert (await store.mesh.counts()).drops == {"too_few_scored": 4}
+
+
+async def rest(mesh: Mesh, first: int, count: int) -> list[str]:
+    """Lease the only member of each of so many new groups, the first of index ``first``, and save a token of each."""
+    await mesh.admit(count, needed=1)
+    ids = [f"e0-{first + at}.0" for at in range(count)]
+    leased = await mesh.store.trajectories.lease(mesh.session, count)
+    assert [item.trajectory.trajectory_id for item in leased] == ids
+    for trajectory_id in ids:
+        await mesh.append(trajectory_id, 0, 1)
+    return ids
+
+
+async def test_a_lease_that_wakes_takes_and_buries_as_much_as_it_may_keeps_to_the_bound(
+    server: EmbeddedServer, store: TrajectoryStore
+) -> None:
+    """It leases 63 partial trajectories, buries the last member of a large group after them, and wakes others."""
+    mesh = await Mesh.start(store, pool_size=10_000, group_size=SIZE, max_attempts=1)
+    partial = await rest(mesh, 0, 63)
+    (last,) = await last_members(mesh, groups=1)
+    await mesh.append(last, 0, 1)
+    resting = await rest(mesh, 64, 64) + await rest(mesh, 128, 64)
+    await store.trajectories.release(mesh.session, [last], ReleaseReason.FAILED)
+    assert [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 1)] == [last]
+    await store.trajectories.release(mesh.session, [last], ReleaseReason.FAILED)
+    await store.trajectories.release(mesh.session, partial, ReleaseReason.DRAINED)
+    await store.trajectories.release(mesh.session, resting, ReleaseReason.RESTED)
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=10_000, rest_before_step=1))
+    leased: list[str] = []
+
+    async def lease() -> None:
+        leased.extend(item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 64))
+
+    assert 0 < await most_keys(server, store, lease) <= MAX_KEYS_PER_SCRIPT
+    assert leased == partial
+    counts = await store.mesh.counts()
+    assert (counts.drops, counts.trajectories["partial"], counts.trajectories["resting"]) == (
+        {"too_few_scored": 1},
+        64,
+        64,
+    )
+    assert (await read_truth(store)).problems == []
 
 
 async def test_a_restart_in_many_large_groups_keeps_to_the_bound(

@@ -133,8 +133,14 @@ def test_a_settled_bound_falls_by_a_quarter_on_trouble_and_rises_by_an_eighth_of
 
 def test_nothing_changes_before_the_last_change_has_shown_and_a_clock_set_back_does_not_stop_it():
     trouble = replace(IDLE, preemptions=1)
-    assert after(400, trouble, now=1009.9).size == 400
-    assert after(400, trouble, now=900.0) == CachePool(size=300, since=900.0, preemptions=1)
+    assert after(400, trouble, now=1009.9, finished_lengths={28: 5}).size == 400
+    assert after(400, trouble, now=900.0, finished_lengths={28: 5}) == CachePool(size=300, since=900.0, preemptions=1)
+
+
+def test_a_bound_that_has_not_settled_still_follows_longer_answers_down():
+    before = CachePool(size=5000, since=1000.0, preemptions=0)
+    look = seen(pool=before, engines=IDLE, now=1001.0, finished_lengths={28: 5})
+    assert cache_pool(AUTO, look) == replace(before, size=int(0.9 * 100_000 / (69.3 + 1)))
 
 
 def test_the_bound_recovers_from_its_floor_once_preemptions_end():

@@ -122,6 +122,7 @@ def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
         ("rollpacker", {"spare_groups": 4}, "lower spare_groups, or raise window_groups$"),
         ("april", {"window_groups": 4, "spare_groups": 1}, "spare_groups, or raise window_groups or max_staleness$"),
         ("copris", {"spare_members": 1, "pool_size": 61}, r"pool_size=61 is above .* = 20 \* \(2 \+ 1\) = 60"),
+        ("sorted", {"pool_size": 99}, r"window_groups \* \(members of a group \+ spare_members\) = 16 \* \(1 \+ 0\)"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, overrides, message):
@@ -165,7 +166,7 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
         ({"schedule": {"preset": "kimi", "segment_tokens": 513}}, "segment_tokens=513: .* to .*=512, or 0"),
         (
             {"schedule": {"preset": "ulorl"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
-            "segment_tokens=None and rollout.program=agent: .* set schedule.segment_tokens=0",
+            "segment_tokens=null and rollout.program=agent: .* set schedule.segment_tokens=0",
         ),
         (
             {"schedule": {"preset": "sorted"}},

@@ -4,6 +4,8 @@ Columns: what the leader sees (train steps trained and cut, newest policy, open 
 trajectories) and what must follow (groups to admit, whether the batch is cut, whether the mesh is paused).
 """
 
+from dataclasses import replace
+
 import pytest
 
 from rollmesh.mesh import Eviction
@@ -263,6 +265,44 @@ def test_a_trajectory_that_waits_for_its_reward_may_complete_the_batch_so_nothin
     opened = [group(i, 0) for i in range(4)]
     decided = decide(schedule("ulorl"), view(resting=8, finished=1, unfinished=0, opened=opened))
     assert decided.desired.rest_before_step == 0
+
+
+TIMEOUT = 50.0
+
+
+def waited(seconds, seen, **rules):
+    """Decide on a view whose blocking set has blocked for so long."""
+    rules = schedule("ulorl", straggler_timeout_seconds=TIMEOUT, **rules)
+    return decide(rules, replace(seen, blocked_by=decide(rules, seen).blocked_by, blocked_since=seen.now - seconds))
+
+
+def test_what_rests_is_woken_before_a_group_is_evicted_for_one_stuck_trajectory():
+    seen = view(resting=15, unfinished=1, opened=[group(i, 0) for i in range(4)])
+    outcomes = [waited(seconds, seen) for seconds in (TIMEOUT - 1, TIMEOUT, 2 * TIMEOUT - 1)]
+    assert [(each.desired.rest_before_step, each.evict) for each in outcomes] == [(0, ()), (101, ()), (101, ())]
+    leased = replace(seen, leased=3, resting=13)
+    assert decide(schedule("ulorl"), leased).blocked_by != outcomes[0].blocked_by, "the time begins again"
+    alone = waited(TIMEOUT, replace(seen, resting=0))
+    assert [each.group_id for each in alone.evict] == ["e0-0", "e0-1"]
+
+
+def test_what_rests_and_is_never_leased_is_evicted_after_a_second_time_out():
+    seen = view(resting=15, unfinished=1, opened=[group(i, 0) for i in range(4)])
+    assert [each.group_id for each in waited(2 * TIMEOUT, seen).evict] == ["e0-0", "e0-1"]
+
+
+def test_a_due_group_that_rests_continues_at_once_and_is_evicted_only_after_its_time():
+    ready, due = [group(1, 3), group(2, 3)], [group(0, 1), group(3, 3)]
+    seen = at_step(3, ready=ready, opened=due, resting=2, unfinished=2)
+    now, late = (waited(seconds, seen, max_staleness=2) for seconds in (0, TIMEOUT))
+    assert (now.desired.rest_before_step, now.cut, now.evict) == (101, None, ())
+    assert [each.group_id for each in late.evict] == ["e0-0"]
+
+
+@pytest.mark.parametrize(("resting", "step"), [(3, 101), (0, 0)])
+def test_a_run_that_continues_without_segments_wakes_all_that_rested(resting, step):
+    seen = at_step(2, resting=resting, unfinished=5, opened=[group(i, 2) for i in range(4)])
+    assert decide(schedule("ulorl", segment_tokens=0), seen).desired.rest_before_step == step
 
 
 def test_a_segment_is_a_share_of_the_budget_and_never_less_than_a_save():

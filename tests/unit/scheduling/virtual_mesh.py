@@ -271,13 +271,18 @@ class VirtualMesh:
                 rollout.generator, rollout.waits_for_reward = None, rollout.reward_ticks
                 save = Save(rollout.sampled - member.tokens, version)
                 assert self.queue.finish(member.session or "", member.trajectory_id, save).ok
-            elif rollout.in_segment == self.schedule.segment_tokens:
+            elif self.ends_segment(rollout):
                 self.save(member, rollout)
                 rollout.in_segment = 0
                 self.park(member, free_attempt=True, rests=True)
                 self.rests += 1
             elif self.rng.random() < 0.5 or rollout.length == NEVER:
                 self.save(member, rollout)
+
+    def ends_segment(self, rollout: Rollout) -> bool:
+        """Tell whether a rollout rests; under a policy that is no longer the newest one it continues."""
+        segment, is_newest = self.schedule.segment_tokens, rollout.newest_version == self.queue.policy_version
+        return segment > 0 and rollout.in_segment % segment == 0 and is_newest
 
     def save(self, member: ModelMember, rollout: Rollout) -> None:
         """Save the tokens that the worker has and the queue has not."""

@@ -7,12 +7,14 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import EngineError
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import (
     ANY_VERSION,
     Chunk,
@@ -26,7 +28,7 @@ from rollmesh.types import (
     VersionNeed,
 )
 from rollmesh.worker.acknowledgements import Acknowledger
-from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.newest_policy import NewestPolicy
@@ -118,6 +120,7 @@ async def make_caller(
     partial_save_tokens: int,
     registry: Registry | None = None,
     generators: GeneratorPool | None = None,
+    segment_tokens: int = 0,
 ) -> Caller:
     registry = registry or Registry()
     looks = itertools.count(0, 1000)  # no generator is avoided for so long
@@ -128,6 +131,7 @@ async def make_caller(
         max_context_tokens=CONTEXT,
         saving=SaveLimits.of(partial_save_tokens),
         chunk_timeout_seconds=10.0,
+        segment_tokens=segment_tokens,
     )
     policies = NewestPolicy(registry)  # type: ignore[arg-type]
     return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")))
@@ -263,3 +267,29 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
     assert generator.calls == []
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+class Announced(Registry):
+    """One generator of version 0; ``newest`` is announced."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+
+    async def latest(self) -> PolicyRecord:
+        return PolicyRecord(policy_version=self.newest, train_step=self.newest, path="p", manifest_digest="")
+
+
+async def test_a_segment_rests_under_the_newest_policy_and_continues_at_once_if_another_is_announced() -> None:
+    held, registry = make_held(), Announced()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16, registry, segment_tokens=48)
+
+    async def announce(held: ActiveTrajectory) -> None:
+        await save(held)
+        registry.newest = 1 if 48 < held.token_count < 96 else registry.newest
+
+    with pytest.raises(Parked) as rested:
+        await caller.sample(held, 300, SamplingParams(), save=announce)
+    assert (rested.value.reason, held.token_count) == (ReleaseReason.RESTED, 48)
+    assert await caller.sample(held, 100, SamplingParams(), save=announce) is FinishReason.LENGTH
+    assert [call.max_new_token_count for call in generator.calls] == [48, 48, 48, 4]

@@ -95,7 +95,7 @@ def _more_than_once(kind: str, counts: Counter[str], times: int = 1) -> Iterator
 
 
 _SPARE_SHARES = {"rollpacker": 0.25}
-"""Spare members of the presets that have them by default, as a share of group_size."""
+"""Spare members of the presets that have them by default, as a share of the members of a group."""
 _SPARE_GROUP_SHARES = {"rollpacker": 0.25}
 """Spare groups of the presets that set groups aside by default, as a share of groups_per_batch."""
 _GROUPS_OF_ONE = {"sorted", "sorted_partial"}
@@ -110,10 +110,10 @@ def _has_groups_of_one(schedule: Mapping[str, Any]) -> bool:
 def _members(run: RunFiles) -> Iterator[str]:
     """Check that groups have all their members, and batches all their groups."""
     schedule = run.config["schedule"]
+    size = 1 if _has_groups_of_one(schedule) else schedule["group_size"]
     spare = schedule.get("spare_members")
     if spare is None:
-        spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * schedule["group_size"])
-    size = 1 if _has_groups_of_one(schedule) else schedule["group_size"]
+        spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * size)
     launched = size + spare
     absent = 0
     for step, batch in run.batches.items():

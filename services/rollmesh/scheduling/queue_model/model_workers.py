@@ -12,8 +12,8 @@ from rollmesh.types import ForkStatus, TrajectoryState, WriteStatus
 
 BYTES_PER_TOKEN = 8
 """Payload of a token where the driver does not state the bytes of a save: an int32 id and a float32 logprob."""
-_MOST_WOKEN = 200
-"""Most trajectories that one lease wakes."""
+_MOST_WOKEN = 64
+"""Most trajectories that one lease wakes; it then buries at most one."""
 _LEASED, _FINISHED = TrajectoryState.LEASED, TrajectoryState.FINISHED
 
 
@@ -38,11 +38,10 @@ class WorkerOperations(QueueState):
         if self.recovering or self.is_paused:
             return leased
         room = min(limit, self.desired.pool_size - self.leased)
-        if room > 0:
-            self._wake()
-        buried = self._lease_from(self.partial, session, room, 0, leased)
+        burials = 1 if room > 0 and self._wake() else self.most_burials
+        burials -= self._lease_from(self.partial, session, room, burials, leased)
         room = min(room, len(leased) + (limit if most_new is None else most_new))
-        self._lease_from(self.pending, session, room, buried, leased)
+        self._lease_from(self.pending, session, room, burials, leased)
         held.update(member.trajectory_id for member in leased)
         self.totals["leases_total"] += len(leased)
         return leased
@@ -52,16 +51,18 @@ class WorkerOperations(QueueState):
         name = self.resting.first()
         return name if name is not None and self.resting.score(name) < self.desired.rest_before_step else None
 
-    def _wake(self) -> None:
-        """Turn trajectories that rest no longer into partial ones."""
-        for _ in range(_MOST_WOKEN):
+    def _wake(self) -> int:
+        """Turn trajectories that rest no longer into partial ones; returns the number of these."""
+        for woken in range(_MOST_WOKEN):
             if (name := self.next_to_wake()) is None:
-                return
+                return woken
             self.move(self.members[name], TrajectoryState.PARTIAL)
+        return _MOST_WOKEN
 
-    def _lease_from(self, queue: ScoredSet, session: str, room: int, buried: int, leased: list[ModelMember]) -> int:
-        most_burials = self.most_burials
-        while len(leased) < room and buried < most_burials and (name := queue.first()) is not None:
+    def _lease_from(self, queue: ScoredSet, session: str, room: int, burials: int, leased: list[ModelMember]) -> int:
+        """Lease from one queue; returns the number of dead letters, at most ``burials``."""
+        buried = 0
+        while len(leased) < room and buried < burials and (name := queue.first()) is not None:
             member = self.members[name]
             if member.tokens_at_lease in (member.tokens, None):
                 if member.attempts >= self.limits.max_attempts:

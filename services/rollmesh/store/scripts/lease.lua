@@ -1,7 +1,8 @@
 #!lua
 -- uses: bury core counters drop fence group places roles
--- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order of the run,
--- by default those of the oldest group first, then pending ones in its start order (lib/places.lua).
+-- pending | partial | resting -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order
+-- of the run, by default those of the oldest group first, among them those that rested long enough; then pending ones in
+-- its start order (lib/places.lua).
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
 -- first lease in ms. All values but `new` are text, which avoids a conversion of numbers at every step.
@@ -21,7 +22,7 @@ local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
 local now_text = integer(now())
 local leased, held, buried = {}, {}, 0
 -- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
-local MOST_BURIALS = most_burials()
+local max_burials = most_burials()
 
 -- The field `order` is for clients of an older release.
 local function take(id, order)
@@ -48,7 +49,7 @@ local function take(id, order)
 end
 
 local function take_from(queue, most)
-  while #held < most and buried < MOST_BURIALS do
+  while #held < most and buried < max_burials do
     local found = call('ZRANGE', queue, 0, most - #held - 1, 'WITHSCORES')
     if #found == 0 then return end
     local seen = {}
@@ -61,15 +62,19 @@ local function take_from(queue, most)
   end
 end
 
--- Trajectories that rested under a policy before `rest_before_step` become partial, those that rested first at first.
-local MOST_WOKEN = 200
+-- Trajectories that rested under a policy before `rest_before_step` become partial, those that rested first at first; as
+-- many as a call may lease. Each of them may touch two keys, so a call that wakes one buries at most one.
+local MOST_WOKEN = 64
 local function wake()
   local before = '(' .. (desired[3] or '0')
   for _, id in ipairs(call('ZRANGEBYSCORE', K.resting, '-inf', before, 'LIMIT', 0, MOST_WOKEN)) do
-    local tokens = tonumber(call('HGET', trajectory_key(id), 'tokens'))
     call('ZREM', K.resting, id)
-    call('HSET', trajectory_key(id), 'state', S.partial)
-    call('ZADD', K.partial, resume_place(load_group(group_of(id)), tonumber(string.match(id, '%d+$')), tokens), id)
+    local group, tokens = load_group(group_of(id)), call('HGET', trajectory_key(id), 'tokens')
+    if group and tokens then
+      call('HSET', trajectory_key(id), 'state', S.partial)
+      call('ZADD', K.partial, resume_place(group, tonumber(string.match(id, '%d+$')), tonumber(tokens)), id)
+    end
+    max_burials = 1
   end
 end
 

@@ -25,7 +25,8 @@ local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
 local finished_total = tonumber(counts[4] or '0')
 local expected = used
 if finished_total > 0 then
-  expected = used + (tonumber(counts[1] or '0') + partial + resting + pending) * tonumber(counts[3] or '0') / finished_total
+  local unfinished = tonumber(counts[1] or '0') + partial + resting + pending
+  expected = used + unfinished * tonumber(counts[3] or '0') / finished_total
 end
 local ratio = limit > 0 and tostring(expected / limit) or '0'
 
