@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
-from rollmesh.scheduling.auto_pool import cache_pool, pool_size
+from rollmesh.scheduling.auto_pool import pool_and_bound
 from rollmesh.scheduling.axes import OnStale
 from rollmesh.scheduling.begin_again import groups_to_recall, may_begin_again, with_fates
 from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut
@@ -126,9 +126,10 @@ def _desired(
     waiting_for: str = "",
     wakes: bool = False,
 ) -> Desired:
+    pool, by_caches = pool_and_bound(schedule, view)
     return Desired(
-        pool_size=pool_size(schedule, view),
-        cache_pool=cache_pool(schedule, view),
+        pool_size=pool,
+        cache_pool=by_caches,
         paused=bool(paused),
         reason=paused,
         interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
