@@ -101,6 +101,8 @@ class MeshLeader:
             except SessionLost as error:
                 self._log.warning("lead_lost", message=str(error))
                 self._token = None
+                # Alerts and adapters take the largest pool of all replicas.
+                self._metrics.mesh.limits(self._schedule)
             except Conflict as error:
                 self._log.info("decision_overtaken", message=str(error))
             except StoreUnavailable as error:
@@ -117,6 +119,8 @@ class MeshLeader:
         if self._token is None:
             self._token = await self._store.leadership.acquire(self._candidate)
             self._evaluations.forget()
+            self._pool_evidence.forget()
+            self._count_due = 0.0
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
@@ -154,7 +158,9 @@ class MeshLeader:
         desired = bool(failure) or decisions.desired.paused
         self._metrics.mesh.paused(view, desired=desired, failed=bool(failure))
         if failure:
-            stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
+            # The bound by the caches stays: a failure may be withdrawn.
+            wanted = decisions.desired
+            stop = Desired(pool_size=wanted.pool_size, cache_pool=wanted.cache_pool, paused=True, reason=failure)
             await self._write(token, view, stop)
             return False
         # Write the desired state first: groups must never be leased under a version floor older than their admission.

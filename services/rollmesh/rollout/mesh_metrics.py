@@ -145,7 +145,7 @@ class MeshMetrics:
         self._history.set(prompts)
 
     def limits(self, schedule: Schedule) -> None:
-        """Set the gauges of the run's limits."""
+        """Set the gauges of the run's limits; an automatic pool is 0 on a replica that does not lead."""
         self._max_staleness.set(schedule.max_staleness)
         self._pool.set(0 if schedule.auto_pool else schedule.pool_size)
         self._batch.set(schedule.groups_per_batch)
@@ -159,7 +159,7 @@ class MeshMetrics:
             return
         self._pool.set(desired.pool_size)
         self._pool_bound.labels(by="trainer").set(trainer_pool(schedule, view))
-        by_caches = math.inf if desired.cache_pool is None else desired.cache_pool.size
+        by_caches = math.nan if desired.cache_pool is None else desired.cache_pool.size
         self._pool_bound.labels(by="caches").set(by_caches)
 
     def update(self, view: MeshView) -> None:

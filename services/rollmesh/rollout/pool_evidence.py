@@ -27,6 +27,10 @@ class PoolEvidence:
             self._engines = engine_load(await self._store.generators.live())
             self._mean_cached_tokens = mean_cached_tokens(counts.finished_lengths)
 
+    def forget(self) -> None:
+        """Drop the evidence of an earlier lead: its counters are older than the stored bound."""
+        self._engines = self._mean_cached_tokens = None
+
     def added_to(self, view: MeshView) -> MeshView:
         """Return the view with the evidence."""
         if not self._is_needed:
@@ -35,14 +39,18 @@ class PoolEvidence:
 
 
 def engine_load(records: Sequence[GeneratorRecord]) -> EngineLoad | None:
-    """Return the sums over the generators that serve; None without one."""
-    serving = [record for record in records if record.serving]
-    if not serving:
+    """Return the sums over the generators that serve or load a policy; None without one.
+
+    A generator that drains before it loads soon serves again, so it still counts. Preemptions are summed over all
+    generators: one that is out of service for a moment must not look like new preemptions when it returns.
+    """
+    able = [record for record in records if record.serving or record.loading_version is not None]
+    if not able:
         return None
     return EngineLoad(
-        slots=sum(record.slot_count for record in serving),
-        waiting=sum(record.waiting_count for record in serving),
-        kv_tokens_used=sum(record.kv_tokens_used for record in serving),
-        kv_token_capacity=sum(record.kv_token_capacity for record in serving),
-        preemptions=sum(record.preemption_total for record in serving),
+        slots=sum(record.slot_count for record in able),
+        waiting=sum(record.waiting_count for record in able),
+        kv_tokens_used=sum(record.kv_tokens_used for record in able),
+        kv_token_capacity=sum(record.kv_token_capacity for record in able),
+        preemptions=sum(record.preemption_total for record in records),
     )

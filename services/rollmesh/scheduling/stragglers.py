@@ -56,11 +56,19 @@ def timed_out(schedule: Schedule, view: MeshView, blocked_by: str, times: int = 
 
 
 def wakes_resting(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int, blocked_by: str) -> bool:
-    """Tell whether resting trajectories continue under the same policy, because the batch may wait for them alone."""
-    if plan.group_ids is not None or not view.resting:
+    """Tell whether resting trajectories continue under the same policy, because the batch may wait for them alone.
+
+    They then run until the next cut: with a rest after each segment, a hung trajectory beside them would get one more
+    straggler time-out per segment.
+    """
+    if plan.group_ids is not None:
         return False
+    if plan.blocking:
+        return view.resting > 0
+    if view.desired.rest_before_step > schedule.train_steps:
+        return not admitted
     only_rest = view.unfinished + view.finished == view.resting
-    return bool(plan.blocking) or (not admitted and (only_rest or timed_out(schedule, view, blocked_by)))
+    return view.resting > 0 and not admitted and (only_rest or timed_out(schedule, view, blocked_by))
 
 
 def _lacking(schedule: Schedule, view: MeshView) -> str:

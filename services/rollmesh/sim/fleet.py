@@ -11,8 +11,8 @@ from typing import Literal
 from rollmesh.mesh import EngineLoad
 from rollmesh.scheduling.next_policy import ReloadRules, next_policy
 from rollmesh.sim.decode_curve import EngineCosts
-from rollmesh.sim.engine import GeneratorClock
 from rollmesh.sim.event_clock import EventClock
+from rollmesh.sim.generator_clock import GeneratorClock
 from rollmesh.sim.simulated_calls import SimulatedGenerator, SimulatedTrajectory
 from rollmesh.types import GeneratorRecord, PolicyRecord, VersionNeed
 from rollmesh.worker.routing import Candidates, Placement

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rollmesh.scheduling.queue_model import ModelMember
-from rollmesh.sim.engine import Finished, GeneratorClock
 from rollmesh.sim.event_clock import Alarm
+from rollmesh.sim.generator_clock import Finished, GeneratorClock
 from rollmesh.types import GeneratorRecord, PolicyRecord
 
 

@@ -85,6 +85,18 @@ async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut
     assert (await store.mesh.view()).update_seconds == two.update_seconds, "a rollback is no update"
 
 
+async def test_an_update_that_another_trainer_finishes_has_no_time(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await set_back(store, store.connection.keys.single("meta"), "cut_at", 3600)
+    mesh.trainer = await store.training.open_session("restarted")
+    await train(mesh, 1)
+    await store.policies.announce(mesh.trainer, policy(1))
+    assert (await store.mesh.view()).update_seconds is None
+
+
 async def test_the_time_to_ready_is_also_counted_in_whole_updates(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "update_ms", 1_000_000)

@@ -261,6 +261,18 @@ def test_what_rests_continues_under_the_next_policy_or_when_nothing_else_can_run
     assert (decided.desired.rest_before_step, decided.cut, decided.admit_groups) == (expected, None, 0)
 
 
+def test_what_was_woken_does_not_rest_again_before_the_next_cut():
+    """One trajectory hangs: with a rest after each segment, the others would wait for a time-out per segment."""
+    opened = [group(i, 0) for i in range(4)]
+    seen = view(resting=7, unfinished=1, opened=opened)
+    woken = waited(TIMEOUT, seen).desired
+    assert woken.rest_before_step == 101
+    assert decide(schedule("ulorl"), replace(seen, desired=woken)).desired == woken
+    ready = [group(i, 0) for i in range(2)]
+    after = decide(schedule("ulorl"), view(resting=3, unfinished=1, ready=ready, opened=opened[2:], desired=woken))
+    assert (after.cut, after.desired.rest_before_step) == (("e0-0", "e0-1"), 0)
+
+
 def test_a_trajectory_that_waits_for_its_reward_may_complete_the_batch_so_nothing_wakes():
     opened = [group(i, 0) for i in range(4)]
     decided = decide(schedule("ulorl"), view(resting=8, finished=1, unfinished=0, opened=opened))

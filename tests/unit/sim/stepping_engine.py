@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollmesh.sim.decode_curve import EngineCosts
-from rollmesh.sim.engine import Finished, OnLoad
+from rollmesh.sim.generator_clock import Finished, OnLoad
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.decode_curve import EngineCosts
-from rollmesh.sim.engine import Finished, GeneratorClock, OnLoad
+from rollmesh.sim.generator_clock import Finished, GeneratorClock, OnLoad
 
 from .stepping_engine import SteppingEngine
 

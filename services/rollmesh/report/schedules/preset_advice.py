@@ -1,4 +1,4 @@
-"""When to use each preset, and what it costs."""
+"""Use and cost of each preset."""
 
 from __future__ import annotations
 

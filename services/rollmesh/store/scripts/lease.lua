@@ -62,7 +62,7 @@ local function take_from(queue, most)
   end
 end
 
--- Trajectories that rested under a policy before `rest_before_step` become partial, those that rested first at first; as
+-- Trajectories that rested under a policy before `rest_before_step` become partial, those of the oldest policy first; as
 -- many as a call may lease. Each of them may touch two keys, so a call that wakes one buries at most one.
 local MOST_WOKEN = 64
 local function wake()

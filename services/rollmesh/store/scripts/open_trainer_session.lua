@@ -14,4 +14,6 @@ if meta[2] == ARGV[1] then return 1 end
 call('ZADD', K.trainers, now(), ARGV[1])
 call('ZREMRANGEBYRANK', K.trainers, 0, -65)
 call('HSET', K.meta, 'trainer', ARGV[1], 'trainer_name', ARGV[2])
+-- The update under way has no time: it would count the time without a trainer (lib/times.lua).
+call('HDEL', K.meta, 'cut_at', 'update_began')
 return 1

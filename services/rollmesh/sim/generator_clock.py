@@ -243,7 +243,7 @@ class GeneratorClock:
         return self._slow_factor * steps * (first + 0.5 * slope * running * steps)
 
     def _whole_steps(self) -> int:
-        """Return the steps that have ended by ``now`` since the anchor; -1 while the anchor's last one goes on."""
+        """Return the steps that have ended by ``now`` since the anchor; -1 while the anchor's last one is under way."""
         if self.now < self._step_end:
             return -1
         past = self.now - self._ready
@@ -266,7 +266,7 @@ class GeneratorClock:
         return -self._in_step if steps < 0 else steps * len(self._running)
 
     def _settle(self) -> None:
-        """Move the anchor to ``now``, or to the end of the step that goes on at ``now``."""
+        """Move the anchor to ``now``, or to the end of the step under way at ``now``."""
         self._count_call_seconds(self.now)
         running = len(self._running)
         if self.now <= self._ready or not running:
