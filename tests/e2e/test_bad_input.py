@@ -61,7 +61,7 @@ REFUSED = [
     ({"schedule": {"pool_size": 400}}, "schedule.pool_size=400 is above window_groups * (group_size + spare_members)"),
     (
         {"schedule": {"group_size": 1, "pool_size": None}},
-        "trainer.algorithm.advantage=grpo compares the members of a group, and with schedule.group_size=1 a group has",
+        "schedule.group_size=1: grpo compares the members of a group, so it needs at least 2",
     ),
     ({"schedule": {"window_groups": 1}}, "schedule.window_groups=1 is below schedule.groups_per_batch="),
     ({"schedule": {"spare_groups": 4}}, "schedule.spare_groups=4: schedule.preset=copris opens no waves of groups"),

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pty
-import re
 import select
 import subprocess
 import sys
@@ -106,7 +105,7 @@ def test_a_breakpoint_in_a_loss_and_in_a_verifier_stops_in_the_process_of_the_co
     assert {tuple(stop.split()) for stop in stops} == {("reward", str(process.pid)), ("loss", str(process.pid))}
     assert (line.run_file.parent / "imports.txt").read_text().split() == [str(process.pid)]
     assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == [1, 2, 3]
-    assert re.search(r" step \d/3 ", output), output
+    assert "training to step 3" in output
     audit = audit_of(line)
     assert audit["green"]
     assert_rescored(audit)

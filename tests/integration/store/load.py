@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +85,8 @@ class Worker:
     rng: random.Random
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: int = 0
+    stalls: bool = False
+    """It stalls in the midst of a trajectory, as soon as that has saved eight tokens."""
     begins_again: bool = False
     """It has lost the environment of whatever others have begun."""
     has_lagging: bool = False
@@ -165,6 +168,10 @@ class Worker:
             result = await self.write(rollout, last)
             if result.status.ok:
                 rollout.saved, rollout.finished = rollout.tokens, last
+                if self.stalls and rollout.saved >= 8 and not last:
+                    self.stalls = False
+                    self.awake.clear()
+                    await self.awake.wait()
                 return
             if result.status is WriteStatus.LOST or result.saved_token_count in (rollout.saved, rollout.tokens + 1):
                 break
@@ -296,11 +303,14 @@ class Trainer:
     token: str = ""
     run_id: str = ""
     trained: asyncio.Condition = field(default_factory=asyncio.Condition)
+    may_train: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         self.token = await self.store.training.open_session("trainer")
         await self.reassert()
+        self.may_train.set()
         while True:
+            await self.may_train.wait()
             try:
                 await self.train_one()
             except StoreUnavailable:
@@ -417,16 +427,18 @@ class LoadedMesh:
         for other in others:
             other.begins_again = True
         while not any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
-            # What it holds may be dropped before another worker has it: then it stalls once more.
+            # What it holds may end before another worker is seen to have it: then it stalls once more.
+            self.trainer.may_train.set()
+            sleeper.stalls = True
             sleeper.awake.set()
-            while max((r.saved for r in sleeper.held.values()), default=0) < 8:
+            while sleeper.stalls:
                 await asyncio.sleep(0.001)
-            sleeper.awake.clear()
-            stalled = list(sleeper.held)
-            while any(await self.stores[0].inspection.marks(stalled)) and not any(
-                _is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others
-            ):
-                await asyncio.sleep(0)
+            # Without new policies nothing that it holds becomes stale before its session has expired.
+            self.trainer.may_train.clear()
+            tried, stalled = time.monotonic(), list(sleeper.held)
+            while time.monotonic() < tried + 20 * self.ttl and any(await self.stores[0].inspection.marks(stalled)):
+                if any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
+                    break
         for other in others:
             other.begins_again = False
             other.awake.clear()
@@ -437,6 +449,7 @@ class LoadedMesh:
             await asyncio.sleep(0.001)
         for other in others:
             other.awake.set()
+        self.trainer.may_train.set()
 
     async def _connect(self) -> TrajectoryStore:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
