@@ -35,7 +35,14 @@ from .rule_files import ALERTS, RECORDING
 RUN = "watched"
 SCRAPE_SECONDS = 1
 SECTIONS: dict[str, dict[str, Any]] = {
-    "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+    "schedule": {
+        "preset": "copris",
+        "groups_per_batch": 4,
+        "group_size": 4,
+        "pool_size": "auto",
+        "max_staleness": 4,
+        "start_order": "longest_expected",
+    },
     "generator": {"replicas": 2, "slots": 16},
     "trainer": {"train_steps": 100_000, "learning_rate": 4e-4},
     "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},

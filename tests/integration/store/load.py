@@ -436,7 +436,7 @@ class LoadedMesh:
             # Without new policies nothing that it holds becomes stale before its session has expired.
             self.trainer.may_train.clear()
             tried, stalled = time.monotonic(), list(sleeper.held)
-            while time.monotonic() < tried + 20 * self.ttl and any(await self.stores[0].inspection.marks(stalled)):
+            while time.monotonic() < tried + 10 * self.ttl and any(await self.stores[0].inspection.marks(stalled)):
                 if any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
                     break
         for other in others:
