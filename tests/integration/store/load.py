@@ -435,8 +435,8 @@ class LoadedMesh:
                 await asyncio.sleep(0.001)
             # Without new policies nothing that it holds becomes stale before its session has expired.
             self.trainer.may_train.clear()
-            tried, stalled = time.monotonic(), list(sleeper.held)
-            while time.monotonic() < tried + 10 * self.ttl and any(await self.stores[0].inspection.marks(stalled)):
+            given_up = time.monotonic() + 10 * self.ttl
+            while time.monotonic() < given_up and await self._any_unscored(list(sleeper.held)):
                 if any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
                     break
         for other in others:
@@ -450,6 +450,10 @@ class LoadedMesh:
         for other in others:
             other.awake.set()
         self.trainer.may_train.set()
+
+    async def _any_unscored(self, trajectory_ids: list[str]) -> bool:
+        marks = await self.stores[0].inspection.marks(trajectory_ids)
+        return any(mark is not None and mark.state != "scored" for mark in marks)
 
     async def _connect(self) -> TrajectoryStore:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
