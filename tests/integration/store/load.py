@@ -436,7 +436,7 @@ class LoadedMesh:
             # Without new policies nothing that it holds becomes stale before its session has expired.
             self.trainer.may_train.clear()
             given_up = time.monotonic() + 10 * self.ttl
-            while time.monotonic() < given_up and await self._any_unscored(list(sleeper.held)):
+            while time.monotonic() < given_up and await self._any_unfinished(list(sleeper.held)):
                 if any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
                     break
         for other in others:
@@ -451,9 +451,9 @@ class LoadedMesh:
             other.awake.set()
         self.trainer.may_train.set()
 
-    async def _any_unscored(self, trajectory_ids: list[str]) -> bool:
+    async def _any_unfinished(self, trajectory_ids: list[str]) -> bool:
         marks = await self.stores[0].inspection.marks(trajectory_ids)
-        return any(mark is not None and mark.state != "scored" for mark in marks)
+        return any(mark is not None and mark.state not in ("scored", "unscorable") for mark in marks)
 
     async def _connect(self) -> TrajectoryStore:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
