@@ -14,6 +14,11 @@ from rollmesh.report.console import output_console
 RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="[RUN.yaml]")]
 Compare = Annotated[str | None, typer.Option(help="Presets, separated by commas; `all` for every preset.")]
 Sweep = Annotated[str | None, typer.Option(help="Field of the run file and its values: schedule.pool_size=256,512")]
+Lengths = Annotated[str | None, typer.Option(help="Lengths of responses: a name, a run folder or a trace file.")]
+Export = Annotated[
+    Path | None,
+    typer.Option(help="Print the length trace of a run folder, and simulate nothing.", metavar="RUN_FOLDER"),
+]
 With = Annotated[
     list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with trainer_devices=16")
 ]
@@ -31,6 +36,7 @@ def sim(
     sweep: Sweep = None,
     gpu: Gpu = None,
     model: Model = None,
+    lengths: Lengths = None,
     with_: With = None,
     fail: Fail = None,
     set_: SetOption = None,
@@ -38,6 +44,7 @@ def sim(
     check: Check = False,
     long: Long = False,
     scale: Scale = False,
+    export: Export = None,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
@@ -45,10 +52,16 @@ def sim(
     """
     from rollmesh.sim.arms import arms_of
     from rollmesh.sim.figures_table import figures_tables
+    from rollmesh.sim.length_trace import trace_of_run
     from rollmesh.sim.simulation_cost import simulate_at_cost
 
-    settings = [*(with_ or []), *(f"{name}={value}" for name, value in (("gpu", gpu), ("model", model)) if value)]
+    short = {"gpu": gpu, "model": model, "lengths": lengths}
+    settings = [*(with_ or []), *(f"{name}={value}" for name, value in short.items() if value)]
     with clear_errors():
+        if export is not None:
+            for trajectory in trace_of_run(export):
+                typer.echo(trajectory.line())
+            return
         arms = arms_of(
             run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,18 @@ def lengths_of_run(run_folder: Path) -> tuple[GroupLengths, ...]:
 
     Raises DataError for a folder without a trained group, CheckpointError for a damaged batch file or a missing secret.
     """
-    store = open_checkpoints(RecordedRun(run_folder))
-    groups = [_lengths(group) for step in store.batch_steps() for group in store.read_batch(step).groups]
-    if not groups:
-        raise DataError(f"{run_folder}: no finished trajectories; lengths come from finished train steps")
+    groups = map(_lengths, trained_groups(run_folder))
     return tuple(sorted(groups, key=lambda group: group.admission_index))
+
+
+def trained_groups(run_folder: Path) -> Iterator[Group]:
+    """Yield the trained groups of a run, one train step after the other; raises the errors of ``lengths_of_run``."""
+    store = open_checkpoints(RecordedRun(run_folder))
+    steps = store.batch_steps()
+    if not steps:
+        raise DataError(f"{run_folder}: no finished trajectories; lengths come from finished train steps")
+    for step in steps:
+        yield from store.read_batch(step).groups
 
 
 def _lengths(group: Group) -> GroupLengths:

@@ -79,7 +79,6 @@ class SimulatedMesh:
             self.clock,
             self.queue,
             self.fleet,
-            prompt_tokens=settings.prompts.prompt_tokens,
             segment_tokens=settings.schedule.segment_tokens,
             reward_time=settings.rewards.workers().known_at,
             invariants=self.invariants,

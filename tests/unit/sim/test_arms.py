@@ -104,6 +104,19 @@ def test_lengths_beyond_those_of_the_trace_are_refused_with_the_remedy():
     assert arms_of(None, overrides, ["lengths=lognormal:median=9964,sigma=0.8,share=0.9"], [])
 
 
+def test_recorded_lengths_are_the_same_in_every_arm_and_fit_the_context(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = '{"group": "a", "stream": 3, "prompt_len": 120, "out_lens": [200, 90], "obs_lens": [650]}\n'
+    trace.write_text(line)
+    sync, copris = arms_of(None, SMALL, [f"lengths={trace}"], [], compare="sync,copris")
+    assert sync.settings.prompts == copris.settings.prompts and copris.settings.prompts.count == 1
+    assert copris.settings.prompts.work(4, 2).lengths == (290, 290)
+    with pytest.raises(ConfigError, match=r"stream=3, .*=400, have 1060 tokens .*max_context_tokens=1000; low"):
+        arms_of(None, [*SMALL, "generator.max_context_tokens=1000"], [f"lengths={trace}"], [])
+    with pytest.raises(ConfigError, match=r"prompt_tokens=40 with lengths=.*leave it out"):
+        arms_of(None, SMALL, [f"lengths={trace}", "prompt_tokens=40"], [])
+
+
 def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     sets = [argument for item in SMALL for argument in ("--set", item)]
     command = ["sim", *sets, "--compare", "sync,copris", "--fail", "deaths_per_hour=1", "--check", "--json"]
