@@ -16,6 +16,7 @@ from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel
+from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
@@ -67,8 +68,9 @@ class SimulatedRun:
 class SimulatedMesh:
     """One run of a simulated mesh."""
 
-    def __init__(self, settings: MeshSettings, *, check: bool = False) -> None:
-        """``check`` switches the invariants on."""
+    def __init__(self, settings: MeshSettings, *, check: bool = False, timeline: RunTimeline | None = None) -> None:
+        """``check`` switches the invariants on; ``timeline`` takes samples for plots."""
+        self._timeline = timeline
         self.clock = EventClock(most_events=settings.most_events)
         self.queue = QueueModel(settings.limits)
         self.invariants = Invariants(settings.schedule, self.queue) if check else None
@@ -127,6 +129,8 @@ class SimulatedMesh:
             if self.worker.react():
                 self.leader.look_soon()
             self.trainer.react()
+            if self._timeline is not None:
+                self._timeline.observe(self.clock.now, self.fleet.generators)
         return self._result()
 
     def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
