@@ -27,6 +27,8 @@ from rollmesh.types import PolicyRecord
 
 _LONGEST_WAIT_SECONDS = 30 * 86400.0
 """Virtual time without a train step after which a run counts as stuck."""
+_LONGEST_PAUSE_SECONDS = 86400.0
+"""The same without a train step and without a finished trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class SimulatedMesh:
         self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
         self._settings = settings
         self._work: list[FleetWork] = []
+        self._progress_made = (0, 0)
+        self._progress_at = 0.0
         self.worker = SimulatedWorker(
             self.clock,
             self.queue,
@@ -151,13 +155,21 @@ class SimulatedMesh:
 
     def _is_stuck(self) -> bool:
         updates = self.trainer.updates
+        made = (self.queue.totals["finished_total"], len(updates))
+        if made != self._progress_made:
+            self._progress_made, self._progress_at = made, self.clock.now
+        if self.clock.now - self._progress_at > _LONGEST_PAUSE_SECONDS:
+            return True
         return self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
 
     def _stuck(self) -> str:
         queue = self.queue
+        serving = sum(generator.record.serving for generator in self.fleet.generators.values())
         return (
             f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is never cut; after "
-            f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}"
+            f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}, "
+            f"with {serving} serving generators of generator.replicas={self._settings.fleet.count} and {queue.leased} "
+            "trajectories in flight: change the schedule, --fail or generator.replicas"
         )
 
     def _result(self) -> SimulatedRun:
