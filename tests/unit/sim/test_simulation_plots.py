@@ -38,10 +38,12 @@ def test_the_best_arm_has_the_least_staleness_among_those_with_nearly_the_larges
     def arm(name, tokens, staleness):
         return replace(ARM, name=name, tokens_per_second=tokens, mean_staleness=staleness)
 
-    slow, thrifty, greedy = arm("slow", 97.9, 0.1), arm("thrifty", 98.0, 1.0), arm("greedy", 100.0, 3.0)
+    slow, thrifty, greedy = arm("a.b=1", 97.9, 0.1), arm("a.b=2", 98.0, 1.0), arm("a.b=3", 100.0, 3.0)
     assert plots.best_arm([slow, thrifty, greedy]) is thrifty
     assert plots.best_arm([greedy]) is greedy
-    assert "thrifty (best)" in drawn(plots.throughput_plot, [slow, thrifty, greedy], is_sweep=True)[0]
+    texts, axes = drawn(plots.throughput_plot, [slow, thrifty, greedy], is_sweep=True)
+    assert {"1", "2 (best)", "3"} <= set(texts) and "by a.b;" in axes.get_title("left")
+    assert "a.b=2 (best)" in drawn(plots.throughput_plot, [thrifty, greedy], is_sweep=False)[0]
 
 
 def test_only_the_values_of_a_sweep_are_joined():

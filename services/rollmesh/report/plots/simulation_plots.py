@@ -91,17 +91,24 @@ def throughput_plot(arms: Sequence[PlottedArm], *, is_sweep: bool) -> Figure:
     best = best_arm(arms)
     axes.plot([best.mean_staleness], [best.tokens_per_second], "o", color=s.ORANGE, markersize=9, clip_on=False)
     for arm in arms:
+        # The values of one field differ in the value only.
+        label = arm.name.rpartition("=")[2] if is_sweep else arm.name
         axes.annotate(
-            f"{arm.name} (best)" if arm is best else arm.name,
+            f"{label} (best)" if arm is best else label,
             (arm.mean_staleness, arm.tokens_per_second),
-            xytext=(5, 5),
+            xytext=(0, 8 if arm is best else -13),
             textcoords="offset points",
+            ha="center",
             fontsize=8,
             color=s.INK if arm is best else s.MUTED,
         )
-    axes.set_title(f"Throughput over staleness; best: least staleness with {BEST_SHARE:.0%} of the largest throughput")
-    s.finish(axes, x="mean staleness, train steps", y="trained tokens per second", zero=True)
+    subject = arms[0].name.rpartition("=")[0] if is_sweep else "arm"
+    axes.set_title(
+        f"Throughput over staleness by {subject}; best: least staleness with {BEST_SHARE:.0%} of the largest"
+    )
+    s.finish(axes, x="mean staleness, train steps", y="trained tokens per second")
     axes.margins(x=0.12)
+    axes.set_ylim(0, 1.12 * max(rates))
     s.thousands(axes.yaxis)
     return figure
 
