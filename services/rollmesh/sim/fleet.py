@@ -166,7 +166,7 @@ class Fleet:
         generator = self.generators[record.instance_id]
         self.advance(generator)
         sampled = trajectory.member.tokens
-        context = trajectory.prompt_tokens + sampled
+        context = trajectory.context
         waiting = generator.engine.waiting
         remaining = trajectory.tokens_of_call(generator.version)
         generator.engine.arrive(trajectory.call, context=context, remaining=remaining)

@@ -74,6 +74,6 @@ def parse_lengths(text: str) -> NamedLengths:
     if kind == "pareto" and values.keys() == {"shortest", "index"}:
         return NamedLengths(marginal=Pareto(**values), prompt_share=share)
     raise ConfigError(
-        f"--lengths {text}: expected one of {', '.join(NAMED)}, lognormal:median=M,sigma=S,share=H or "
-        "pareto:shortest=M,index=A,share=H"
+        f"--lengths {text}: no such run folder or trace, and none of {', '.join(NAMED)}, "
+        "lognormal:median=M,sigma=S,share=H or pareto:shortest=M,index=A,share=H"
     )

@@ -9,6 +9,7 @@ from typing import Protocol
 from rollmesh.errors import ConfigError
 from rollmesh.sim.lengths import LengthModel
 from rollmesh.sim.simulated_calls import GroupWork
+from rollmesh.sim.traced_lengths import TracedLengths
 
 
 class Solver(Protocol):
@@ -23,11 +24,12 @@ class Solver(Protocol):
 class SimulatedPrompts:
     """Prompts of the data, in their order; after the last one the first comes again."""
 
-    lengths: LengthModel
+    lengths: LengthModel | TracedLengths
     solver: Solver
     count: int
     """Prompts of an epoch."""
     prompt_tokens: int
+    """Tokens of a prompt, unless recorded lengths have their own."""
     groups_per_batch: int
     repeats: int = 1
     """Groups in a row that have the same prompt, as in ``tasks/sources/repeated.py``."""
@@ -47,11 +49,15 @@ class SimulatedPrompts:
         place, repeat = divmod(position, self.repeats)
         epoch, prompt = divmod(place, self.count)
         first = repeat * members
-        lengths = self.lengths.draw(place, prompt, first + members, step=float(position // self.groups_per_batch))
+        model, known = self.lengths, first + members
+        lengths = model.draw(place, prompt, known, step=float(position // self.groups_per_batch))
+        recorded = model if isinstance(model, TracedLengths) else None
         return GroupWork(
             prompt_id=f"p{prompt}",
             place=f"e{epoch}-{prompt}",
             first_answer=first,
+            prompt_tokens=self.prompt_tokens if recorded is None else recorded.prompt_tokens(prompt),
+            turns=() if recorded is None else recorded.turns(place, prompt, known)[first:],
             lengths=tuple(lengths[first:].tolist()),
-            rewards=tuple(self.solver.rewards(place, prompt, first + members)[first:]),
+            rewards=tuple(self.solver.rewards(place, prompt, known)[first:]),
         )

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from rollmesh.scheduling.queue_model import ModelMember
 from rollmesh.sim.event_clock import Alarm
 from rollmesh.sim.generator_clock import Finished, GeneratorClock
 from rollmesh.types import GeneratorRecord, PolicyRecord
+
+
+class Turn(NamedTuple):
+    """A turn of a trajectory that another one follows."""
+
+    end: int
+    """Sampled tokens of the trajectory at its end."""
+    observation_tokens: int
+    """Tokens that the environment adds after it."""
+    tool_seconds: float
+    """Time until it adds them, without a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +32,12 @@ class GroupWork:
     """Epoch and place of its prompt; groups that repeat the prompt share it."""
     first_answer: int = 0
     """Answers of earlier groups to this prompt in this epoch."""
+    prompt_tokens: int
     lengths: Sequence[int]
-    """Tokens of each member until its end."""
+    """Sampled tokens of each member until its end."""
     rewards: Sequence[float]
+    turns: Sequence[Sequence[Turn]] = ()
+    """Turns of each member before its last one; empty if no member has more than one."""
 
     def answer_id(self, number: int) -> str:
         """Return the name of a member's answer, the same whether or not the prompt repeats."""
@@ -37,7 +52,6 @@ class SimulatedTrajectory:
     """Number of the lease, never used again."""
     member: ModelMember
     work: GroupWork
-    prompt_tokens: int
     floor: int
     """Oldest policy version that may continue it."""
     segment_tokens: int = 0
@@ -60,15 +74,31 @@ class SimulatedTrajectory:
         """Tokens to its end, from those in the queue."""
         return self.work.lengths[self.member.number] - self.member.tokens
 
+    @property
+    def context(self) -> int:
+        """Tokens that its next call has to prefill: prompt, sampled tokens, and those of the environment."""
+        tokens = self.member.tokens
+        observed = sum(turn.observation_tokens for turn in self._turns if turn.end <= tokens)
+        return self.work.prompt_tokens + tokens + observed
+
+    @property
+    def tool_seconds(self) -> float:
+        """Time between the turn that ends with its newest token and the next turn; 0 within a turn."""
+        return next((turn.tool_seconds for turn in self._turns if turn.end == self.member.tokens), 0.0)
+
     def tokens_of_call(self, version: int) -> int:
-        """Return the tokens of a call on a generator that serves this version: to the end, or to that of a segment."""
-        if not self.segment_tokens:
-            return self.remaining
-        return min(self.remaining, self.segment_tokens - self._in_segment(version))
+        """Return the tokens of a call on a generator that serves this version: to the end of a turn or a segment."""
+        tokens = self.member.tokens
+        rest = next((turn.end - tokens for turn in self._turns if turn.end > tokens), self.remaining)
+        return min(rest, self.segment_tokens - self._in_segment(version)) if self.segment_tokens else rest
 
     def fills_segment(self, version: int) -> bool:
         """Tell whether the newest token, of this version, is the last one of a segment."""
-        return self._in_segment(version) == 0
+        return self.segment_tokens > 0 and self._in_segment(version) == 0
+
+    @property
+    def _turns(self) -> Sequence[Turn]:
+        return self.work.turns[self.member.number] if self.work.turns else ()
 
     def _in_segment(self, version: int) -> int:
         """Return the tokens since the last full segment of this version."""

@@ -145,7 +145,7 @@ class SimulatedLeader:
             prompt_id=work.prompt_id,
             expected_tokens=expected,
             start_rank=rank,
-            prompt_bytes=_TOKEN_BYTES * self._prompts.prompt_tokens,
+            prompt_bytes=_TOKEN_BYTES * work.prompt_tokens,
         )
 
     def _expectation(self, prompt_id: str) -> tuple[float | None, int | None]:

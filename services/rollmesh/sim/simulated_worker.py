@@ -28,7 +28,6 @@ class SimulatedWorker:
         queue: QueueModel,
         fleet: Fleet,
         *,
-        prompt_tokens: int,
         segment_tokens: int,
         reward_time: Callable[[float, str, int], float],
         invariants: Invariants | None = None,
@@ -41,7 +40,6 @@ class SimulatedWorker:
         self._clock = clock
         self._queue = queue
         self._fleet = fleet
-        self._prompt_tokens = prompt_tokens
         self._segment_tokens = segment_tokens
         self._reward_time = reward_time
         self._invariants = invariants
@@ -108,7 +106,6 @@ class SimulatedWorker:
             call=next(self._calls),
             member=member,
             work=self.works[member.group.group_id],
-            prompt_tokens=self._prompt_tokens,
             floor=max(floor, queue.desired.interrupt_below_version),
             segment_tokens=self._segment_tokens,
             version=version,
@@ -201,7 +198,7 @@ class SimulatedWorker:
         if self._invariants is not None:
             self._invariants.sampled(version, max(trajectory.floor, trajectory.version))
         if rest < trajectory.remaining:
-            self._end_segment(trajectory, Save(rest, version))
+            self._end_call(trajectory, Save(rest, version))
             return
         del self._active[name]
         if not self._queue.finish(_SESSION, name, Save(rest, version)).ok:
@@ -215,14 +212,20 @@ class SimulatedWorker:
         else:
             self._clock.call_at(known_at, partial(self._score, trajectory))
 
-    def _end_segment(self, trajectory: SimulatedTrajectory, save: Save) -> None:
-        """Rest at the end of a segment; a version that was loaded during the call may have begun another one."""
+    def _end_call(self, trajectory: SimulatedTrajectory, save: Save) -> None:
+        """Rest at the end of a segment, or wait for the tools of the next turn.
+
+        A version that was loaded during the call may have begun another segment.
+        """
         name, queue, version = trajectory.member.trajectory_id, self._queue, save.policy_version
         saved = queue.append(_SESSION, name, save).ok
         rests = saved and trajectory.fills_segment(version)
         if saved and not rests and not queue.desired.paused:
             trajectory.version, trajectory.floor = version, max(trajectory.floor, version)
-            self._call(trajectory)
+            if seconds := trajectory.tool_seconds:
+                self._clock.call_at(self._clock.now + seconds, partial(self._call_again, trajectory))
+            else:
+                self._call(trajectory)
             return
         del self._active[name]
         if not saved:
@@ -230,6 +233,11 @@ class SimulatedWorker:
             return
         self.rest_count += rests
         queue.release(_SESSION, name, free_attempt=True, rests=rests)
+
+    def _call_again(self, trajectory: SimulatedTrajectory) -> None:
+        """Begin the next turn, unless the trajectory was stopped or released while its tools ran."""
+        if self._active.get(trajectory.member.trajectory_id) is trajectory:
+            self._call(trajectory)
 
     def _score(self, trajectory: SimulatedTrajectory) -> None:
         member = trajectory.member

@@ -9,6 +9,7 @@ from pydantic import Field
 from rollmesh.config import RunConfig
 from rollmesh.config.section import Section
 from rollmesh.errors import ConfigError
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts
@@ -16,13 +17,15 @@ from rollmesh.sim.event_clock import MOST_EVENTS
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.fleet import FleetSettings
 from rollmesh.sim.gpus import find_gpu
-from rollmesh.sim.length_names import parse_lengths
+from rollmesh.sim.length_names import NAMED, parse_lengths
+from rollmesh.sim.length_trace import by_group, read_trace, trace_of_run
 from rollmesh.sim.lengths import LengthModel
 from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.roofline import Roofline
 from rollmesh.sim.simulated_mesh import MeshSettings
+from rollmesh.sim.traced_lengths import TracedLengths
 from rollmesh.sim.trainer_model import TrainerModel
 from rollmesh.worker.routing import Placement
 
@@ -33,6 +36,7 @@ SCALE_RUN = Path(__file__).parent / "scale_run.yaml"
 _EVIDENCE_PASSES = {"recompute": 1, "snapshot": 1, "stage_end": 1}
 """Passes of the trainer for each source of old logprobs; other sources need none."""
 _LONG = 10**12
+_PROMPTS = 10_000
 
 
 class SimulationSetup(Section):
@@ -53,13 +57,13 @@ class SimulationSetup(Section):
     curve: str | None = None
     """File of a measured decode curve; null uses the roofline of the GPU."""
     lengths: str = "deepcoder-14b"
-    """Lengths of the responses; see docs/simulator.md."""
+    """Lengths of the responses: a name, a run folder or a trace; see docs/simulator.md."""
     growth_per_step: float = Field(default=0.0, gt=-1)
     """Relative growth of the lengths per train step."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a prompt; null is half of data.max_prompt_tokens."""
-    prompts: int = Field(default=10_000, ge=1)
-    """Prompts of an epoch."""
+    """Tokens of a prompt; null is half of data.max_prompt_tokens. Recorded lengths have their own."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Prompts of an epoch; null is 10,000, or the prompts of recorded lengths."""
     step_fixed_seconds: float = Field(default=5.0, ge=0)
     """Seconds of a train step that no token adds to."""
     storage_bytes_per_second: float = Field(default=5e9, gt=0)
@@ -83,12 +87,8 @@ def mesh_settings(
     schedule = Schedule.from_config(config)
     roofline = Roofline(gpu=find_gpu(setup.gpu), model=find_model(setup.model), tensor_parallel=setup.tensor_parallel)
     generator, prompt_tokens = config.generator, setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
-    longest = prompt_tokens + config.rollout.max_new_tokens
-    if longest > generator.max_context_tokens:
-        raise ConfigError(
-            f"prompt_tokens={prompt_tokens} and rollout.max_new_tokens={config.rollout.max_new_tokens} exceed "
-            f"generator.max_context_tokens={generator.max_context_tokens}; lower them or raise the context"
-        )
+    lengths = _lengths(config, setup)
+    longest = _longest_call(config, lengths, prompt_tokens)
     return MeshSettings(
         schedule=schedule,
         limits=run_limits(config),
@@ -104,9 +104,9 @@ def mesh_settings(
             placement=Placement(config.rollout.placement),
         ),
         prompts=SimulatedPrompts(
-            lengths=_lengths(config, setup),
+            lengths=lengths,
             solver=SolveModel(seed=setup.seed),
-            count=setup.prompts,
+            count=setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS),
             prompt_tokens=prompt_tokens,
             groups_per_batch=schedule.groups_per_batch,
             repeats=schedule.prompt_repeats,
@@ -125,7 +125,9 @@ def mesh_settings(
     )
 
 
-def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel:
+def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel | TracedLengths:
+    if setup.lengths not in NAMED and Path(setup.lengths).exists():
+        return _recorded_lengths(config, setup)
     named, longest = parse_lengths(setup.lengths), config.rollout.max_new_tokens
     if named.known_to is not None and longest > named.known_to:
         raise ConfigError(
@@ -139,6 +141,41 @@ def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel:
         growth_per_step=setup.growth_per_step,
         seed=setup.seed,
     )
+
+
+def _recorded_lengths(config: RunConfig, setup: SimulationSetup) -> TracedLengths:
+    path, cap = Path(setup.lengths), config.rollout.max_new_tokens
+    for name, value in (("prompt_tokens", setup.prompt_tokens), ("growth_per_step", setup.growth_per_step)):
+        if value:
+            raise ConfigError(f"{name}={value} with lengths={path}: recorded lengths have their own; leave it out")
+    trajectories = tuple(trace_of_run(path)) if path.is_dir() else read_trace(path)
+    recorded = RecordedRun(path).config if path.is_dir() else None
+    longest = max(sum(trajectory.outputs) for trajectory in trajectories)
+    if recorded is not None and longest >= recorded.rollout.max_new_tokens < cap:
+        raise ConfigError(
+            f"lengths={path} is known up to {longest} tokens, where that run ended its responses; "
+            f"rollout.max_new_tokens={cap} exceeds it: lower it, or give a run with longer responses"
+        )
+    return TracedLengths(groups=by_group(trajectories), cap=cap, seed=setup.seed)
+
+
+def _longest_call(config: RunConfig, lengths: LengthModel | TracedLengths, prompt_tokens: int) -> int:
+    """Return the most context tokens of a call. Raises ConfigError if the generators allow fewer."""
+    most, cap = config.generator.max_context_tokens, config.rollout.max_new_tokens
+    if isinstance(lengths, TracedLengths):
+        trajectory = lengths.longest()
+        longest, source = (
+            trajectory.context_tokens(cap),
+            f"lengths: {trajectory.name}, with rollout.max_new_tokens={cap},",
+        )
+    else:
+        longest, source = prompt_tokens + cap, f"prompt_tokens={prompt_tokens} and rollout.max_new_tokens={cap}"
+    if longest > most:
+        raise ConfigError(
+            f"{source} have {longest} tokens and exceed generator.max_context_tokens={most}; lower them or raise the "
+            "context"
+        )
+    return longest
 
 
 def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> TrainerModel:

@@ -93,3 +93,10 @@ def run(settings: MeshSettings):
     """Run with every invariant checked; returns the mesh and its result."""
     mesh = SimulatedMesh(settings, check=True)
     return mesh, mesh.run()
+
+
+def assert_conserved(mesh, result):
+    """Every token is trained, in flight, or wasted for a stated reason."""
+    generated = mesh.fleet.work().decoded_tokens
+    trained = sum(update.tokens for update in result.updates)
+    assert generated == trained + result.in_flight_tokens + sum(result.wasted_tokens.values())

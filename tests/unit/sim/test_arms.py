@@ -1,6 +1,7 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,32 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.arms import arms_of, parse_setup
+from rollmesh.sim.figures import Figures
+from rollmesh.sim.figures_table import figures_tables
 from rollmesh.sim.simulation_setup import DEFAULT_RUN
 
+FIGURES = Figures(
+    updates=2,
+    updates_per_second=0.1,
+    updates_per_hour=360,
+    update_seconds=(5.0, 15.0),
+    update_seconds_p50=10,
+    update_seconds_p90=14,
+    trained_tokens_per_second=100,
+    generated_tokens_per_second=100,
+    bubble_ratio=0.5,
+    off_policy_token_share=0.5,
+    mean_staleness=1.5,
+    staleness={},
+    version_span=0.5,
+    preemptions=0,
+    reprefill_share=0,
+    wasted_tokens={},
+    trainer_wait_share=0.5,
+    device_hours_per_update=0.1,
+)
 SMALL = [
     "schedule.groups_per_batch=2",
     "schedule.group_size=2",
@@ -104,6 +128,19 @@ def test_lengths_beyond_those_of_the_trace_are_refused_with_the_remedy():
     assert arms_of(None, overrides, ["lengths=lognormal:median=9964,sigma=0.8,share=0.9"], [])
 
 
+def test_recorded_lengths_are_the_same_in_every_arm_and_fit_the_context(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = '{"group": "a", "stream": 3, "prompt_len": 120, "out_lens": [200, 90], "obs_lens": [650]}\n'
+    trace.write_text(line)
+    sync, copris = arms_of(None, SMALL, [f"lengths={trace}"], [], compare="sync,copris")
+    assert sync.settings.prompts == copris.settings.prompts and copris.settings.prompts.count == 1
+    assert copris.settings.prompts.work(4, 2).lengths == (290, 290)
+    with pytest.raises(ConfigError, match=r"stream=3, .*=400, have 1060 tokens .*max_context_tokens=1000; low"):
+        arms_of(None, [*SMALL, "generator.max_context_tokens=1000"], [f"lengths={trace}"], [])
+    with pytest.raises(ConfigError, match=r"prompt_tokens=40 with lengths=.*leave it out"):
+        arms_of(None, SMALL, [f"lengths={trace}", "prompt_tokens=40"], [])
+
+
 def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     sets = [argument for item in SMALL for argument in ("--set", item)]
     command = ["sim", *sets, "--compare", "sync,copris", "--fail", "deaths_per_hour=1", "--check", "--json"]
@@ -113,6 +150,13 @@ def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     assert [line["arm"] for line in lines] == ["sync", "copris"]
     assert lines[0]["off_policy_token_share"] == 0
     assert first.stdout == second.stdout
+
+
+def test_compare_without_presets_takes_all_of_them():
+    sets = [argument for item in SMALL for argument in ("--set", item)]
+    result = CliRunner().invoke(app, ["sim", *sets, "--compare", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["arm"] for line in result.stdout.splitlines()] == list(PRESETS)
 
 
 def test_a_simulation_at_scale_prints_its_cost():
@@ -140,3 +184,10 @@ def test_the_tables_name_every_arm_and_every_figure_at_the_width_of_the_terminal
         assert text in result.stdout
     assert "…" not in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= columns
+
+
+def test_the_histogram_of_staleness_adds_up_large_ages():
+    arms = [("a", replace(FIGURES, staleness={0: 1, 2: 3})), ("b", replace(FIGURES, staleness={1: 1, 12: 1}))]
+    (table,) = figures_tables(arms, 400)
+    (column,) = (column for column in table.columns if str(column.header).startswith("staleness"))
+    assert list(column.cells) == ["1.50: 25 0 75", "1.50: 0 50 0 0 0 0 0 0 0 0 10+: 50"]

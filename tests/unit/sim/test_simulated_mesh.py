@@ -9,7 +9,7 @@ from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.figures import figures
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
-from .meshes import mesh_settings, run
+from .meshes import assert_conserved, mesh_settings, run
 
 EVERY_FAILURE = (
     "deaths_per_hour=200",
@@ -22,12 +22,6 @@ EVERY_FAILURE = (
     "trainer_lost_seconds=1",
     "leader_gaps_per_hour=20",
 )
-
-
-def assert_conserved(mesh, result):
-    generated = mesh.fleet.work().decoded_tokens
-    trained = sum(update.tokens for update in result.updates)
-    assert generated == trained + result.in_flight_tokens + sum(result.wasted_tokens.values())
 
 
 @pytest.mark.parametrize("preset", PRESETS)

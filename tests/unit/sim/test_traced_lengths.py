@@ -1,0 +1,73 @@
+"""Recorded lengths: every schedule gets the same trajectories, each of a group once, and turns take their time."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.sim.length_trace import TracedTrajectory, by_group
+from rollmesh.sim.simulated_calls import Turn
+from rollmesh.sim.traced_lengths import TracedLengths
+
+from .meshes import assert_conserved, mesh_settings, run
+
+
+def traced(group, stream, *outputs, observations=(), tool_seconds=()):
+    return TracedTrajectory(
+        group=f"p{group}",
+        stream=str(stream),
+        prompt_tokens=20 + group,
+        outputs=outputs,
+        observations=observations,
+        tool_seconds=tool_seconds,
+    )
+
+
+def lengths(*trajectories, cap=1500):
+    return TracedLengths(groups=by_group(trajectories), cap=cap)
+
+
+def test_a_group_gets_each_of_its_recorded_lengths_once_and_further_members_one_of_them():
+    model = lengths(*(traced(0, stream, 10 * stream + 10) for stream in range(4)), traced(1, 0, 7))
+    drawn = model.draw(5, 2, 4).tolist()  # Prompt 2 is the first group again.
+    assert sorted(drawn) == [10, 20, 30, 40]
+    assert model.draw(5, 2, 9).tolist()[:4] == drawn
+    assert set(model.draw(5, 2, 9).tolist()) == {10, 20, 30, 40}
+    assert model.draw(3, 1, 3).tolist() == [7, 7, 7]
+    assert (model.prompt_tokens(2), model.prompt_tokens(1)) == (20, 21)
+
+
+def test_the_cap_ends_a_trajectory_within_a_turn():
+    recorded = traced(0, 0, 10, 20, 30, observations=(3, 4), tool_seconds=(0.5, 0.25))
+    assert lengths(recorded).turns(0, 0, 1) == ((Turn(10, 3, 0.5), Turn(30, 4, 0.25)),)
+    capped = lengths(recorded, cap=30)
+    assert capped.draw(0, 0, 1).tolist() == [30] and capped.turns(0, 0, 1) == ((Turn(10, 3, 0.5),),)
+
+
+@pytest.mark.parametrize("preset", ["copris", "ulorl", "rollpacker", "sorted_partial"])
+def test_turns_with_tools_conserve_work_with_deaths_barriers_rests_and_spares(preset):
+    recorded = [
+        traced(group, stream, 60 + 10 * stream, 90, observations=(30,), tool_seconds=(0.4 * group,))
+        for group in range(5)
+        for stream in range(4)
+    ]
+    settings = mesh_settings(preset, failures=("deaths_per_hour=100", "back_seconds=3"))
+    prompts = replace(settings.prompts, lengths=lengths(*recorded))
+    mesh, result = run(replace(settings, prompts=prompts))
+    assert all(update.trajectories == 16 for update in result.updates)
+    assert_conserved(mesh, result)
+
+
+def test_an_update_waits_for_the_tools_of_its_turns():
+    settings = mesh_settings("sync", steps=1)
+    cut_at = {}
+    for seconds in (0.0, 50.0):
+        recorded = traced(0, 0, 100, 100, observations=(10,), tool_seconds=(seconds,))
+        prompts = replace(settings.prompts, lengths=lengths(recorded))
+        cut_at[seconds] = run(replace(settings, prompts=prompts))[1].updates[0].cut_at
+    assert cut_at[50.0] - cut_at[0.0] == pytest.approx(50, abs=0.5)
+
+
+def test_lengths_without_a_trajectory_are_refused():
+    with pytest.raises(ConfigError, match="no trajectories"):
+        TracedLengths(groups=(), cap=10)
