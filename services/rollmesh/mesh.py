@@ -37,7 +37,7 @@ class Desired:
     that the tokens of a slow generator can still be trained within the staleness bound. After a rollback the store
     raises it to the version announced by the rollback, so no token of the abandoned branch is trained on."""
     rest_before_step: int = 0
-    """Train step of a policy before which trajectories no longer rest: one that has rested under an older policy
+    """Train step of a policy before which trajectories no longer rest: one whose newest tokens are of an older policy
     continues."""
     reason: str = ""
     """Explanation of the pause."""
@@ -109,7 +109,7 @@ class MeshView:
     partial: int
     """Partial trajectories: unfinished, with tokens, not leased."""
     resting: int = 0
-    """Partial trajectories that wait for a policy after the one under which they rested, not counted as partial."""
+    """Partial trajectories that wait for a policy after that of their newest tokens, not counted as partial."""
     leased: int
     """Unfinished trajectories leased by worker sessions."""
     finished: int

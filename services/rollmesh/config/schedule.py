@@ -65,7 +65,8 @@ class ScheduleConfig(Section):
     pool_size: PoolSize = None
     """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the smaller of what
     the caches of the generators hold and of what the trainer can consume in time, by Little's law on measured times; it
-    needs a preset without waves and without a barrier (copris, areal, pipeline, roll, dart)."""
+    needs a preset without waves and without a barrier (copris, areal, pipeline, roll, dart), and no segments. With a
+    window of at most two batches the trainer's bound is always one batch."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest staleness of a trained trajectory, in train steps; null uses the value of the preset."""
     on_stale: Literal["pace", "mask_old_segments", "evict", "restart", "set_aside"] | None = None
@@ -86,7 +87,7 @@ class ScheduleConfig(Section):
     """Tokens of one policy version after which an unfinished trajectory rests: it continues under a newer policy, or
     when no other trajectory can run. 0 for no rest, null uses the value of the preset (ulorl: an eighth of
     rollout.max_new_tokens, kimi: a quarter, but at least rollout.partial_save_tokens). Episodes that are saved only at
-    their end do not rest."""
+    their end do not rest. A generator that is late with its reload begins another segment of its version."""
     start_order: Literal["admission", "longest_expected"] | None = None
     """Order in which groups start, within blocks of groups_per_batch admitted groups; null uses the value of the preset
     (streamrl: longest_expected, all others: admission). longest_expected: the longest

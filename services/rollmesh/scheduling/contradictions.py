@@ -85,6 +85,20 @@ def _of_segments(config: RunConfig) -> Iterator[str]:
             f"schedule.preset={section.preset} with schedule.segment_tokens={given} and rollout.program=agent: a "
             "session of an outside agent cannot rest; set schedule.segment_tokens=0"
         )
+    if PRESETS[section.preset].barrier or not tokens:
+        return
+    if (every := config.generator.reload_every_versions) > 1:
+        yield (
+            f"schedule.segment_tokens={tokens} with generator.reload_every_versions={every}: a trajectory rests until "
+            "a newer version is announced, and generators pass over the newer ones, so it would continue under the "
+            "same version; set generator.reload_every_versions=1 or schedule.segment_tokens=0"
+        )
+    if section.pool_size == "auto":
+        yield (
+            f"schedule.pool_size=auto with schedule.segment_tokens={tokens}: the measured time to ready includes the "
+            "rests, during which a trajectory takes no place in the pool, so the pool would be too large; set "
+            "schedule.pool_size to a number or null, or schedule.segment_tokens=0"
+        )
 
 
 def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
@@ -137,7 +151,10 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             "groups, or set 0"
         )
     if section.groups_per_batch % parts:
-        yield f"schedule.part_groups={parts} does not divide schedule.groups_per_batch={section.groups_per_batch}"
+        yield (
+            f"schedule.part_groups={parts} does not divide schedule.groups_per_batch={section.groups_per_batch}; set a "
+            "divisor of it, or 0"
+        )
     if minibatches > 1:
         yield (
             f"schedule.part_groups={parts} accumulates one gradient at fixed weights, but trainer.minibatches="

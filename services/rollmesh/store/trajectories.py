@@ -111,8 +111,8 @@ class TrajectoryQueue:
         """Release leased trajectories: unfinished ones become partial or pending, finished ones wait for scoring.
 
         ``paused``, ``rested`` and ``drained`` do not count as attempts. Those that ``rested`` wait for a policy after
-        the newest one, or until nothing else can run (Desired.rest_before_step). Returns the number of trajectories
-        that were held.
+        that of their newest tokens, or until nothing else can run (Desired.rest_before_step). Returns the number of
+        trajectories that were held.
         """
         how = {ReleaseReason.FAILED: 0, ReleaseReason.RESTED: 2}.get(ReleaseReason(reason), 1)
         released = 0

@@ -138,7 +138,7 @@ class Caller:
     async def _rest(self, active: ActiveTrajectory) -> None:
         """Raise Parked at the end of a segment, unless the policy has moved on: then the trajectory continues at once.
 
-        The queue dates a rest by the newest policy, so a trajectory of an older one would wait for the policy after it.
+        Where the policy moves on before the queue has the rest, the next lease ends it.
         """
         version = active.newest_version
         if active.count_under(version) % self._limits.segment_tokens:

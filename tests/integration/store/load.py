@@ -17,217 +17,16 @@ import numpy as np
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, Finish, HeldTokens, Score, TrajectoryStore, WriteStatus
-from rollmesh.types import Batch, FinishReason, PolicyRecord, Segment
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import Batch, PolicyRecord
 
-from .store_mesh import UNSCORABLE, digest_of, group, held, limits, policy, scored, segment
+from .loaded_workers import Rests, Rollout, Worker, index_of
+from .store_mesh import group, limits, policy
 
 GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
-RESTARTS, RELEASES = 0.05, 0.05
-"""Probabilities that a step of a trajectory loses its environment, and that it loses its worker."""
-LAGGING, OUT_OF = 3, 36
-"""In a mesh that begins groups again, the first members of so many of this many groups in a row save one chunk and wait
-to be too stale. The next ones come after that: otherwise those that wait would fill the window or the pool."""
-
-
-@dataclass
-class Rollout:
-    """Tokens in the worker's memory; ``saved`` of them are in the queue.
-
-    Every beginning counts its ids up from a number of its own, so a trajectory of two writers shows.
-    """
-
-    trajectory_id: str
-    target: int
-    first: int
-    incarnation: int = 0
-    segments: list[Segment] = field(default_factory=list)
-    saved: int = 0
-    finished: bool = False
-
-    @property
-    def next_id(self) -> int:
-        return int(self.segments[-1].token_ids[-1]) + 1 if self.segments else self.first
-
-    def stated(self) -> HeldTokens:
-        return held(self.trajectory_id, *self.segments, incarnation=self.incarnation)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.segments))
-
-    def unsaved(self) -> list[Segment]:
-        at, parts = 0, []
-        for part in self.segments:
-            skip = max(0, self.saved - at)
-            if skip < len(part):
-                parts.append(
-                    Segment(
-                        token_ids=part.token_ids[skip:],
-                        behavior_logprobs=None if part.behavior_logprobs is None else part.behavior_logprobs[skip:],
-                        policy_version=part.policy_version,
-                        kv_min_version=part.kv_min_version,
-                        source=part.source,
-                    )
-                )
-            at += len(part)
-        return parts
-
-
-@dataclass
-class Worker:
-    """Leases, writes, finishes and scores; dies when told to (its session is simply forgotten).
-
-    Now and then it loses an environment and begins again, and it stalls while ``awake`` is not set.
-    """
-
-    store: TrajectoryStore
-    rng: random.Random
-    awake: asyncio.Event = field(default_factory=asyncio.Event)
-    registrations: int = 0
-    stalls: bool = False
-    """It stalls in the midst of a trajectory, as soon as that has saved eight tokens."""
-    begins_again: bool = False
-    """It has lost the environment of whatever others have begun."""
-    has_lagging: bool = False
-    """Some trajectories stop after their first chunk, until the leader begins their groups again or evicts them."""
-    session: str = ""
-    run_id: str = ""
-    held: dict[str, Rollout] = field(default_factory=dict)
-    waiting: list[str] = field(default_factory=list)
-    """Finished trajectories of dead workers, taken over for scoring."""
-
-    async def run(self) -> None:
-        alive = False
-        self.awake.set()
-        while True:
-            try:
-                if not alive:
-                    # A session may end before its first heartbeat: then the next one is opened.
-                    await self.start()
-                    await self.register()
-                    alive = True
-                await self.step()
-            except SessionLost:
-                alive = False
-            except (StoreUnavailable, Conflict):
-                await asyncio.sleep(0.01)
-
-    async def start(self) -> None:
-        self.session = await self.store.sessions.open("worker")
-        self.run_id = await self.store.sessions.heartbeat(self.session)
-
-    async def step(self) -> None:
-        run_id = await self.store.sessions.heartbeat(self.session)
-        if run_id != self.run_id:
-            await self.register()
-            self.run_id = run_id
-        for leased in await self.store.trajectories.lease_scoring(self.session, 2):
-            self.waiting.append(leased.trajectory.trajectory_id)
-        for leased in await self.store.trajectories.lease(self.session, self.rng.randint(1, 4)):
-            trajectory = leased.trajectory
-            done = trajectory.response_token_count
-            self.held[trajectory.trajectory_id] = Rollout(
-                trajectory.trajectory_id,
-                target=done + self.rng.choice([2, 4, 8, 30]),
-                first=self.rng.randrange(1 << 30),
-                incarnation=leased.incarnation,
-                segments=list(trajectory.segments),
-                saved=done,
-            )
-            if done and self.begins_again:
-                await self.restart(self.held[trajectory.trajectory_id])
-        newest = await self.store.policies.latest()
-        for rollout in list(self.held.values()):
-            await self.advance(rollout, newest.policy_version if newest else 0)
-        for trajectory_id in self.waiting:
-            await self.score(trajectory_id)
-        self.waiting.clear()
-        await asyncio.sleep(0.001)
-        await self.awake.wait()
-
-    async def advance(self, rollout: Rollout, version: int) -> None:
-        if rollout.finished:
-            await self.score(rollout.trajectory_id)
-            self.held.pop(rollout.trajectory_id, None)
-            return
-        lags = self.has_lagging and rollout.incarnation == 0 and lags_first(rollout.trajectory_id)
-        if lags and rollout.saved:
-            return
-        if self.rng.random() < RESTARTS:
-            await self.restart(rollout)
-            return
-        if self.rng.random() < RELEASES:
-            del self.held[rollout.trajectory_id]
-            await self.store.trajectories.release(self.session, [rollout.trajectory_id], "drained")
-            return
-        if rollout.tokens < rollout.target:
-            rollout.segments.append(segment(self.rng.randint(1, 4), version, rollout.next_id))
-        last = rollout.tokens >= rollout.target and not lags
-        for _ in range(3):
-            result = await self.write(rollout, last)
-            if result.status.ok:
-                rollout.saved, rollout.finished = rollout.tokens, last
-                if self.stalls and rollout.saved >= 8 and not last:
-                    self.stalls = False
-                    self.awake.clear()
-                    await self.awake.wait()
-                return
-            if result.status is WriteStatus.LOST or result.saved_token_count in (rollout.saved, rollout.tokens + 1):
-                break
-            rollout.saved = min(result.saved_token_count, rollout.tokens)
-        self.held.pop(rollout.trajectory_id, None)
-        await self.store.trajectories.release(self.session, [rollout.trajectory_id], "failed")
-
-    async def restart(self, rollout: Rollout) -> None:
-        (incarnation,) = await self.store.trajectories.restart(self.session, [rollout.trajectory_id])
-        if incarnation is None:
-            del self.held[rollout.trajectory_id]
-            return
-        rollout.incarnation, rollout.first = incarnation, self.rng.randrange(1 << 30)
-        rollout.segments, rollout.saved = [], 0
-
-    async def write(self, rollout: Rollout, last: bool):  # type: ignore[no-untyped-def]
-        words = {
-            "trajectory_id": rollout.trajectory_id,
-            "token_offset": rollout.saved,
-            "segments": rollout.unsaved(),
-            "incarnation": rollout.incarnation,
-            "digest": digest_of(rollout.segments, rollout.saved),
-        }
-        if last:
-            return (
-                await self.store.trajectories.finish(self.session, [Finish(**words, finish_reason=FinishReason.STOP)])
-            )[0]
-        return (await self.store.trajectories.append(self.session, [Append(**words)]))[0]
-
-    async def score(self, trajectory_id: str) -> None:
-        value = self.rng.choice([0.0, 0.0, 1.0, 1.0, 0.5])
-        outcome = UNSCORABLE if self.rng.random() < 0.05 else scored(value)
-        await self.store.trajectories.score(
-            self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)]
-        )
-
-    async def register(self) -> None:
-        answers = await self.store.sessions.reregister(self.session, [r.stated() for r in self.held.values()])
-        for answer in answers:
-            if answer.kept:
-                self.held[answer.trajectory_id].saved = min(
-                    answer.saved_token_count, self.held[answer.trajectory_id].tokens
-                )
-            else:
-                del self.held[answer.trajectory_id]
-        self.registrations += 1
-
-
-def index_of(name: str) -> int:
-    """Admission index of a group, from its name or that of a member."""
-    return int(name.partition("-")[2].partition(".")[0])
-
-
-def lags_first(trajectory_id: str) -> bool:
-    """Tell whether a trajectory stops after its first chunk, before it begins again."""
-    return trajectory_id.endswith(".0") and index_of(trajectory_id) % OUT_OF < LAGGING
+MOST_RESTING = 2
+"""Trajectories that may rest until the next policy; with more of them all continue. With those that lag (LAGGING) they
+hold back so few groups of the window that the others make a batch."""
 
 
 def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
@@ -244,7 +43,6 @@ async def lead(store: TrajectoryStore, begins_again: bool) -> None:
             if token is None or not await store.leadership.renew(token):
                 token = await store.leadership.acquire("leader")
                 continue
-            await store.leadership.set_desired(token, Desired(pool_size=POOL))
             await look(store, token, begins_again)
         except (Conflict, StoreUnavailable):
             continue
@@ -255,6 +53,8 @@ async def lead(store: TrajectoryStore, begins_again: bool) -> None:
 async def look(store: TrajectoryStore, token: str, begins_again: bool) -> None:
     await store.leadership.reap(token)
     view = await store.mesh.view()
+    wakes = 1 << 30 if view.resting > MOST_RESTING else max(0, view.policy_train_step)
+    await store.leadership.set_desired(token, Desired(pool_size=POOL, rest_before_step=wakes))
     if view.recovering:
         return
     room = (STALENESS + 1) * BATCH - view.admitted_unconsumed
@@ -369,6 +169,7 @@ class LoadedMesh:
     """True if the leader restarts or sets aside some of the stale groups, in place of evicting them."""
     stores: list[TrajectoryStore] = field(default_factory=list)
     workers: dict[int, Worker] = field(default_factory=dict)
+    rests: Rests = field(default_factory=Rests)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     trainer: Trainer = field(init=False)
 
@@ -404,7 +205,7 @@ class LoadedMesh:
 
     def start_worker(self, number: int) -> None:
         rng = random.Random(self.rng.random())
-        worker = self.workers[number] = Worker(self.stores[2 + number], rng, has_lagging=self.begins_again)
+        worker = self.workers[number] = Worker(self.stores[2 + number], rng, self.rests, has_lagging=self.begins_again)
         self.tasks[f"worker-{number}"] = asyncio.create_task(worker.run())
 
     async def crash(self, role: str) -> None:

@@ -26,14 +26,22 @@ def missing_fates(counts: StoreCounts) -> list[str]:
     return [fate for fate in FATES if not counts.totals.get(fate)]
 
 
+async def has_happened(mesh: LoadedMesh) -> bool:
+    """Tell whether stale groups have met every fate, and a trajectory that rested has continued."""
+    return mesh.rests.continued > 0 and not missing_fates(await mesh.stores[0].mesh.counts())
+
+
 async def test_roles_die_at_random_and_every_group_is_trained_once(server: EmbeddedServer) -> None:
-    """Some groups lag until they are stale: they are evicted, restarted, or set aside and recalled meanwhile."""
+    """Some groups lag until they are stale: they are evicted, restarted, or set aside and recalled meanwhile.
+
+    Some trajectories rest until the next policy.
+    """
     rng, step = random.Random(7), 0
     async with (
         asyncio.timeout(2 * WAIT_SECONDS),
         LoadedMesh(server.url, "roles-die", 1.5, rng, begins_again=True) as mesh,
     ):
-        while step < 12 or missing_fates(await mesh.stores[0].mesh.counts()):
+        while step < 12 or not await has_happened(mesh):
             step += 2
             await mesh.trainer.until(step, WAIT_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))

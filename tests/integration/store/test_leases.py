@@ -12,7 +12,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, NewGroup, ReleaseReason, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, Prompt
 
-from .store_mesh import Mesh, environment_segment, limits
+from .store_mesh import Mesh, environment_segment, limits, policy
 from .stored_keys import read_truth
 
 
@@ -51,6 +51,23 @@ async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(stor
     await store.leadership.set_desired(mesh.leader, Desired(pool_size=64, rest_before_step=1))
     leased = await store.trajectories.lease(mesh.session, 4)
     assert [item.trajectory.trajectory_id for item in leased] == ["e0-0.0"]
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_rest_that_the_next_policy_precedes_ends_at_that_policy(store: TrajectoryStore) -> None:
+    """The worker believed in policy 0 when it released its trajectory, whose newest tokens are of policy 0."""
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 4)
+    await mesh.append("e0-0.1", 0, 4)
+    await store.policies.announce(mesh.trainer, policy(1))
+    await mesh.append("e0-0.1", 4, 4, version=1)
+    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-0.1"], ReleaseReason.RESTED)
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=64, rest_before_step=1))
+    leased = await store.trajectories.lease(mesh.session, 4)
+    assert [item.trajectory.trajectory_id for item in leased] == ["e0-0.0"]
+    assert (await store.mesh.view()).resting == 1
     assert (await read_truth(store)).problems == []
 
 

@@ -62,7 +62,7 @@ class QueueState:
         self.members: dict[str, ModelMember] = {}
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
         self.resting = ScoredSet()
-        """Partial trajectories that wait for a newer policy, by the train step of the newest one at their rest."""
+        """Partial trajectories that wait for a newer policy, by the train step of the policy of their newest tokens."""
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
         # Counters.
@@ -154,7 +154,7 @@ class QueueState:
         elif member.state is TrajectoryState.PARTIAL:
             self.partial.add(member.trajectory_id, resume_place(member, self.limits))
         elif member.state is TrajectoryState.RESTING:
-            self.resting.add(member.trajectory_id, self.version_steps[-1])
+            self.resting.add(member.trajectory_id, self.version_steps[member.saves[-1].policy_version])
         else:
             self.counts[member.state] += 1
 

@@ -8,13 +8,17 @@ local function forget_first_token(group, id)
   recompute_step(group, id)
 end
 
+-- A rest waits for a policy after the one that sampled the newest tokens, although a newer one may be announced by now.
+local function rests_since(version)
+  return version and call('HGET', K.versions, version) or call('HGET', K.meta, 'policy_train_step')
+end
+
 -- Returns a held trajectory: an unfinished one becomes partial, resting or pending, a finished one joins the scoring
--- queue. A resting one waits for a policy after the newest one. When its group is gone it joins no queue, and the next
--- slice deletes its record.
+-- queue. When its group is gone it joins no queue, and the next slice deletes its record.
 local function give_back(id, free_attempt, rests)
   local group = load_group(group_of(id))
   if not group then return call('HDEL', trajectory_key(id), 'session') end
-  local v = call('HMGET', trajectory_key(id), 'state', 'tokens', 'attempts', 'scorings', 'step')
+  local v = call('HMGET', trajectory_key(id), 'state', 'tokens', 'attempts', 'scorings', 'step', 'version')
   local member = tonumber(string.match(id, '%d+$'))
   if v[1] == S.leased then
     local tokens = tonumber(v[2])
@@ -25,7 +29,7 @@ local function give_back(id, free_attempt, rests)
     call('HDEL', trajectory_key(id), 'session')
     if v[5] and not partial then forget_first_token(group, id) end
     if state == S.resting then
-      call('ZADD', K.resting, call('HGET', K.meta, 'policy_train_step'), id)
+      call('ZADD', K.resting, rests_since(v[6]), id)
     elseif partial then
       call('ZADD', K.partial, resume_place(group, member, tokens), id)
     else
