@@ -53,8 +53,8 @@ class TracedTrajectory:
         """Group and stream, for messages."""
         return f"group={self.group}, stream={self.stream}"
 
-    def context_tokens(self, cap: int) -> int:
-        """Return the largest context of its calls, if its sampled tokens end at ``cap``."""
+    def tokens_after_prompt(self, cap: int) -> int:
+        """Return the tokens of its turns and of the environment between them, if the sampled ones end at ``cap``."""
         sampled = context = 0
         for number, output in enumerate(self.outputs):
             before = self.observations[number - 1] if number else 0
@@ -62,7 +62,7 @@ class TracedTrajectory:
             sampled += output
             if sampled >= cap:
                 break
-        return self.prompt_tokens + context
+        return context
 
     @classmethod
     def read(cls, line: str) -> Self:
