@@ -132,7 +132,7 @@ def _traced(group: Group) -> list[TracedTrajectory]:
 
 
 def traced_trajectory(trajectory: Trajectory, stream: str) -> TracedTrajectory:
-    """Return the turns of a trajectory with sampled tokens; what the environment says before them is prompt."""
+    """Return the turns of a trajectory; tokens of the environment before the first sampled one count as prompt."""
     opening, outputs, observations = 0, [], []
     for source, segments in groupby(trajectory.segments, lambda segment: segment.source):
         tokens = sum(map(len, segments))
