@@ -77,10 +77,10 @@ def test_segments_of_several_versions_are_one_turn_and_what_comes_first_is_promp
     assert (traced.prompt_tokens, traced.outputs, traced.observations) == (5, (15, 6), (4, 1))
 
 
-@pytest.mark.parametrize(("cap", "context"), [(100, 27), (12, 27), (11, 26), (6, 21), (5, 17), (3, 15)])
+@pytest.mark.parametrize(("cap", "context"), [(100, 15), (12, 15), (11, 14), (6, 9), (5, 5), (3, 3)])
 def test_the_context_ends_with_the_sampled_tokens_that_the_cap_allows(cap, context):
-    """12 of the prompt, 5 sampled, 3 of the environment, 7 sampled, unless the cap ends the trajectory before."""
-    assert TracedTrajectory.read(json.dumps(GOOD)).context_tokens(cap) == context
+    """5 sampled, 3 of the environment, 7 sampled, unless the cap ends the trajectory before."""
+    assert TracedTrajectory.read(json.dumps(GOOD)).tokens_after_prompt(cap) == context
 
 
 @pytest.fixture
