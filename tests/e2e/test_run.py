@@ -66,6 +66,12 @@ def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) 
     assert json.loads(status.stdout)["view"]["trained_step"] == 6
     explained = line.run("explain", str(line.folder), "6", "--json")
     assert explained.returncode == 0, explained.stderr
+    (trajectory,) = json.loads(explained.stdout)["trajectories"]
+    found = line.run("explain", str(line.folder), "--trajectory", trajectory["trajectory_id"], "--json")
+    assert [status["train_step"] for status in json.loads(found.stdout)] == [6]
+    unnamed = line.run("explain", str(line.folder))
+    assert unnamed.returncode == 2
+    assert "give the train step of a batch, or --trajectory" in unnamed.stderr
     again = line.run("audit", str(line.folder), "--json")
     assert again.returncode == 0, again.stderr
 

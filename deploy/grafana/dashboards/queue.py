@@ -54,6 +54,13 @@ PAGE = Page(
                 unit="s",
             ),
             curve(
+                "Oldest rest",
+                "Announced policies for which the oldest resting trajectory has not continued: 0 or 1, unless trajectories "
+                "wait for a place in the pool.",
+                rule("oldest_rest_steps:max"),
+                limits=above(2, RED),
+            ),
+            curve(
                 "Ready batches",
                 "Complete groups that wait, in batches. Below 1 the trainer is about to wait.",
                 rule("ready_batches:ratio"),
@@ -165,6 +172,13 @@ PAGE = Page(
                 "groups that were restarted or set aside.",
                 per_second("rollmesh_trainer_wasted_tokens_total", "run, reason"),
                 unit="short",
+                stacked=True,
+            ),
+            curve(
+                "Share of tokens wasted",
+                "The same as shares of the sampled tokens, over half an hour.",
+                rule("wasted:ratio_rate30m", legend="{{reason}} {{run}}"),
+                unit="percentunit",
                 stacked=True,
             ),
             bars(

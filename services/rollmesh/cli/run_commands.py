@@ -22,11 +22,12 @@ from rollmesh.cli.common import (
     shutdown_event,
     store_of,
 )
-from rollmesh.errors import StoreUnavailable
+from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store.queue_types import WASTE_TOTALS
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
@@ -55,10 +56,15 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         table.add_row("policy version", f"{view.policy_version}")
         resting = f", {view.resting} resting" if view.resting else ""
         table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial{resting}, {view.pending} pending")
-        table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready")
+        aside = f", {view.aside_groups} aside" if view.aside_groups else ""
+        table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready{aside}")
         table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
         for reason, number in sorted(counts.drops.items()):
             table.add_row(f"dropped: {reason}", str(number))
+        for reason, total in WASTE_TOTALS.items():
+            if counts.totals.get(total):
+                tokens = counts.dropped_tokens.get(reason, 0)
+                table.add_row(f"wasted: {reason}", f"{counts.totals[total]} with {tokens} tokens")
         for page in pages:
             table.add_row("page", page.url)
         for api in apis:
@@ -98,15 +104,22 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
 
 def explain(
     run: RunFolderArgument,
-    train_step: Annotated[int, typer.Argument(help="Train step of the batch.", min=1)],
-    trajectory: Annotated[str | None, typer.Option(help="Only this trajectory.")] = None,
+    train_step: Annotated[
+        int | None, typer.Argument(help="Train step of the batch; without it, --trajectory is looked up.", min=1)
+    ] = None,
+    trajectory: Annotated[str | None, typer.Option(help="Only this trajectory; without a step, or this group.")] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of trajectories shown.", min=1)] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Explain a batch token by token: version, ratio, weight, and the reason for each clipped or masked token.
 
     Notes mark values that differ from training: old logprobs that are not kept, and minibatches after the first.
+    Without a train step, show where a trajectory or a group is, and whether it was restarted, set aside or cut off, or
+    rests.
     """
+    if train_step is None:
+        _explain_status(run, trajectory, as_json)
+        return
     from rollmesh.report.batch_explanation import explain_batch
 
     with clear_errors():
@@ -114,6 +127,25 @@ def explain(
         explain_batch(
             folder.path, train_step, trajectory_id=trajectory, limit=limit, as_json=as_json, console=output_console()
         )
+
+
+def _explain_status(run: Path, name: str | None, as_json: bool) -> None:
+    """Print the place and the history of a trajectory, or of the members of a group."""
+    from rollmesh.report.audit import open_checkpoints
+    from rollmesh.report.trajectory_status import trajectory_statuses
+
+    async def main() -> None:
+        if name is None:
+            raise ConfigError("explain: give the train step of a batch, or --trajectory with a trajectory or a group")
+        async with store_of(run) as (_, folder, store):
+            statuses = await trajectory_statuses(store, open_checkpoints(RecordedRun(folder.path)), name)
+        if as_json:
+            typer.echo(json.dumps([asdict(status) for status in statuses]))
+            return
+        for status in statuses:
+            typer.echo(status.line())
+
+    run_async(main)
 
 
 def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:

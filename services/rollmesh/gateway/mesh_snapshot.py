@@ -19,11 +19,12 @@ from rollmesh.gateway.models.live import (
     ServiceScale,
     Staleness,
     StalenessBin,
+    WasteView,
 )
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EvalRecord, StoreCounts
+from rollmesh.store.queue_types import WASTE_TOTALS, EvalRecord, StoreCounts
 from rollmesh.types import GeneratorRecord
 
 MOST_GENERATORS = 256
@@ -157,6 +158,11 @@ def build_overview(
             for reason, count in sorted(counts.drops.items())
             if count
         ],
+        waste=tuple(
+            WasteView(reason=reason, count=counts.totals[total], tokens=counts.dropped_tokens.get(reason, 0))
+            for reason, total in WASTE_TOTALS.items()
+            if counts.totals.get(total)
+        ),
         generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
         generator_count=len(snapshot.generators),
         evaluations=list(evaluations[-MOST_EVALUATIONS:]),

@@ -67,6 +67,7 @@ class Viewer:
                 "state": mark.state,
                 "train_step": mark.train_step,
                 "worker": workers.get(mark.session, ""),
+                "history": list(inspected.history.sentences()),
             }
         )
 
@@ -115,6 +116,7 @@ class Viewer:
             found_in="queue",
             train_step=None,
             worker="",
+            history=[],
             birth_version=trajectory.birth_version,
             policy_versions=list(trajectory.policy_versions),
             finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,

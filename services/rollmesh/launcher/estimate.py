@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from rollmesh.config import RunConfig
-from rollmesh.scheduling import Schedule
+from rollmesh.scheduling import OnStale, Schedule
 from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
 
 _ADMISSION_SHARE = 0.8
 """Share of the Redis memory limit above which admission of new groups waits."""
+
+_LATE_GROUPS = {
+    OnStale.PACE: "late ones continue in the next wave",
+    OnStale.MASK_OLD_SEGMENTS: "late ones continue, and their old tokens leave the loss",
+    OnStale.EVICT: "late ones are dropped over the bound",
+    OnStale.RESTART: "late ones lose their tokens and begin again",
+    OnStale.SET_ASIDE: "late ones lose their tokens and wait for a long round",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,12 @@ class Estimate:
     """Calls that all generators together decode at once."""
     surplus_share: float
     """Share of the launched trajectories that are cut off as spare members."""
+    spare_groups: int
+    """Groups open beyond those that a wave needs."""
+    late_groups: str
+    """Fate of the groups that a batch leaves behind over the staleness bound."""
+    segment_tokens: int
+    """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
 
     def table(self) -> Table:
         """Return the estimate as a table for the console."""
@@ -47,6 +61,10 @@ class Estimate:
         table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
         if self.surplus_share:
             table.add_row("surplus", f"{self.surplus_share:.0%}", "of the launched trajectories, cut off unfinished")
+        if self.spare_groups:
+            table.add_row("spare groups", f"{self.spare_groups}", f"open beyond the wave; {self.late_groups}")
+        if self.segment_tokens:
+            table.add_row("segment", f"{self.segment_tokens}", "tokens of one policy, then a rest until the next one")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
         table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_meaning())
         return table
@@ -81,4 +99,7 @@ def estimate(config: RunConfig) -> Estimate:
         queue_limit_bytes=config.store.maxmemory_bytes if config.store.url is None else None,
         slot_count=config.generator.replicas * config.generator.slots,
         surplus_share=schedule.spare_members / schedule.launched_members,
+        spare_groups=schedule.spare_groups,
+        late_groups=_LATE_GROUPS[schedule.on_stale],
+        segment_tokens=schedule.segment_tokens,
     )

@@ -143,7 +143,7 @@ class MeshLeader:
         if time.monotonic() >= self._count_due:
             self._count_due = time.monotonic() + _COUNT_SECONDS
             counts = await self._store.mesh.counts()
-            self._metrics.mesh.counted(counts)
+            self._metrics.mesh.counted(counts, view.policy_train_step)
             await self._pool_evidence.measure(counts)
             await self._ranking.measure()
             self._refused = await self._judge_refusals(view)

@@ -43,6 +43,10 @@ class MeshMetrics:
         self._groups = metrics.gauge(
             "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", {"state": _GROUP_STATES}
         )
+        self._oldest_rest = metrics.gauge(
+            "rollmesh_rollout_oldest_rest_steps",
+            "Train steps from the newest tokens of the oldest resting trajectory to the newest policy; 0 without one.",
+        )
         self._steps = metrics.gauge(
             "rollmesh_rollout_train_step",
             "Newest train step that was trained or cut, and the last one of the run, by kind.",
@@ -191,8 +195,10 @@ class MeshMetrics:
         for by, active in causes.items():
             self._paused.labels(by=by).set(int(active))
 
-    def counted(self, counts: StoreCounts) -> None:
-        """Set the gauges of the store."""
+    def counted(self, counts: StoreCounts, policy_train_step: int) -> None:
+        """Set the gauges of the store; ``policy_train_step`` is that of the newest policy."""
+        since = policy_train_step if counts.oldest_rest_step is None else counts.oldest_rest_step
+        self._oldest_rest.set(max(0, policy_train_step - since))
         self._used.set(counts.used_memory_bytes)
         self._most.set(counts.max_memory_bytes)
         self._sessions.set(counts.sessions)

@@ -13,9 +13,11 @@ from rollmesh.errors import DataError
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import load_chunks, slices
+from rollmesh.store.trajectory_history import TrajectoryHistory
 from rollmesh.types import Trajectory, TrajectoryState
 
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
+_GROUP_FIELDS = ("incarnation", "restarted", "set_aside")
 _SECTIONS = ("open", "ready", "aside", "cut")
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
@@ -53,9 +55,10 @@ class InspectedTrajectory:
 
     mark: TrajectoryMark
     trajectory: Trajectory | None
-    """None when its payload has been deleted, after its batch file was written."""
+    """None when its payload has been deleted, after its batch file was written; without tokens when it was cut off."""
     member_count: int
     """Trajectories launched in its group."""
+    history: TrajectoryHistory
 
 
 class _Cursor(NamedTuple):
@@ -124,31 +127,44 @@ class Inspection:
             return None
         replies = await self._connection.commands(
             [
-                ("HGET", self._keys.of("group", group_id), "launched"),
+                ("HMGET", self._keys.of("group", group_id), "launched", *_GROUP_FIELDS),
                 ("GET", self._keys.of("prompt", group_id)),
-                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome"),
+                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome", "incarnation"),
                 ("LRANGE", self._keys.of("segments", trajectory_id), 0, -1),
                 ("HGET", self._keys.single("cut"), group_id),
+                ("ZSCORE", self._keys.single("resting"), trajectory_id),
+                ("ZSCORE", self._keys.single("aside"), group_id),
             ]
         )
-        launched, prompt, record, elements, step = replies
+        (launched, *of_group), prompt, (*record, outcome, incarnation), elements, step, rests, aside = replies
         if launched is None or int(member) >= int(launched):
             return None
-        mark = _mark(trajectory_id, record[:-1], None if step is None else int(step)) or _pending(trajectory_id)
+        mark = _mark(trajectory_id, record, None if step is None else int(step)) or _pending(trajectory_id)
+        is_surplus = mark.state == TrajectoryState.SURPLUS
         chunks = (await load_chunks(self._connection, {trajectory_id: elements}))[trajectory_id]
         trajectory = None
-        if prompt is not None and None not in chunks.values() and (elements or not mark.token_count):
+        if prompt is not None and None not in chunks.values() and (elements or not mark.token_count or is_surplus):
             trajectory = build_trajectory(
                 trajectory_id,
                 decode_prompt(prompt),
                 decode_segments(elements, chunks),
                 birth_version=mark.birth_version or 0,
                 finish=record[5],
-                outcome=record[-1],
+                outcome=outcome,
                 reward=record[6],
                 run=self._keys.run,
             )
-        return InspectedTrajectory(mark=mark, trajectory=trajectory, member_count=int(launched))
+        began_with, restarts, set_aside = (int(value or 0) for value in of_group)
+        history = TrajectoryHistory(
+            group_restarts=restarts,
+            group_set_aside=set_aside,
+            is_aside=aside is not None,
+            # Every restart by a worker makes the next incarnation. A member that ended earlier has an older one.
+            worker_restarts=max(0, int(incarnation or 0) - began_with),
+            rests_since_step=None if rests is None else int(float(rests)),
+            is_surplus=is_surplus,
+        )
+        return InspectedTrajectory(mark=mark, trajectory=trajectory, member_count=int(launched), history=history)
 
     async def gone_at(self, group_id: str) -> int | None:
         """Return the approximate train step at which a group left the queue; None when it is queued or forgotten."""

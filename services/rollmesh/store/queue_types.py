@@ -19,7 +19,15 @@ DROP_REASONS = (
     "filtered_all_wrong",
 )
 """Reasons for which a group leaves the queue untrained."""
-WASTE_REASONS = (*DROP_REASONS, "unscorable", "dead", "surplus", "restarted", "set_aside")
+WASTE_TOTALS = {
+    "unscorable": "unscorable_total",
+    "dead": "dead_total",
+    "surplus": "surplus_total",
+    "restarted": "groups_restarted_total",
+    "set_aside": "groups_set_aside_total",
+}
+"""Lifetime counter of every waste reason that is not a drop: of groups that began again, of members for the others."""
+WASTE_REASONS = (*DROP_REASONS, *WASTE_TOTALS)
 """Reasons for which saved tokens are never trained on: their group was dropped, their member has no score or was cut
 off (``surplus``), or their group began again (``restarted``) or waits to begin again (``set_aside``)."""
 
@@ -185,6 +193,8 @@ class StoreCounts:
     """Finished trajectories by length bucket, floor(4 log2(tokens + 1))."""
     surplus_deciles: Mapping[str, int] = field(default_factory=dict)
     """Surplus members by length decile at the time when they were cut off."""
+    oldest_rest_step: int | None = None
+    """Train step of the oldest policy whose tokens are the newest ones of a resting trajectory; None if none rests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ class MeshReader:
             used_memory_bytes=raw["used_memory"],
             max_memory_bytes=raw["max_memory"],
             finished_lengths={int(bucket): n for bucket, n in _pairs(raw["lengths"]).items()},
+            oldest_rest_step=int(raw["oldest_rest"]) if raw["oldest_rest"] else None,
         )
 
     async def live_groups(self) -> list[str]:

@@ -107,6 +107,11 @@ async def test_a_trajectory_is_shown_token_by_token(client: httpx.AsyncClient, s
         paged += [i for run in page["runs"] for i in run["token_ids"]]
         at = page["next_token"]
     assert paged == whole
+    assert detail["history"] == []
+    await scene.store.trajectories.restart(scene.session, ["e0-0.0"])
+    await scene.store.trajectories.release(scene.session, ["e0-0.0"], "rested")
+    detail = (await client.get("api/v1/trajectories/e0-0.0")).json()
+    assert (detail["state"], detail["history"]) == ("pending", ["restarted once by its worker"])
 
 
 async def test_a_trained_trajectory_is_found_in_its_batch_file(client: httpx.AsyncClient, scene: Scene) -> None:

@@ -364,6 +364,8 @@ class QueueMachine(QueueWorkers):
         assert counts.surplus_deciles == model.surplus_deciles
         assert counts.finished_lengths == model.finished_lengths
         assert (counts.scoring_queue, counts.sessions) == (len(model.scoring), len(self.sessions))
+        first = model.resting.first()
+        assert counts.oldest_rest_step == (None if first is None else model.resting.score(first))
         noted = {gid: why for gid, why in model.ended.items() if gid not in model.half_gone}
         dropped = self.do(self.store.ledger.dropped_groups())
         assert dropped == {gid: why for gid, why in noted.items() if why != "consumed"}

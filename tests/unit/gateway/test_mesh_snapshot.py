@@ -80,6 +80,12 @@ def test_drops_are_told_by_reason_with_their_tokens() -> None:
     assert [(d.reason, d.groups, d.tokens) for d in overview.drops] == [("stale", 2, 900)]
 
 
+def test_waste_without_a_drop_is_told_by_reason_with_its_tokens() -> None:
+    totals = {"groups_restarted_total": 3, "surplus_total": 5, "dead_total": 0, "restarts_total": 9}
+    overview = built(look(counts=counts(totals=totals, dropped_tokens={"restarted": 70, "surplus": 40, "stale": 9})))
+    assert [(w.reason, w.count, w.tokens) for w in overview.waste] == [("surplus", 5, 40), ("restarted", 3, 70)]
+
+
 def test_generators_that_serve_come_first_and_tell_how_far_they_are_behind() -> None:
     records = [generator("a", serving=False, policy_version=-1, reason="loading"), generator("b", policy_version=1)]
     views = built(look(generators=records)).generators

@@ -34,6 +34,22 @@ def test_an_automatic_pool_is_described_by_its_most_and_by_its_staleness() -> No
     assert "more where groups take longer than an update to be ready" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("preset", "rows"),
+    [
+        ("copris", ()),
+        ("rollpacker", ("20%", "4 open beyond the wave; late ones lose their tokens and wait for a long round")),
+        ("ulorl", ("16 open beyond the wave; late ones continue in the next wave", "64 tokens of one policy")),
+    ],
+)
+def test_what_a_schedule_throws_away_or_lets_wait_is_described(preset: str, rows: tuple[str, ...]) -> None:
+    out = io.StringIO()
+    Console(file=out, width=200).print(check_run(run(schedule={"preset": preset})).table())
+    text = " ".join(out.getvalue().replace("│", " ").split())
+    assert all(row in text for row in rows), text
+    assert ("spare groups" in text) is bool(rows)
+
+
 @pytest.mark.parametrize(("groups", "waits"), [(16, False), (128, True)])
 def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: bool) -> None:
     out, store = io.StringIO(), {"maxmemory_bytes": 1 << 24}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -117,22 +118,23 @@ def test_a_pause_names_its_reason(view: MeshView, desired: bool, failed: bool, r
     assert shown == reasons
 
 
+def counts(**changes: Any) -> StoreCounts:
+    names = ("scoring_queue", "sessions", "dead_letters", "used_memory_bytes", "max_memory_bytes")
+    states = ("trajectories", "groups", "totals", "drops", "dropped_tokens", "drop_deciles")
+    return StoreCounts(**{**dict.fromkeys(names, 0), **{name: {} for name in states}, **changes})
+
+
 def test_the_store_is_shown_in_bytes_sessions_and_dead_letters() -> None:
     metrics = Metrics("rollout")
-    counts = StoreCounts(
-        trajectories={},
-        groups={},
-        totals={},
-        drops={},
-        dropped_tokens={},
-        drop_deciles={},
-        scoring_queue=5,
-        sessions=2,
-        dead_letters=3,
-        used_memory_bytes=1000,
-        max_memory_bytes=4000,
-    )
-    MeshMetrics(metrics).counted(counts)
+    store = counts(scoring_queue=5, sessions=2, dead_letters=3, used_memory_bytes=1000, max_memory_bytes=4000)
+    MeshMetrics(metrics).counted(store, 0)
     shown = ("store_used_memory_bytes", "store_max_memory_bytes", "store_sessions", "dead_letters")
     assert [exported(metrics, name) for name in shown] == [1000, 4000, 2, 3]
     assert exported(metrics, "unheld_scoring_trajectories") == 5
+
+
+@pytest.mark.parametrize(("rests_since", "steps"), [(None, 0), (7, 0), (5, 2)])
+def test_a_rest_is_as_old_as_the_policies_that_were_announced_since(rests_since: int | None, steps: int) -> None:
+    metrics = Metrics("rollout")
+    MeshMetrics(metrics).counted(counts(oldest_rest_step=rests_since), 7)
+    assert exported(metrics, "oldest_rest_steps") == steps

@@ -98,6 +98,8 @@ class TrajectoryDetail(ApiModel):
     """Train step of its batch."""
     worker: str
     """Worker that leases it."""
+    history: list[str]
+    """Restarts, rests and cut-off while it is in the queue, one sentence each."""
     birth_version: int
     """Newest version at its first lease."""
     policy_versions: list[int]

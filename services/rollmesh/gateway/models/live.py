@@ -74,6 +74,17 @@ class DropView(ApiModel):
     """Tokens saved in these groups, except those of members that were already unscorable or dead."""
 
 
+class WasteView(ApiModel):
+    """Saved tokens that are never trained on although their group was not dropped."""
+
+    reason: str
+    """unscorable, dead, surplus, restarted, set_aside."""
+    count: int
+    """Members without a score or cut off; for restarted and set_aside the groups that began again."""
+    tokens: int
+    """Saved tokens of these."""
+
+
 class EvaluationView(ApiModel):
     """One finished evaluation."""
 
@@ -184,6 +195,8 @@ class Overview(ApiModel):
     """Staleness histograms."""
     drops: list[DropView]
     """Dropped groups by reason."""
+    waste: tuple[WasteView, ...] = ()
+    """Other wasted tokens by reason."""
     generators: list[GeneratorView]
     """Live generators, serving ones first; at most 256."""
     generator_count: int

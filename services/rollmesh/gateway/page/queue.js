@@ -1,4 +1,4 @@
-// Three small charts of the queue: states, staleness, and groups dropped untrained.
+// Three small charts of the queue: states, staleness, and drops and waste.
 import { byId } from "./dom.js";
 import { count, plural, short, words } from "./format.js";
 import { Bars } from "./bars.js";
@@ -13,12 +13,15 @@ export class QueuePanels {
     heads: ["train steps", "waiting", "trained"],
     caption: "Staleness of waiting groups and of trajectories of the newest trained batch",
   });
-  #drops = new Bars(byId("drop-bars"), { heads: ["reason", "groups"], caption: "Groups dropped untrained, by reason" });
+  #drops = new Bars(byId("drop-bars"), {
+    heads: ["reason", "number"],
+    caption: "Groups dropped untrained, groups that began again, and members without a score or cut off, by reason",
+  });
 
   render(overview) {
     this.#renderQueue(overview);
     this.#renderStaleness(overview.staleness);
-    this.#renderDrops(overview.drops);
+    this.#renderDrops(overview.drops, overview.waste);
   }
 
   #renderQueue({ trajectories, groups, waiting_for: waitingFor }) {
@@ -64,19 +67,20 @@ export class QueuePanels {
     this.#staleness.show(rows, "Nothing yet: waiting for the first tokens.");
   }
 
-  #renderDrops(drops) {
-    const dropped = drops.filter((drop) => drop.groups > 0).sort((a, b) => b.groups - a.groups);
-    const most = Math.max(1, ...dropped.map((drop) => drop.groups));
-    const rows = dropped.map((drop) => ({
-      key: drop.reason,
-      label: words(drop.reason),
+  // Dropped groups first, then groups that began again and members without a score or cut off.
+  #renderDrops(drops, waste = []) {
+    const dropped = drops.map((drop) => ({ reason: drop.reason, n: drop.groups, tokens: drop.tokens }));
+    const wasted = waste.map((one) => ({ reason: one.reason, n: one.count, tokens: one.tokens }));
+    const byNumber = (all) => all.filter((one) => one.n > 0).sort((a, b) => b.n - a.n);
+    const shown = [...byNumber(dropped), ...byNumber(wasted)];
+    const most = Math.max(1, ...shown.map((one) => one.n));
+    const rows = shown.map(({ reason, n, tokens }) => ({
+      key: reason,
+      label: words(reason),
       values: [
-        {
-          share: drop.groups / most,
-          text: `${count(drop.groups)} (${plural(drop.tokens, "token").replace(count(drop.tokens), short(drop.tokens))})`,
-        },
+        { share: n / most, text: `${count(n)} (${plural(tokens, "token").replace(count(tokens), short(tokens))})` },
       ],
     }));
-    this.#drops.show(rows, "No group has been dropped.");
+    this.#drops.show(rows, "No group has been dropped, and no tokens were wasted.");
   }
 }

@@ -61,8 +61,8 @@ class TrainerMetrics:
         self._wasted = Growth(
             m.counter(
                 "rollmesh_trainer_wasted_tokens_total",
-                "Saved tokens discarded while this trainer ran: of dropped groups, and of unscorable, dead or surplus "
-                "members.",
+                "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
+                "unscorable, dead or surplus members.",
                 {"reason": WASTE_REASONS},
             )
         )

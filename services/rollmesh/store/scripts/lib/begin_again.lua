@@ -6,7 +6,8 @@
 -- first. It is in K.open or K.aside throughout, but its record waits in K.returning, so that no other script finds the
 -- group: none of its members is leased, scored or settled before the last slice.
 
-local KEPT_FIELDS = {'replay_of', 'prompt', 'rank', 'expected', 'spare'}
+-- `restarted` and `set_aside` count how often the group began again, for operators.
+local KEPT_FIELDS = {'replay_of', 'prompt', 'rank', 'expected', 'spare', 'restarted', 'set_aside'}
 
 -- Larger than every incarnation so far, because each of these events makes at most one.
 local function next_incarnation()
@@ -110,6 +111,7 @@ local function begin_group_again(group, reason, aside)
   }
   for at, value in ipairs(call('HMGET', group_key(gid), unpack(KEPT_FIELDS))) do r[KEPT_FIELDS[at]] = value or nil end
   if aside then r.spare = nil end
+  r[reason] = integer(tonumber(r[reason] or '0') + 1)
   leave_queues(gid, group.index, aside)
   call('UNLINK', group_key(gid))
   if group.launched <= MOST_MEMBERS_AT_ONCE then
