@@ -61,8 +61,8 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL to the pinned reference version; 0 is off."""
     kl_reference_version: int = Field(default=0, ge=0)
-    """Reference policy version of the KL, which is then kept: 0 in a new run, a published and kept version in a
-    continued run. Steps that are trained again after a crash keep their reference version."""
+    """Reference policy version of the KL and of advantage tba, which is then kept: 0 in a new run, a published and
+    kept version in a continued run. Steps that are trained again after a crash keep their reference version."""
 
     @field_validator("advantage")
     @classmethod

@@ -76,6 +76,11 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
     )
 
 
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Tell whether the KL term or the advantage reads the pinned reference version."""
+    return algorithm.kl_coefficient > 0 or bind_advantage(algorithm).needs_reference
+
+
 def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     """Return the loss function of an algorithm section. Raises ConfigError for code that cannot be called as one."""
     name, field = algorithm.loss, "trainer.algorithm.loss"

@@ -10,7 +10,13 @@ from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.methods import is_own
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig, with_options
 from rollmesh.trainer.learner.forward_backward import LossRecipe
-from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks, bind_update_scale
+from rollmesh.trainer.learner.method_binding import (
+    bind_advantage,
+    bind_loss,
+    bind_masks,
+    bind_update_scale,
+    needs_reference,
+)
 from rollmesh.trainer.learner.optimizer import learning_rate
 
 
@@ -41,7 +47,7 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
 def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
     """Return the settings of the run file for a train step."""
     algorithm = config.algorithm
-    reference = algorithm.kl_reference_version if algorithm.kl_coefficient > 0 else None
+    reference = algorithm.kl_reference_version if needs_reference(algorithm) else None
     rate = learning_rate(config, train_step)
     return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
 
