@@ -93,6 +93,8 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("grad_norm", "norm", "Gradient norm before clipping.", gauge="grad_norm", curve="grad_norm"),
     StepMetric("learning_rate", "rate", "Learning rate of the newest step.",
                gauge="learning_rate", curve="learning_rate"),
+    StepMetric("rate_factor", "ratio", "Factor of the update scale on the learning rate.",
+               gauge="learning_rate_factor_ratio"),
     StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy",
                panel=Panel(plot="drift", label="entropy\nnats")),
     StepMetric("policy.kl_behavior_k3", "nats", "k3 KL(behavior || policy) per token.",

@@ -76,6 +76,24 @@ PAGE = Page(
                 gauge("rollmesh_trainer_masked_ratio", word="masked"),
             ),
             curve(
+                "Masked tokens",
+                "Per second, by the first mask that took the token out of the loss.",
+                per_second("rollmesh_trainer_masked_tokens_total", "run, reason"),
+                unit="short",
+            ),
+            curve(
+                "Skipped trajectories",
+                "Per second: their advantage is 0, so they need no pass (skip_zero_advantage).",
+                per_second("rollmesh_trainer_skipped_trajectories_total", "run"),
+                unit="short",
+            ),
+            curve(
+                "Factor on the learning rate",
+                "Of the update scale; 1 without one.",
+                gauge("rollmesh_trainer_learning_rate_factor_ratio"),
+                unit="short",
+            ),
+            curve(
                 "KL to the behavior policy",
                 "Estimators k1 and k3 per token, in nats.",
                 gauge("rollmesh_trainer_kl_behavior_k1_nats", word="k1"),

@@ -7,6 +7,7 @@ stage_end  the trainer's own log-probabilities, computed at the end of each stag
 recompute  one pass with the weights right before the train step: pi_prox of decoupled PPO (arXiv 2505.24298)
 current    the same weights for every token, mixed caches included: pseudo on-policy (POIS of UloRL, arXiv 2507.19766)
 snapshot   the stored weights of the version that sampled the token (strategy 1 of Missing Old Logits)
+loglinear  between the behavior_logprobs and those of the gradient pass, without a pass of its own (AReaL)
 
 A token that attended to another version's KV cache has no exact policy, and no recomputation reproduces it. The sources
 that claim exactness fall back to ``sampler`` for such tokens, counted by reason.
@@ -33,6 +34,8 @@ class TrainerLogprobs(Enum):
     """Log-probabilities recorded at the end of the stage that sampled the token."""
     SNAPSHOT = "snapshot"
     """Log-probabilities recomputed with the stored weights of the token's version."""
+    GRADIENT_PASS = "gradient_pass"
+    """Log-probabilities of the gradient pass, in a share that grows with the token's staleness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class OldLogprobSource:
         exists, ``pure`` bool where one version's weights and cache sampled the token, ``policy`` bool where a policy
         sampled it (only those are counted).
         """
-        if self.trainer_logprobs is TrainerLogprobs.NONE:
+        if self.trainer_logprobs in (TrainerLogprobs.NONE, TrainerLogprobs.GRADIENT_PASS):
             nowhere = torch.zeros_like(policy)
             return OldLogprobs(values=behavior, from_trainer=nowhere, fell_back={})
         mixed = policy & ~pure if self.needs_pure else torch.zeros_like(policy)
@@ -103,9 +106,20 @@ SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
                 needs_pure=True,
                 missing_reason="version_not_kept",
             ),
+            OldLogprobSource(name="loglinear", trainer_logprobs=TrainerLogprobs.GRADIENT_PASS, needs_pure=False),
         )
     }
 )
+
+
+def loglinear_share(staleness: Tensor) -> Tensor:
+    """Return the share of the policy in training in ``log pi_old``, float64 [tokens].
+
+    ``log pi_old = (1 - a) log mu + a log pi`` with ``a = d / (d + 1)`` for a token that is ``d`` train steps old: the
+    way from the behavior policy to the policy after the update, up to its last step. ``staleness`` int [tokens].
+    """
+    return staleness / (staleness + 1.0).double()
+
 
 FALLBACK_REASONS = tuple(sorted({"mixed_cache", *(source.missing_reason for source in SOURCES.values())}))
 """All reasons that may occur in ``OldLogprobs.fallbacks``."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollmesh.algorithms.advantages.grpo import grpo
 from rollmesh.algorithms.losses.loss_protocol import LossInput
 from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.bench.measure import Measure, at_least, compared, interleaved
@@ -173,9 +172,8 @@ class PaddedTrainer:
         ``micro_batches`` are lists of trajectory indices in the batch.
         """
         trajectories = [t for g in batch.groups for t in g.trajectories]
-        rewards = torch.tensor([t.shaped_reward for t in trajectories])
-        group_index = torch.tensor([i for i, g in enumerate(batch.groups) for _ in g.trajectories])
-        advantages = grpo(rewards, group_index, len(batch.groups))
+        rewards = [torch.tensor([t.shaped_reward for t in g.trajectories]) for g in batch.groups]
+        advantages = torch.cat([(group - group.mean()) / (group.std() + 1e-6) for group in rewards])
         total = sum(t.response_token_count for t in trajectories)
         for rows in micro_batches:
             loss = self._padded_loss([trajectories[i] for i in rows], advantages[list(rows)])

@@ -69,7 +69,7 @@ class StepSettings(BaseModel):
 
     learning_rate: float
     kl_reference_version: int | None
-    """Reference version; None without a KL term."""
+    """Reference version; None if neither a KL term nor the advantage reads one."""
     recipe: StepRecipe | None = None
     """Recipe of the step; None in a file of an older release, which uses the run file's."""
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.agents import AgentsConfig
 from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.data import DataConfig
@@ -15,6 +16,8 @@ from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.launcher import LauncherConfig
+from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.model import ModelConfig
 from rollmesh.config.network import NetworkConfig
 from rollmesh.config.reward import RewardConfig
@@ -24,7 +27,7 @@ from rollmesh.config.section import EngineSection, Section
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.store import StoreConfig
 from rollmesh.config.telemetry import TelemetryConfig
-from rollmesh.config.trainer import BATCH_ADVANTAGES, DUAL_CLIP, TrainerConfig
+from rollmesh.config.trainer import DUAL_CLIP, AlgorithmConfig, TrainerConfig
 
 
 class RunConfig(Section):
@@ -107,7 +110,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"{evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
             "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
         )
-    if config.schedule.group_size < 2 and algorithm.advantage not in BATCH_ADVANTAGES:
+    if config.schedule.group_size < 2 and advantage_method(algorithm.advantage).compares == "group":
         yield (
             f"schedule.group_size={config.schedule.group_size}: {algorithm.advantage} compares the "
             "members of a group, so it needs at least 2, or trainer.algorithm.advantage=reinforce_pp"
@@ -118,18 +121,11 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "trainer.algorithm.old_logprobs=stage_end, because the logprobs of a stage end are saved with the trainer "
             "state, and a replay cannot compute them again"
         )
-    if algorithm.loss in ("tis", "decoupled_ppo") and algorithm.old_logprobs == "sampler":
+    yield from _loss_problems(algorithm)
+    if algorithm.advantage == "drpo" and config.reward.overlong_buffer_tokens:
         yield (
-            f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
-            "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
-            "old_logprobs=recompute, snapshot, current or (with a barrier, as in schedule.preset=copris_paper) "
-            "stage_end, or loss=ppo_clip"
-        )
-    # The default is allowed, because the resolved run file of every run contains it.
-    if algorithm.loss in ("gspo", "cispo") and algorithm.dual_clip not in (None, DUAL_CLIP):
-        yield (
-            f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
-            "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
+            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} with trainer.algorithm.advantage="
+            "drpo: drpo weighs right answers by their length itself; set reward.overlong_buffer_tokens=0"
         )
     recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
     if recomputed and config.generator.on_new_version == "keep_kv":
@@ -137,6 +133,41 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} cannot reproduce tokens that "
             "attended to another version's cache: use generator.on_new_version=interrupt or old_logprobs=sampler"
         )
+
+
+def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield the settings that the loss or a mask would ignore."""
+    loss = LOSS_METHODS.get(algorithm.loss)
+    if loss is not None and loss.corrects_behavior and algorithm.old_logprobs == "sampler":
+        yield (
+            f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
+            "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
+            "old_logprobs=recompute, snapshot, current or (with a barrier, as in schedule.preset=copris_paper) "
+            "stage_end, or loss=ppo_clip"
+        )
+    # The default is allowed, because the resolved run file of every run contains it.
+    if loss is not None and not loss.has_dual_clip and algorithm.dual_clip not in (None, DUAL_CLIP):
+        yield (
+            f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
+            "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
+        )
+    for field in ("clip_low", "clip_high"):
+        value = getattr(algorithm, field)
+        if loss is not None and not loss.has_bounds and value is not None:
+            yield (
+                f"trainer.algorithm.{field}={value:g}: trainer.algorithm.loss={algorithm.loss} has no bounds and would "
+                f"ignore it; leave {field} out"
+            )
+    for index, mask in enumerate(algorithm.masks):
+        method = MASK_METHODS.get(mask.name)
+        without_values = algorithm.old_logprobs in ("sampler", "loglinear")
+        if method is not None and method.needs == "old_logprobs" and without_values:
+            yield (
+                f"trainer.algorithm.masks.{index}={mask.name} with trainer.algorithm.old_logprobs="
+                f"{algorithm.old_logprobs} would mask nothing: it compares the trainer's log-probabilities before the "
+                "step with those of the behavior policy; use old_logprobs=recompute, current, snapshot or (with a "
+                "barrier) stage_end"
+            )
 
 
 def _size_problems(config: RunConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
+from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
@@ -37,6 +38,7 @@ _REASON_STYLES: Mapping[str, str] = {
     "environment": "dim",
     "stale": "yellow",
     "weight_truncated": "yellow",
+    **dict.fromkeys((*MASK_METHODS, OWN_MASK), "yellow"),
 }
 _OTHER_REASON = "red"
 """Style of clipped tokens."""

@@ -51,6 +51,9 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("idle slot time of generators", percent(summary.bubble_ratio)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
+        ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),
+        ("trajectories without a pass", count(summary.skipped_trajectories or None)),
+        ("mean factor on the learning rate", _factor(summary.mean_rate_factor)),
         ("audit", None if summary.audit is None else summary.audit.verdict.value),
     ]
     return [(name, value) for name, value in rows if value]
@@ -70,6 +73,10 @@ def moment(point: EvaluationPoint, summary: RunSummary) -> str:
 
 def _text(value: object | None) -> str | None:
     return None if value is None else str(value)
+
+
+def _factor(factor: float | None) -> str | None:
+    return None if factor is None else f"{factor:.3f}"
 
 
 def _point(point: EvaluationPoint | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,12 @@ class RunSummary:
     group has left the queue. Empty in runs of older releases."""
     surplus_by_decile: tuple[int, ...] = ()
     """Members that were cut off by length decile, the shortest first."""
+    masked_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that a mask took out of the loss, by mask; masks without any are omitted."""
+    skipped_trajectories: int = 0
+    """Trajectories without a pass, because their advantage is 0."""
+    mean_rate_factor: float | None = None
+    """Mean factor of the update scale on the learning rate; None without one."""
     audit: AuditResult | None = None
     missing: tuple[str, ...] = ()
     """Descriptions of missing data of the folder."""
@@ -134,6 +141,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         max_staleness=folder.max_staleness,
         dropped=_dropped(audit, timeline, folder),
         **_fates(folder),
+        **_left_out(folder),
         audit=audit,
         missing=folder.missing() + audit_problem,
     )
@@ -226,6 +234,21 @@ def _fates(folder: RecordedRun) -> dict[str, Any]:
         "surplus_tokens": mesh.get("wasted_tokens", {}).get("surplus", 0),
         "dropped_share": tuple(None if share is None else 1 - share for share in trained),
         "surplus_by_decile": tuple(mesh.get("surplus_members_by_length_decile", ())),
+    }
+
+
+def _left_out(folder: RecordedRun) -> dict[str, Any]:
+    """Return the fields on masks, skipped passes and the update scale, over all train steps."""
+    records = newest_per_step(folder.metrics.records)
+    batches: list[Mapping[str, Any]] = [record.get("batch") or {} for record in records]
+    masked: Counter[str] = Counter()
+    for batch in batches:
+        masked.update(batch.get("masked_tokens", {}))
+    factors = [record.get("rate_factor", 1.0) for record in records]
+    return {
+        "masked_tokens": {mask: tokens for mask, tokens in masked.items() if tokens},
+        "skipped_trajectories": sum(batch.get("skipped_trajectories", 0) for batch in batches),
+        "mean_rate_factor": float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None,
     }
 
 

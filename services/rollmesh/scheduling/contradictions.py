@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
-from rollmesh.config.trainer import BATCH_ADVANTAGES
+from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.scheduling.schedule_bounds import Bounds
@@ -111,7 +111,8 @@ def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> It
         remedy = "schedule.harvest=group"
     else:
         field, remedy = f"schedule.group_size={section.group_size}", "a larger schedule.group_size"
-    if advantage not in BATCH_ADVANTAGES:
+    compares = advantage_method(advantage).compares
+    if compares == "group":
         yield (
             f"trainer.algorithm.advantage={advantage} compares the members of a group, and with {field} a group has "
             f"one; set trainer.algorithm.advantage=reinforce_pp, or {remedy}"
@@ -121,7 +122,7 @@ def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> It
             f"schedule.filter_zero_variance=true would drop every group: with {field} the rewards of a group are "
             f"always equal; set false, or {remedy}"
         )
-    if section.groups_per_batch == 1:
+    if section.groups_per_batch == 1 and compares == "batch":
         yield (
             f"schedule.groups_per_batch=1 with {field}: the advantages of a batch of one trajectory are 0; raise "
             "schedule.groups_per_batch"
@@ -138,10 +139,17 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     section, parts, minibatches = config.schedule, bounds.part_groups, config.trainer.minibatches
     if not parts:
         return
-    if config.trainer.algorithm.advantage in BATCH_ADVANTAGES:
+    algorithm = config.trainer.algorithm
+    advantage = advantage_method(algorithm.advantage)
+    if advantage.whole_batch or advantage.needs_policy or advantage.needs_reference:
         yield (
-            f"schedule.part_groups={parts}: trainer.algorithm.advantage={config.trainer.algorithm.advantage} is known "
+            f"schedule.part_groups={parts}: trainer.algorithm.advantage={algorithm.advantage} is known "
             "only for the whole batch; set an advantage that compares the members of a group (grpo), or part_groups=0"
+        )
+    if algorithm.masks:
+        yield (
+            f"schedule.part_groups={parts}: trainer.algorithm.masks are computed for the whole batch; set "
+            "trainer.algorithm.masks=[] or part_groups=0"
         )
     one_batch = bounds.wave_batches == 1 and not bounds.spare_groups
     if PRESETS[section.preset].admission is not AdmissionRule.WAVE or not one_batch:

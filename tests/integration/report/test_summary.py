@@ -12,7 +12,7 @@ from rich.console import Console
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
 from rollmesh.report.formats import duration
-from rollmesh.report.sentences import moment, print_summary, sentences
+from rollmesh.report.sentences import facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
 
 
@@ -51,6 +51,22 @@ def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
 def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").unlink()
     assert summarise(run_folder).dropped == {"straggler_timeout": 1}
+
+
+def test_masks_skipped_passes_and_the_factor_on_the_rate_are_summed_over_the_steps(run_folder: Path) -> None:
+    plain = summarise(run_folder)
+    assert (plain.masked_tokens, plain.skipped_trajectories, plain.mean_rate_factor) == ({}, 0, None)
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["batch"] |= {"masked_tokens": {"icepop": 2, "opsm": 0}, "skipped_trajectories": 3}
+        line["rate_factor"] = 0.5
+    lines[0]["rate_factor"] = 1.0
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(run_folder)
+    assert summary.masked_tokens == {"icepop": 24} and summary.skipped_trajectories == 36
+    assert summary.mean_rate_factor == pytest.approx((1 + 11 * 0.5) / 12)
+    told = dict(facts(summary))
+    assert told["masked tokens"] == "icepop 24" and told["trajectories without a pass"] == "36"
 
 
 def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of(run_folder: Path) -> None:

@@ -112,10 +112,35 @@ def cispo_formula(data: Ragged, options: LossOptions) -> TokenFormula:
     return loss
 
 
+def minpro_formula(data: Ragged, options: LossOptions) -> TokenFormula:
+    def loss(x: float, t: int) -> float:
+        earlier = [j for j in range(t) if data.sequence[j] == data.sequence[t]]
+        ratios = [_ratio(data.logprobs[j], data.old[j]) if data.mask[j] else 1.0 for j in earlier]
+        product = (min(ratios) if ratios else 1.0) * _ratio(data.logprobs[t], data.old[t])
+        return -_clip(product, 1 - options.clip_low, 1 + options.clip_high) * data.advantages[t] * x
+
+    return loss
+
+
+def topr_formula(data: Ragged, options: LossOptions) -> TokenFormula:
+    def loss(x: float, t: int) -> float:
+        a = data.advantages[t]
+        return -a * x if a > 0 else -min(_ratio(data.logprobs[t], data.old[t]), 1.0) * a * x
+
+    return loss
+
+
+def kimi_formula(data: Ragged, options: LossOptions) -> TokenFormula:
+    return lambda x, t: -data.advantages[t] * x + 0.05 * _clip(x - data.old[t], -20.0, 20.0) ** 2
+
+
 FORMULAS: dict[str, Callable[[Ragged, LossOptions], TokenFormula]] = {
     "ppo_clip": ppo_formula,
     "decoupled_ppo": decoupled_formula,
     "tis": tis_formula,
     "gspo": gspo_formula,
     "cispo": cispo_formula,
+    "minpro": minpro_formula,
+    "topr": topr_formula,
+    "kimi": kimi_formula,
 }

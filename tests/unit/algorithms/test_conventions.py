@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,13 @@ from rollmesh.algorithms.kl import k1, k3
 from rollmesh.algorithms.losses.loss_protocol import LossInput, TokenLoss
 from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.algorithms.old_logprobs import SOURCES
+from rollmesh.algorithms.token_masks.mask_registry import MASKS
+from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
+from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.methods import Method
+
+from .random_trajectories import columns
 
 METHODS = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
 
@@ -29,10 +38,9 @@ ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES_OF))
 def test_an_advantage_divides_by_what_the_methods_page_says_and_compares_within_its_unit(name: str) -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], dtype=torch.float64)
-    got = ADVANTAGES[name](rewards, torch.tensor([0, 0, 0, 0, 0, 1]), 2)
+    got = ADVANTAGES[name](columns([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], [0, 0, 0, 0, 0, 1]))
     (right, wrong), alone = ADVANTAGES_OF[name]
     expected = torch.tensor([right, wrong, wrong, right, right, *alone], dtype=torch.float64)
     torch.testing.assert_close(got, expected, rtol=5e-6, atol=0)
@@ -55,7 +63,8 @@ def minibatch(mask: list[bool], log_ratio: float = math.log(1.1)) -> LossInput:
 def total(name: str, data: LossInput) -> Tensor:
     """The loss of the minibatch with the defaults of the loss."""
     definition = LOSSES[name]
-    result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0))
+    own = LOSS_METHODS[name].options().model_dump()
+    result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0), **own)
     weights = AGGREGATIONS[definition.aggregation](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
     return aggregate(result.loss, data.mask, weights / weights.sum())
 
@@ -73,6 +82,12 @@ LOSS_OF: dict[str, tuple[float, float]] = {
     "tis": (-2 * (4 * 2.2 - 1.1) / 5, -2 * (3 * 2.2 - 1.1) / 5),
     # log pi = -1
     "cispo": ((4 * 2.2 - 1.1) / 5, (3 * 2.2 - 1.1) / 5),
+    # the product of two ratios, 1.21, for every token but the first, whose factor is 1; the masked one counts as 1 too
+    "minpro": ((2.2 + 3 * 2.42 - 1.1) / 5, (3 * 2.2 - 1.1) / 5),
+    # the ratio of the wrong answer is cut at 1
+    "topr": ((4 * 2 - 1) / 5, (3 * 2 - 1) / 5),
+    # log pi = -1, and 0.05 log(1.1)^2 for every token in the loss
+    "kimi": ((4 * 2 - 1) / 5 + 0.05 * math.log(1.1) ** 2, (3 * 2 - 1) / 5 + 0.04 * math.log(1.1) ** 2),
     # s is cut at 1 + 4e-4 where A > 0, not cut where A < 0; each sequence weighs a half, divided by its 4 or 1 tokens
     "gspo": ((-2 * 1.0004 + 1.1) / 2, (-2 * 1.0004 * 3 / 4 + 1.1) / 2),
 }
@@ -108,9 +123,25 @@ def test_the_kl_estimators_are_those_of_the_methods_page() -> None:
 def test_the_methods_page_states_the_defaults_of_every_loss(name: str) -> None:
     definition = LOSSES[name]
     (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
-    assert f"| {definition.clip_low:g} / {definition.clip_high:g} | `{definition.aggregation}` |" in row
+    bounds = "none" if definition.clip_low is None else f"{definition.clip_low:g} / {definition.clip_high:g}"
+    assert f"| {bounds} | `{definition.aggregation}` |" in row
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *AGGREGATIONS, *SOURCES}))
-def test_the_methods_page_has_every_advantage_aggregation_and_old_logprob_source(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *AGGREGATIONS, *SOURCES, *MASKS}))
+def test_the_methods_page_has_every_advantage_aggregation_mask_and_old_logprob_source(name: str) -> None:
     assert len(re.findall(rf"^\| `{name}` \|", METHODS, flags=re.MULTILINE)) == 1
+
+
+OF_POINTS = ((ADVANTAGE_METHODS, ADVANTAGES), (LOSS_METHODS, LOSSES), (MASK_METHODS, MASKS))
+
+
+@pytest.mark.parametrize(("methods", "functions"), OF_POINTS)
+def test_the_methods_page_states_every_option_with_its_default(
+    methods: Mapping[str, Method], functions: Mapping[str, object]
+) -> None:
+    assert methods.keys() == functions.keys()
+    for name, method in methods.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
+        for option, field in method.options.model_fields.items():
+            default = "required" if field.is_required() else json.dumps(field.default)
+            assert f"`{option}` ({default})" in row, f"{name}.{option}"

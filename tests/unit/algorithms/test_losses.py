@@ -3,13 +3,20 @@
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.algorithms.losses.minpro import smallest_before
+from rollmesh.config.loss_methods import LOSS_METHODS
 
 from .ragged import FORMULAS, random_ragged
 
 SEEDS = range(40)
 NAMES = sorted(LOSSES)
+
+
+def evaluate(name: str, data: LossInput, options: LossOptions) -> TokenLoss:
+    """The loss with the defaults of its own options."""
+    return LOSSES[name].loss(data, options, **LOSS_METHODS[name].options().model_dump())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,7 +26,7 @@ def test_loss_equals_its_formula_on_random_ragged_inputs(name: str, dual_clip: f
         data = random_ragged(seed)
         options = LOSSES[name].options(dual_clip=dual_clip)
         formula = FORMULAS[name](data, options)
-        got = LOSSES[name].loss(data.loss_input(), options).loss
+        got = evaluate(name, data.loss_input(), options).loss
         expected = torch.tensor([formula(x, t) for t, x in enumerate(data.logprobs)], dtype=torch.float64)
         keep = torch.tensor(data.mask)
         torch.testing.assert_close(got[keep], expected[keep], rtol=1e-9, atol=1e-6)
@@ -33,7 +40,7 @@ def test_gradient_equals_the_finite_difference_of_the_formula(name: str) -> None
         options = LOSSES[name].options(dual_clip=3.0)
         formula = FORMULAS[name](data, options)
         tensors = data.loss_input()
-        (gradient,) = torch.autograd.grad(LOSSES[name].loss(tensors, options).loss.sum(), tensors.logprobs)
+        (gradient,) = torch.autograd.grad(evaluate(name, tensors, options).loss.sum(), tensors.logprobs)
         for t, x in enumerate(data.logprobs):
             low, high = formula(x - step, t), formula(x + step, t)
             at_a_kink = abs(high - 2 * formula(x, t) + low) > 1e-9 * max(1.0, abs(high))
@@ -45,8 +52,11 @@ def test_gradient_equals_the_finite_difference_of_the_formula(name: str) -> None
 def test_reported_weight_is_what_the_gradient_does_to_the_logprob(name: str) -> None:
     for seed in SEEDS:
         tensors = random_ragged(seed).loss_input()
-        result = LOSSES[name].loss(tensors, LOSSES[name].options(dual_clip=3.0))
+        result = evaluate(name, tensors, LOSSES[name].options(dual_clip=3.0))
         (gradient,) = torch.autograd.grad(result.loss.sum(), tensors.logprobs)
+        if name == "kimi":
+            # The weight is that of the first term; the square adds tau times the log-ratio.
+            gradient = gradient - 0.1 * (tensors.logprobs - tensors.old_logprobs).detach()
         beyond = (tensors.logprobs - tensors.old_logprobs).abs() >= 20
         keep = tensors.mask & ~beyond
         torch.testing.assert_close(gradient[keep], (-result.weight * tensors.advantages)[keep], rtol=1e-9, atol=1e-9)
@@ -58,7 +68,7 @@ def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     tensors = data.loss_input(torch.float32)
     far = torch.where(torch.arange(len(data.old)) % 2 == 0, 500.0, -500.0)
     tensors.old_logprobs.copy_(tensors.logprobs.detach() + far)
-    result = LOSSES[name].loss(tensors, LOSSES[name].options())
+    result = evaluate(name, tensors, LOSSES[name].options())
     (gradient,) = torch.autograd.grad(result.loss[tensors.mask].sum(), tensors.logprobs)
     assert torch.isfinite(result.loss).all() and torch.isfinite(gradient).all()
 
@@ -68,7 +78,7 @@ def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
     tensors = random_ragged(3).loss_input()
     tensors.old_logprobs.copy_(tensors.logprobs.detach())
     tensors.behavior_logprobs.copy_(tensors.logprobs.detach())
-    result = LOSSES[name].loss(tensors, LOSSES[name].options(dual_clip=10.0))
+    result = evaluate(name, tensors, LOSSES[name].options(dual_clip=10.0))
     assert (result.ratio == 1).all() and (result.weight == 1).all() and (result.clip == ClipReason.NONE).all()
 
 
@@ -107,3 +117,18 @@ def test_gspo_ratio_is_shared_by_a_sequence_and_ignores_masked_tokens() -> None:
     torch.testing.assert_close(before, after)
     for s in range(data.count):
         assert len(before[tensors.sequence_index == s].unique()) == 1
+
+
+def test_the_smallest_ratio_before_a_token_is_that_of_its_own_sequence() -> None:
+    values = torch.tensor([0.5, 2.0, 0.1, 3.0, 3.0, 0.2])
+    got = smallest_before(values, torch.tensor([0, 0, 0, 1, 3, 3]), 4)
+    torch.testing.assert_close(got, torch.tensor([1.0, 0.5, 0.5, 1.0, 1.0, 3.0]))
+
+
+def test_topr_cuts_the_weight_of_wrong_answers_only() -> None:
+    tensors = random_ragged(1).loss_input()
+    tensors.old_logprobs.copy_(tensors.logprobs.detach() - 1.0)
+    for advantage, weight, clip in ((1.0, 1.0, ClipReason.NONE), (-1.0, 1.0, ClipReason.TRUNCATED)):
+        tensors.advantages.fill_(advantage)
+        result = evaluate("topr", tensors, LOSSES["topr"].options())
+        assert (result.weight == weight).all() and (result.clip == clip).all()

@@ -2,7 +2,7 @@
 
 import torch
 
-from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
+from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs, loglinear_share
 
 BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0, 0.0])
 TRAINER = torch.tensor([-1.5, -2.5, -3.5, -9.0])
@@ -41,3 +41,10 @@ def test_a_missing_value_falls_back_with_the_reason_of_its_source() -> None:
         old = choose(name, [True, False, False, False], [True, True, False, False])
         assert old.values.tolist() == [-1.5, -2.0, -3.0, 0.0], name
         assert old.fallbacks == {"mixed_cache": 1, reason: 1}, name
+
+
+def test_loglinear_moves_from_the_behavior_policy_to_the_policy_with_the_age_of_a_token() -> None:
+    share = loglinear_share(torch.tensor([0, 1, 3], dtype=torch.int32))
+    assert share.tolist() == [0.0, 0.5, 0.75] and share.dtype is torch.float64
+    old = choose("loglinear", [False] * 4, [False] * 4)
+    assert torch.equal(old.values, BEHAVIOR) and old.fallbacks == {}

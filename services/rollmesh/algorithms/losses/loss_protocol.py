@@ -44,9 +44,10 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """Options of all losses; each loss reads its own."""
+    """Options that losses share; each loss reads its own."""
 
     clip_low: float
+    """inf for a loss without bounds, as ``clip_high``."""
     clip_high: float
     dual_clip: float | None
     tis_cap: float
@@ -62,4 +63,5 @@ class TokenLoss:
     clip: Tensor  # int8 [tokens], ClipReason
 
 
-PolicyLoss = Callable[[LossInput, LossOptions], TokenLoss]
+PolicyLoss = Callable[..., TokenLoss]
+"""(LossInput, LossOptions, own options as keywords) -> TokenLoss."""

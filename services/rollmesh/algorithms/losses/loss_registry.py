@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from rollmesh.algorithms.losses.cispo import cispo
 from rollmesh.algorithms.losses.decoupled_ppo import decoupled_ppo
 from rollmesh.algorithms.losses.gspo import gspo
+from rollmesh.algorithms.losses.kimi import kimi
 from rollmesh.algorithms.losses.loss_protocol import LossOptions, PolicyLoss
+from rollmesh.algorithms.losses.minpro import minpro
 from rollmesh.algorithms.losses.ppo_clip import ppo_clip
 from rollmesh.algorithms.losses.tis import tis
+from rollmesh.algorithms.losses.topr import topr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +23,10 @@ class LossDefinition:
     """Loss function and its defaults."""
 
     loss: PolicyLoss
-    clip_low: float
-    clip_high: float
+    """Function of (LossInput, LossOptions), and of its own options as keywords."""
+    clip_low: float | None = None
+    """Default bound; None for a loss without bounds."""
+    clip_high: float | None = None
     aggregation: str
 
     def options(
@@ -32,9 +38,11 @@ class LossDefinition:
         tis_cap: float = 2.0,
     ) -> LossOptions:
         """Return the options of a run; None selects the loss's default bound, and no dual clip."""
+        low = self.clip_low if clip_low is None else clip_low
+        high = self.clip_high if clip_high is None else clip_high
         return LossOptions(
-            clip_low=self.clip_low if clip_low is None else clip_low,
-            clip_high=self.clip_high if clip_high is None else clip_high,
+            clip_low=inf if low is None else low,
+            clip_high=inf if high is None else high,
             dual_clip=dual_clip,
             tis_cap=tis_cap,
         )
@@ -47,5 +55,8 @@ LOSSES: Mapping[str, LossDefinition] = MappingProxyType(
         "tis": LossDefinition(loss=tis, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
         "gspo": LossDefinition(loss=gspo, clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean_token_mean"),
         "cispo": LossDefinition(loss=cispo, clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
+        "minpro": LossDefinition(loss=minpro, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        "topr": LossDefinition(loss=topr, aggregation="token_mean"),
+        "kimi": LossDefinition(loss=kimi, aggregation="token_mean"),
     }
 )

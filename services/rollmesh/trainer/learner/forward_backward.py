@@ -12,6 +12,7 @@ from torch import Tensor
 from rollmesh.algorithms.aggregation import Aggregation, aggregate
 from rollmesh.algorithms.kl import k3
 from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
+from rollmesh.algorithms.update_scale import UpdateScale
 from rollmesh.trainer.learner.distributed import World, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack
 from rollmesh.trainer.learner.policy_model import PolicyModel
@@ -43,12 +44,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecipe:
-    """Loss, its options, its aggregation and the weight of the KL term."""
+    """Loss, its options, its aggregation, the weight of the KL term, and the factor on the learning rate."""
 
     loss: PolicyLoss
     options: LossOptions
     aggregation: Aggregation
     kl_coefficient: float
+    update_scale: UpdateScale | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,9 @@ class TokenColumns:
     """Inputs of the loss as CPU tensors over the flat batch, [tokens]."""
 
     old_logprobs: Tensor  # float64
-    own: Tensor  # bool, True where the denominator is the token's own log-probability, detached
+    own: (
+        Tensor  # float64, share of the token's own log-probability, detached, in the denominator; old_logprobs the rest
+    )
     behavior_logprobs: Tensor  # float64
     advantages: Tensor  # float64
     mask: Tensor  # bool
@@ -69,10 +73,10 @@ class TokenColumns:
         def take(column: Tensor) -> Tensor:
             return column[index].to(logprobs)
 
-        own = self.own[index].to(logprobs.device)
+        own = take(self.own)
         return LossInput(
             logprobs=logprobs,
-            old_logprobs=torch.where(own, logprobs.detach(), take(self.old_logprobs)),
+            old_logprobs=own * logprobs.detach() + (1 - own) * take(self.old_logprobs),
             behavior_logprobs=take(self.behavior_logprobs),
             advantages=take(self.advantages),
             mask=self.mask[index].to(logprobs.device),
@@ -81,15 +85,32 @@ class TokenColumns:
         )
 
 
-@torch.no_grad()
 def score_batch(model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array) -> Float64Array:
     """Score the policy tokens of these trajectories: float64 [tokens] on every rank, 0 for all other tokens."""
-    values = np.zeros(len(batch.token_ids), np.float64)
+    logprobs: Float64Array = _score(model, compute, batch, sequences, entropy=False)[0]
+    return logprobs
+
+
+def score_with_entropy(model: PolicyModel, compute: Compute, batch: TrainBatch) -> tuple[Float64Array, Float64Array]:
+    """Score the policy tokens of all trajectories, like ``score_batch``: log-probabilities and entropy, [tokens]."""
+    logprobs, entropy = _score(model, compute, batch, np.arange(batch.trajectory_count), entropy=True)
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def _score(
+    model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array, *, entropy: bool
+) -> Float64Array:
+    """Return log-probabilities and entropy (0 without ``entropy``), float64 [2, tokens]."""
+    values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
     for micro in compute.share(batch, sequences):
         with compute.precision():
-            logprobs, _ = model.score(micro, entropy=False)
-        values[micro.token_index] = logprobs.double().cpu().numpy()
-    return sum_over_ranks(torch.from_numpy(values), compute.world).numpy()
+            scores = model.score(micro, entropy=entropy)
+        index = torch.from_numpy(micro.token_index)
+        for row, column in zip(values[: 1 + entropy], scores, strict=False):
+            row[index] = column.double().cpu()
+    scored: Float64Array = sum_over_ranks(values, compute.world).numpy()
+    return scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +138,9 @@ def accumulate_gradient(
 ) -> GradientPass:
     """Add the gradient of a minibatch to the parameters, micro-batch by micro-batch.
 
-    The aggregation weights are computed over the whole minibatch, so the sum does not depend on the split. ``divisor``
-    replaces their sum: 1 for a part of a minibatch, whose sum is not known yet.
+    The aggregation weights are computed over the whole minibatch, so the sum does not depend on the split.
+    Trajectories that the batch leaves out of the passes count in these weights. ``divisor`` replaces their sum: 1 for a
+    part of a minibatch, whose sum is not known yet.
     """
     member = np.isin(batch.sequence_index, sequences) & batch.policy_mask
     weights = recipe.aggregation(torch.from_numpy(member), columns.sequence_index, batch.trajectory_count)
@@ -126,7 +148,7 @@ def accumulate_gradient(
     weights = weights / (max(1.0, weight) if divisor is None else divisor)
     values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
     totals = torch.zeros(3, dtype=torch.float64)
-    for micro in compute.share(batch, sequences):
+    for micro in compute.share(batch, sequences[batch.passed[sequences]]):
         with compute.precision():
             logprobs, entropy = model.score(micro, entropy=True)
         index = torch.from_numpy(micro.token_index)

@@ -18,6 +18,7 @@ from rollmesh.trainer.learner.forward_backward import (
 )
 from rollmesh.trainer.learner.optimizer import apply_update
 from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.step_statistics import effective_sample_size
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
 
 
@@ -30,6 +31,8 @@ class Updates:
     before_any_update: BoolArray  # [tokens], True in the first minibatch
     loss: float
     grad_norm: float
+    rate_factor: float
+    """Mean factor on the learning rate."""
     applied: tuple[bool, ...]
     """One entry per update: True if it was applied, False if its gradient was not finite."""
     microbatches: int
@@ -55,13 +58,14 @@ def run_minibatches(
     max_grad_norm: float,
 ) -> Updates:
     """Run one optimizer step per minibatch (trajectory indices)."""
-    passes, norms, updates = [], [], []
+    passes, norms, updates, factors = [], [], [], []
     gradient_seconds = update_seconds = 0.0
     for sequences in minibatches:
         begin = time.perf_counter()
         passes.append(accumulate_gradient(model, compute, recipe, batch, columns, sequences))
         middle = time.perf_counter()
-        norm, updated = apply_update(optimizer, max_grad_norm)
+        factors.append(_rate_factor(recipe, batch, passes[-1].logprobs, sequences))
+        norm, updated = apply_update(optimizer, max_grad_norm, factors[-1])
         norms.append(norm)
         updates.append(updated)
         gradient_seconds += middle - begin
@@ -72,6 +76,7 @@ def run_minibatches(
         before_any_update=np.isin(batch.sequence_index, minibatches[0]),
         loss=float(np.mean([p.loss for p in passes])),
         grad_norm=float(np.mean(norms)),
+        rate_factor=float(np.mean(factors)),
         applied=tuple(updates),
         microbatches=sum(p.microbatches for p in passes),
         forward_tokens=sum(p.forward_tokens for p in passes),
@@ -81,23 +86,42 @@ def run_minibatches(
 
 
 def finish_parts(
-    model: PolicyModel, optimizer: torch.optim.AdamW, done: GradientPass, seconds: float, *, max_grad_norm: float
+    model: PolicyModel,
+    optimizer: torch.optim.AdamW,
+    recipe: LossRecipe,
+    batch: TrainBatch,
+    done: GradientPass,
+    seconds: float,
+    *,
+    max_grad_norm: float,
 ) -> Updates:
     """Run the optimizer step of a batch whose gradient is in the parameters, not yet divided by its weight."""
     begin = time.perf_counter()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(max(1.0, done.weight))
-    norm, updated = apply_update(optimizer, max_grad_norm)
+    factor = _rate_factor(recipe, batch, done.logprobs, np.arange(batch.trajectory_count))
+    norm, updated = apply_update(optimizer, max_grad_norm, factor)
     return Updates(
         logprobs=done.logprobs,
         entropy=done.entropy,
         before_any_update=np.ones(len(done.logprobs), np.bool_),
         loss=done.loss,
         grad_norm=norm,
+        rate_factor=factor,
         applied=(updated,),
         microbatches=done.microbatches,
         forward_tokens=done.forward_tokens,
         gradient_seconds=seconds,
         update_seconds=time.perf_counter() - begin,
     )
+
+
+def _rate_factor(recipe: LossRecipe, batch: TrainBatch, logprobs: Float64Array, sequences: Int64Array) -> float:
+    """Return the factor of the update scale, from the weights of the trajectories over their tokens in the loss."""
+    if recipe.update_scale is None:
+        return 1.0
+    inside = batch.loss_mask & batch.passed_mask & np.isin(batch.sequence_index, sequences)
+    size = effective_sample_size((logprobs - batch.behavior_logprobs)[inside], batch.sequence_index[inside])
+    count = len(np.unique(batch.sequence_index[inside]))
+    return recipe.update_scale(size / count) if count else 1.0

@@ -10,10 +10,10 @@ import numpy as np
 import structlog
 import torch
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs
+from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs, loglinear_share
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.learner.distributed import shard, sum_over_ranks
-from rollmesh.trainer.learner.forward_backward import Compute, score_batch
+from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_with_entropy
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 from rollmesh.trainer.learner.stage_logprobs import StageRecord
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, TrainBatch
@@ -33,22 +33,35 @@ class OldLogprobScorer:
     _reference: tuple[int, PolicyModel] | None = field(default=None, init=False)
 
     def denominator(
-        self, batch: TrainBatch, source: OldLogprobSource, current_version: int, *, one_minibatch: bool
-    ) -> tuple[OldLogprobs, BoolArray]:
+        self,
+        batch: TrainBatch,
+        source: OldLogprobSource,
+        current_version: int,
+        *,
+        one_minibatch: bool,
+        policy: Float64Array | None = None,
+    ) -> tuple[OldLogprobs, Float64Array]:
         """Compute the old log-probability of every token from ``source``.
 
         With one minibatch the gradient pass runs on the weights at the start of the step, so its own log-probabilities
-        are used instead of a separate pass. The second result, [tokens], is True for these tokens.
+        are used instead of a separate pass. The second result, [tokens], is 1 for these tokens, and a share for
+        ``loglinear``. ``policy`` are the log-probabilities of a pass at the start of the step, if there was one.
         """
-        logprobs, available, own = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch)
+        logprobs, available, own = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch, policy)
         old = source.choose(
             behavior=torch.from_numpy(batch.behavior_logprobs.astype(np.float64)),
             trainer=torch.from_numpy(logprobs),
             available=torch.from_numpy(available),
             pure=torch.from_numpy(batch.pure),
-            policy=torch.from_numpy(batch.policy_mask),
+            policy=torch.from_numpy(batch.passed_mask),
         )
-        return old, own & old.from_trainer.numpy()
+        if source.trainer_logprobs is TrainerLogprobs.GRADIENT_PASS:
+            return old, loglinear_share(torch.from_numpy(batch.staleness)).numpy()
+        return old, (own & old.from_trainer.numpy()).astype(np.float64)
+
+    def policy(self, batch: TrainBatch) -> tuple[Float64Array, Float64Array]:
+        """Score a batch under the current weights: log-probabilities and entropy, [tokens] each."""
+        return score_with_entropy(self._model, self._compute, batch)
 
     def reference(self, batch: TrainBatch, version: int) -> Float64Array:
         """Score a batch under a pinned version, [tokens]. Raises CheckpointError if the version is not kept."""
@@ -60,21 +73,28 @@ class OldLogprobScorer:
         return score_batch(self._reference[1], self._compute, batch, np.arange(batch.trajectory_count))
 
     def _gather(
-        self, batch: TrainBatch, trainer_logprobs: TrainerLogprobs, current_version: int, one_minibatch: bool
+        self,
+        batch: TrainBatch,
+        trainer_logprobs: TrainerLogprobs,
+        current_version: int,
+        one_minibatch: bool,
+        policy: Float64Array | None,
     ) -> tuple[Float64Array, BoolArray, BoolArray]:
         """Return trainer-side logprobs, where they exist, and where the gradient pass gives them; [tokens] each."""
         tokens = len(batch.token_ids)
         no_token = np.zeros(tokens, np.bool_)
         zeros = np.zeros(tokens, np.float64)
-        if trainer_logprobs is TrainerLogprobs.NONE:
+        if trainer_logprobs in (TrainerLogprobs.NONE, TrainerLogprobs.GRADIENT_PASS):
             return zeros, no_token, no_token
         now = (
-            batch.policy_mask
+            batch.passed_mask
             if trainer_logprobs is TrainerLogprobs.STEP_START
-            else batch.policy_mask & (batch.versions == current_version)
+            else batch.passed_mask & (batch.versions == current_version)
         )
         if one_minibatch:
             values, own = zeros, now
+        elif policy is not None:
+            values, own = policy, no_token
         else:
             values = score_batch(self._model, self._compute, batch, np.unique(batch.sequence_index[now]))
             own = no_token
@@ -90,13 +110,13 @@ class OldLogprobScorer:
     def _snapshots(
         self, batch: TrainBatch, current_version: int, values: Float64Array, available: BoolArray
     ) -> tuple[Float64Array, BoolArray]:
-        for version in np.unique(batch.versions[batch.policy_mask & batch.pure]):
+        for version in np.unique(batch.versions[batch.passed_mask & batch.pure]):
             if version == current_version:
                 continue
             model = self._load(int(version))
             if model is None:
                 continue
-            of_version = batch.versions == version
+            of_version = batch.passed_mask & (batch.versions == version)
             scored = score_batch(model, self._compute, batch, np.unique(batch.sequence_index[of_version]))
             values, available = np.where(of_version, scored, values), available | of_version
         return values, available

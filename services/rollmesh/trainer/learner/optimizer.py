@@ -57,15 +57,21 @@ def set_hyperparameters(
         group.update(lr=rate, betas=betas, weight_decay=weight_decay if decays else 0.0)
 
 
-def apply_update(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[float, bool]:
+def apply_update(optimizer: torch.optim.AdamW, max_norm: float, factor: float = 1.0) -> tuple[float, bool]:
     """Clip over all ranks, step and clear the gradients; return (norm before clipping, True if weights were updated).
 
-    A gradient that is not finite is skipped: one broken batch must not destroy the policy.
+    A gradient that is not finite is skipped: one broken batch must not destroy the policy. ``factor`` multiplies the
+    learning rate of this update.
     """
     total = torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     updated = math.isfinite(norm)
     if updated:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     return norm, updated

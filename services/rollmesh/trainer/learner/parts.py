@@ -41,7 +41,7 @@ class WholeBatch:
     """Results of all parts, per token in the order of the flat batch."""
 
     old: OldLogprobs
-    own: Tensor  # bool [tokens]
+    own: Tensor  # float64 [tokens]
     reference_logprobs: Tensor | None  # float64 [tokens]
     done: GradientPass
 

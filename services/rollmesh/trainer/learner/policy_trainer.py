@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
-from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
@@ -34,6 +32,7 @@ from rollmesh.trainer.learner.forward_backward import (
     score_batch,
 )
 from rollmesh.trainer.learner.fp32_copy import Fp32Copy
+from rollmesh.trainer.learner.method_binding import bind_advantage
 from rollmesh.trainer.learner.minibatches import Updates, finish_parts, run_minibatches
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, PolicyFolder
 from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
@@ -41,6 +40,7 @@ from rollmesh.trainer.learner.parts import Part, Parts, digests
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model, write_policy_folder
 from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
+from rollmesh.trainer.learner.step_inputs import StepInputs, passed_trajectories, step_inputs, token_columns
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings
 from rollmesh.trainer.learner.step_statistics import TokenResults, batch_stats, policy_stats
@@ -162,7 +162,8 @@ class PolicyTrainer:
             self.forget_parts()
         early = len(self._parts.group_ids)
         update = self._update_from_parts if early else self._update
-        columns, old, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
+        inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
+        flat, columns, old = inputs.flat, inputs.columns, inputs.old
         clock = time.perf_counter()
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
@@ -171,6 +172,7 @@ class PolicyTrainer:
             train_step=batch.train_step,
             loss=done.loss,
             learning_rate=rate,
+            rate_factor=done.rate_factor,
             grad_norm=done.grad_norm,
             updates=done.applied.count(True),
             skipped_updates=done.applied.count(False),
@@ -215,9 +217,8 @@ class PolicyTrainer:
         settings, begin = self.settings(step), time.perf_counter()
         recipe = settings.recipe or self._recipe
         flat = _flatten(Batch(train_step=step, groups=tuple(groups)), train_step_of_version, recipe)
-        columns, old = self._columns(
-            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=True
-        )
+        inputs = self._inputs(flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=True)
+        flat, columns, old = inputs.flat, inputs.columns, inputs.old
         every = np.arange(flat.trajectory_count)
         loss = loss_recipe(recipe.algorithm)
         done = accumulate_gradient(self._model, self._compute, loss, flat, columns, every, divisor=1.0)
@@ -277,10 +278,12 @@ class PolicyTrainer:
         """
         recipe = (settings and settings.recipe) or self._recipe
         flat = _flatten(batch, train_step_of_version, recipe)
-        columns, denominator = self._columns(flat, train_step_of_version, recipe, None, one_minibatch=True)
+        inputs = self._inputs(flat, train_step_of_version, recipe, None, one_minibatch=True)
+        flat, columns, denominator = inputs.flat, inputs.columns, inputs.old
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
         index, judged = judge_tokens(loss_recipe(recipe.algorithm), flat, columns, logprobs)
-        old = np.where(columns.own.numpy(), logprobs, columns.old_logprobs.numpy())
+        own = columns.own.numpy()
+        old = own * logprobs + (1 - own) * columns.old_logprobs.numpy()
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> None:
@@ -338,11 +341,11 @@ class PolicyTrainer:
         train_step_of_version: Mapping[int, int],
         settings: StepSettings,
         loss: LossRecipe,
-    ) -> tuple[TokenColumns, OldLogprobs, Updates, float]:
+    ) -> tuple[StepInputs, Updates, float]:
         """Compute old and reference logprobs of a batch, then its updates; the last result is the scoring time."""
         begin, recipe = time.perf_counter(), settings.recipe or self._recipe
         minibatches = split_minibatches(flat, recipe.minibatches)
-        columns, old = self._columns(
+        inputs = self._inputs(
             flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
         )
         scored = time.perf_counter()
@@ -351,12 +354,12 @@ class PolicyTrainer:
             self._optimizer,
             self._compute,
             loss,
-            flat,
-            columns,
+            inputs.flat,
+            inputs.columns,
             minibatches,
             max_grad_norm=recipe.max_grad_norm,
         )
-        return columns, old, done, scored - begin
+        return inputs, done, scored - begin
 
     def _update_from_parts(
         self,
@@ -365,17 +368,21 @@ class PolicyTrainer:
         train_step_of_version: Mapping[int, int],
         settings: StepSettings,
         loss: LossRecipe,
-    ) -> tuple[TokenColumns, OldLogprobs, Updates, float]:
+    ) -> tuple[StepInputs, Updates, float]:
         """Accumulate the groups that are in no part, then update once with the gradient of all parts."""
         if rest := self._parts.rest(batch):
             self._accumulate(rest, train_step_of_version)
-        whole, seconds = self._parts.whole(flat), self._parts.seconds
         recipe = settings.recipe or self._recipe
-        done = finish_parts(self._model, self._optimizer, whole.done, seconds, max_grad_norm=recipe.max_grad_norm)
+        flat = replace(flat, passed=passed_trajectories(flat, recipe))
+        whole, seconds = self._parts.whole(flat), self._parts.seconds
+        done = finish_parts(
+            self._model, self._optimizer, loss, flat, whole.done, seconds, max_grad_norm=recipe.max_grad_norm
+        )
         self._parts.clear()
-        return self._token_columns(flat, whole.old, whole.own, whole.reference_logprobs), whole.old, done, 0.0
+        columns = token_columns(flat, whole.old, whole.own, whole.reference_logprobs)
+        return StepInputs(flat=flat, columns=columns, old=whole.old), done, 0.0
 
-    def _columns(
+    def _inputs(
         self,
         flat: TrainBatch,
         train_step_of_version: Mapping[int, int],
@@ -383,34 +390,24 @@ class PolicyTrainer:
         reference_version: int | None,
         *,
         one_minibatch: bool,
-    ) -> tuple[TokenColumns, OldLogprobs]:
-        current = current_version(train_step_of_version, flat.train_step - 1)
-        algorithm, reference = recipe.algorithm, None
-        source = SOURCES[algorithm.old_logprobs]
-        old, own = self._old_logprob_scorer.denominator(flat, source, current, one_minibatch=one_minibatch)
-        if algorithm.kl_coefficient > 0:
-            version = algorithm.kl_reference_version if reference_version is None else reference_version
-            reference = torch.from_numpy(self._old_logprob_scorer.reference(flat, version))
-        return self._token_columns(flat, old, torch.from_numpy(own), reference), old
-
-    @staticmethod
-    def _token_columns(flat: TrainBatch, old: OldLogprobs, own: Tensor, reference: Tensor | None) -> TokenColumns:
-        return TokenColumns(
-            old_logprobs=old.values,
-            own=own,
-            behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
-            advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
-            mask=torch.from_numpy(flat.loss_mask),
-            sequence_index=torch.from_numpy(flat.sequence_index),
-            reference_logprobs=reference,
+    ) -> StepInputs:
+        return step_inputs(
+            flat,
+            train_step_of_version,
+            recipe,
+            self._old_logprob_scorer,
+            reference_version=reference_version,
+            one_minibatch=one_minibatch,
         )
 
 
 def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:
+    advantage = bind_advantage(recipe.algorithm)
+    known = not (advantage.needs_policy or advantage.needs_reference)
     return build_train_batch(
         batch,
         train_step_of_version,
-        ADVANTAGES[recipe.algorithm.advantage],
+        advantage.compute if known else None,
         max_token_staleness=recipe.max_token_staleness,
     )
 

@@ -54,6 +54,10 @@ class BatchStats:
     trained_tokens: int
     """Tokens in the numerator of the loss."""
     masked_fraction: float
+    skipped_trajectories: int
+    """Trajectories without a pass, because their advantage is 0 (skip_zero_advantage)."""
+    masked_tokens: Mapping[str, int]
+    """Tokens that a policy wrote outside the numerator, by the first mask that took them out."""
     reward_mean: float
     reward_std: float
     outcome_mean: float
@@ -105,6 +109,8 @@ class StepReport:
     loss: float
     """Mean over the minibatches."""
     learning_rate: float
+    rate_factor: float
+    """Factor on the learning rate (update_scale), mean over the minibatches."""
     grad_norm: float
     """Before clipping; mean over the minibatches."""
     updates: int

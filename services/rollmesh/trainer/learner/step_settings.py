@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rollmesh.algorithms.aggregation import AGGREGATIONS
 from rollmesh.algorithms.losses.loss_registry import LOSSES, LossDefinition
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.errors import ConfigError
-from rollmesh.tasks.loading import load_target
+from rollmesh.config.methods import is_own
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig, with_options
 from rollmesh.trainer.learner.forward_backward import LossRecipe
+from rollmesh.trainer.learner.method_binding import (
+    bind_advantage,
+    bind_loss,
+    bind_masks,
+    bind_update_scale,
+    needs_reference,
+)
 from rollmesh.trainer.learner.optimizer import learning_rate
 
 
 def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
-    """Return the recipe of the run file, which is the same for every train step."""
+    """Return the recipe of the run file, which is the same for every train step.
+
+    Raises ConfigError for a user's code that cannot be called as the method that it is named for.
+    """
     algorithm = config.algorithm
-    definition = _loss(algorithm.loss)
-    options = definition.options(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+    bind_loss(algorithm), bind_advantage(algorithm), bind_masks(algorithm)
+    definition = _definition(algorithm.loss)
     filled = {
-        "clip_low": options.clip_low,
-        "clip_high": options.clip_high,
+        "clip_low": definition.clip_low if algorithm.clip_low is None else algorithm.clip_low,
+        "clip_high": definition.clip_high if algorithm.clip_high is None else algorithm.clip_high,
         "aggregation": algorithm.aggregation or definition.aggregation,
+        **with_options(algorithm),
     }
     return StepRecipe(
         algorithm=algorithm.model_copy(update=filled),
@@ -38,7 +47,7 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
 def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
     """Return the settings of the run file for a train step."""
     algorithm = config.algorithm
-    reference = algorithm.kl_reference_version if algorithm.kl_coefficient > 0 else None
+    reference = algorithm.kl_reference_version if needs_reference(algorithm) else None
     rate = learning_rate(config, train_step)
     return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
 
@@ -53,9 +62,9 @@ def differing_settings(recorded: StepSettings | None, present: StepSettings) -> 
 
 def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
     """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
-    definition = _loss(config.loss)
+    definition = _definition(config.loss)
     return LossRecipe(
-        loss=definition.loss,
+        loss=bind_loss(config),
         options=definition.options(
             clip_low=config.clip_low,
             clip_high=config.clip_high,
@@ -64,17 +73,13 @@ def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
         ),
         aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
         kl_coefficient=config.kl_coefficient,
+        update_scale=bind_update_scale(config),
     )
 
 
-def _loss(name: str) -> LossDefinition:
-    """Return a registered loss, or the loss of a user's code with the defaults of ppo_clip."""
-    if name in LOSSES:
-        return LOSSES[name]
-    function = load_target(name, "trainer.algorithm.loss")
-    if not callable(function):
-        raise ConfigError(f"trainer.algorithm.loss: {name} must be a function of (LossInput, LossOptions)")
-    return replace(LOSSES["ppo_clip"], loss=function)
+def _definition(name: str) -> LossDefinition:
+    """Return a registered loss; a user's code has the defaults of ppo_clip."""
+    return LOSSES["ppo_clip" if is_own(name) else name]
 
 
 def _flat(settings: StepSettings) -> dict[str, Any]:

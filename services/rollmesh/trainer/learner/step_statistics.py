@@ -44,6 +44,8 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         original_tokens=original,
         trained_tokens=tokens,
         masked_fraction=1 - tokens / original if original else 0.0,
+        skipped_trajectories=int((~batch.passed).sum()),
+        masked_tokens={mask: int(column.sum()) for mask, column in batch.masked_by.items()},
         reward_mean=float(batch.rewards.mean()),
         reward_std=float(batch.rewards.std()),
         outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
@@ -64,11 +66,11 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
 def policy_stats(
     batch: TrainBatch, results: TokenResults, current_version: int, fallbacks: Mapping[str, int]
 ) -> PolicyStats:
-    """Compare the policy with the behavior policies of the batch, over the tokens in the loss.
+    """Compare the policy with the behavior policies of the batch, over the tokens in the loss that had a pass.
 
     ``current_version`` is the version of the weights at the start of the step.
     """
-    mask = batch.loss_mask
+    mask = batch.loss_mask & batch.passed_mask
     behavior = batch.behavior_logprobs.astype(np.float64)
     policy = torch.from_numpy(results.logprobs[mask])
     sampler = torch.from_numpy(behavior[mask])

@@ -48,7 +48,8 @@ class TokenExplanation:
     weight: float
     """Weight of the token: it pushes its log-probability by weight * advantage / (divisor of the aggregation)."""
     reason: str
-    """One of trained, clipped_high, clipped_low, clipped_dual, weight_truncated, zero_advantage, stale, environment."""
+    """One of trained, clipped_high, clipped_low, clipped_dual, weight_truncated, zero_advantage, stale, environment,
+    the name of a mask, or own for a mask of a user's code."""
 
 
 def explain_tokens(
@@ -68,12 +69,15 @@ def explain_tokens(
     clip = np.zeros(len(batch.token_ids), np.int8)
     ratio[index], weight[index], clip[index] = judged.ratio.numpy(), judged.weight.numpy(), judged.clip.numpy()
     fallback = np.full(len(batch.token_ids), "", object)
-    for reason, tokens in fell_back.items():
-        fallback[tokens.numpy()] = reason
+    for reason, column in fell_back.items():
+        fallback[column.numpy()] = reason
     positions = np.arange(len(batch.token_ids)) - (batch.starts[:-1] + batch.prompt_lengths)[batch.sequence_index]
     reasons = mask_reasons(
         torch.from_numpy(positions < 0), torch.from_numpy(batch.policy_mask), torch.from_numpy(batch.loss_mask)
     ).numpy()
+    masked_by = np.full(len(batch.token_ids), "", object)
+    for mask, tokens in batch.masked_by.items():
+        masked_by[tokens] = mask
     for t in np.flatnonzero(positions >= 0):
         s = batch.sequence_index[t]
         written, trained = bool(batch.policy_mask[t]), bool(batch.loss_mask[t])
@@ -91,7 +95,7 @@ def explain_tokens(
             ratio=float(ratio[t]),
             advantage=float(batch.advantages[s]) if written else 0.0,
             weight=float(weight[t]) if trained else 0.0,
-            reason=_reason(MaskReason(reasons[t]), ClipReason(clip[t]), float(batch.advantages[s])),
+            reason=masked_by[t] or _reason(MaskReason(reasons[t]), ClipReason(clip[t]), float(batch.advantages[s])),
         )
 
 

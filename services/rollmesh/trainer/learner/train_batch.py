@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.algorithms.advantages.advantage_registry import Advantage
+from rollmesh.algorithms.advantages.advantage_protocol import Advantage, TrajectoryColumns
 from rollmesh.algorithms.masks import stale_mask
 from rollmesh.errors import DataError
 from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
@@ -36,17 +36,19 @@ class TrainBatch:
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
     outcome_values: Float64Array  # [trajectories], from the verifier; NaN without a value
-    advantages: Float64Array  # [trajectories]
+    advantages: Float64Array  # [trajectories], NaN until they are known
     truncated: BoolArray  # [trajectories], ended by the token budget
     token_ids: Int32Array  # [tokens]
     sequence_index: Int64Array  # [tokens]
     policy_mask: BoolArray  # [tokens], a policy wrote it: counted in the denominators
     loss_mask: BoolArray  # [tokens], in the numerator of the loss
+    masked_by: Mapping[str, BoolArray]  # [tokens] by mask, each token under the first one that took it out of the loss
     behavior_logprobs: Float32Array  # [tokens], 0 where no policy wrote
     versions: Int32Array  # [tokens], NO_VERSION where no policy wrote
     staleness: Int32Array  # [tokens], train steps since the train step of the version; 0 where no policy wrote
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     temperatures: Float32Array  # [tokens]
+    passed: BoolArray  # [trajectories], in the forward and backward passes
     unscored_trajectories: int
     """Trajectories that were dropped because they have neither a verifier's nor an assigned reward."""
 
@@ -65,6 +67,11 @@ class TrainBatch:
         """Number of tokens after the prompt, [trajectories]."""
         return self.lengths - self.prompt_lengths
 
+    @property
+    def passed_mask(self) -> BoolArray:
+        """Tokens that a policy wrote in the trajectories of the passes, [tokens]."""
+        return self.policy_mask & self.passed[self.sequence_index]
+
     def loss_staleness(self) -> Int64Array:
         """Return the largest staleness of the tokens in the loss, 0 for a trajectory without any, [trajectories]."""
         worst = np.zeros(self.trajectory_count, np.int64)
@@ -75,14 +82,15 @@ class TrainBatch:
 def build_train_batch(
     batch: Batch,
     train_step_of_version: Mapping[int, int],
-    advantage: Advantage,
+    advantage: Advantage | None,
     *,
     max_token_staleness: int | None = None,
 ) -> TrainBatch:
     """Flatten a batch, compute its advantages and mark the tokens that are trained on.
 
     ``train_step_of_version`` maps every policy version that wrote tokens to its train step. Advantages compare the
-    members of a group that have a reward, including ``reward.fixed_value``; members without one are dropped.
+    members that have a reward, including ``reward.fixed_value``; members without one are dropped. ``advantage`` None
+    leaves the advantages NaN, for those that need a pass of a policy.
     ``max_token_staleness`` masks older tokens (``on_stale: mask_old_segments``). Raises DataError for an unknown
     version, a repeated trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch
     without a reward.
@@ -97,14 +105,13 @@ def build_train_batch(
         raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
     group_index = np.array([g for g, _ in members], np.int64)
     rewards = np.array([t.shaped_reward for _, t in members], np.float64)
-    advantages = advantage(torch.from_numpy(rewards), torch.from_numpy(group_index), len(batch.groups)).numpy()
     current = batch.train_step - 1
     columns = [_columns(t, train_step_of_version, current) for _, t in members]
     flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
     policy_mask = flat["versions"] != NO_VERSION
     loss_mask = stale_mask(torch.from_numpy(flat["staleness"]), torch.from_numpy(policy_mask), max_token_staleness)
-    return TrainBatch(
+    flattened = TrainBatch(
         train_step=batch.train_step,
         trajectory_ids=ids,
         group_index=group_index,
@@ -113,13 +120,45 @@ def build_train_batch(
         prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
         rewards=rewards,
         outcome_values=np.array([_verdict(t) for _, t in members], np.float64),
-        advantages=advantages,
+        advantages=np.full(len(members), np.nan),
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
         sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
         policy_mask=policy_mask,
         loss_mask=loss_mask.numpy(),
+        masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask.numpy()},
+        passed=np.ones(len(members), np.bool_),
         unscored_trajectories=total - len(members),
         **flat,
+    )
+    if advantage is None:
+        return flattened
+    return replace(flattened, advantages=advantage(trajectory_columns(flattened)).numpy())
+
+
+def trajectory_columns(
+    batch: TrainBatch, *, policy: Float64Array | None = None, reference: Float64Array | None = None
+) -> TrajectoryColumns:
+    """Return the input of the advantages; ``policy`` and ``reference`` are log-probabilities [tokens]."""
+
+    def sums(logprobs: npt.NDArray[Any] | None) -> torch.Tensor | None:
+        if logprobs is None:
+            return None
+        inside = np.where(batch.policy_mask, logprobs, 0.0)
+        return torch.from_numpy(np.bincount(batch.sequence_index, inside, batch.trajectory_count))
+
+    behavior = sums(batch.behavior_logprobs)
+    assert behavior is not None
+    lengths = np.bincount(batch.sequence_index[batch.policy_mask], minlength=batch.trajectory_count)
+    return TrajectoryColumns(
+        rewards=torch.from_numpy(batch.rewards),
+        outcome_values=torch.from_numpy(batch.outcome_values),
+        group_index=torch.from_numpy(batch.group_index),
+        group_count=batch.group_count,
+        lengths=torch.from_numpy(lengths),
+        truncated=torch.from_numpy(batch.truncated),
+        behavior_logprob_sums=behavior,
+        policy_logprob_sums=sums(policy),
+        reference_logprob_sums=sums(reference),
     )
 
 

@@ -13,6 +13,7 @@ from prometheus_client import Counter
 
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
+from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
@@ -39,6 +40,14 @@ class TrainerMetrics:
             "rollmesh_trainer_old_logprob_fallbacks_total",
             "Tokens whose old logprob fell back to the sampler's.",
             {"reason": FALLBACK_REASONS},
+        )
+        self.masked = m.counter(
+            "rollmesh_trainer_masked_tokens_total",
+            "Tokens that a mask took out of the loss.",
+            {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
+        )
+        self.skipped_trajectories = m.counter(
+            "rollmesh_trainer_skipped_trajectories_total", "Trajectories without a pass: their advantage is 0."
         )
         self.zero_variance = m.counter(
             "rollmesh_trainer_zero_variance_groups_total",
@@ -97,6 +106,9 @@ class TrainerMetrics:
         self.skipped.inc(report.skipped_updates)
         self.zero_variance.labels(outcome="all_right").inc(batch.all_right_groups)
         self.zero_variance.labels(outcome="all_wrong").inc(batch.all_wrong_groups)
+        self.skipped_trajectories.inc(batch.skipped_trajectories)
+        for reason, count in batch.masked_tokens.items():
+            self.masked.labels(reason=reason).inc(count)
         for reason, count in policy.old_logprob_fallbacks.items():
             self.fallbacks.labels(reason=reason).inc(count)
         for staleness, count in batch.trajectory_staleness.histogram.items():

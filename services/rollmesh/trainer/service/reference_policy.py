@@ -1,4 +1,6 @@
-"""The KL reference policy: it must exist before training starts, and it is never pruned.
+"""The reference policy of the KL term, and of advantages that read one.
+
+It must exist before training starts, and it is never pruned.
 
 The reference may change when the run is continued. A replayed step keeps the reference in its batch file.
 """
@@ -9,6 +11,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.trainer.learner.method_binding import needs_reference
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
 
@@ -18,7 +21,7 @@ def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:
     Raises CheckpointError if the check is not possible now: the disk is full, or the object store is unreachable.
     """
     version, newest = algorithm.kl_reference_version, catalog.newest
-    if algorithm.kl_coefficient == 0 or (newest is None and version == 0):
+    if not needs_reference(algorithm) or (newest is None and version == 0):
         return  # a new run publishes version 0 before it trains
     if newest is None or version > newest.policy_version:
         allowed = "a new run can use 0 only" if newest is None else f"the newest is {newest.policy_version}"
@@ -38,7 +41,7 @@ def _config_error(version: int, problem: str) -> ConfigError:
 
 def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
     """Return the versions that must not be pruned: the run file's reference, and those of replayed steps."""
-    found = {algorithm.kl_reference_version} if algorithm.kl_coefficient > 0 else set()
+    found = {algorithm.kl_reference_version} if needs_reference(algorithm) else set()
     for step in checkpoints.batch_steps():
         if step > committed_step:
             found |= _reference_of_step(checkpoints, step)

@@ -5,14 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
 from rollmesh.trainer.learner.packing import balanced_bins, pack
 from rollmesh.trainer.learner.train_batch import build_train_batch
 
 from .made_batches import VOCAB, random_batch
 
 
-def no_advantage(rewards: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    return rewards
+def no_advantage(data: TrajectoryColumns) -> torch.Tensor:
+    return data.rewards
 
 
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 400), st.integers(1, 4))

@@ -15,6 +15,7 @@ from rollmesh.trainer.service.reference_policy import check_reference
 from rollmesh.types import PolicyRecord
 
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, kl_reference_version=0)
+TBA = AlgorithmConfig(advantage="tba", advantage_options={"beta": 0.01})
 
 
 class Failing:
@@ -40,6 +41,11 @@ def test_a_store_that_is_unreachable_for_now_is_no_wrong_setting(reason: Reason)
     assert caught.value.reason == reason
 
 
-def test_a_damaged_reference_is_a_wrong_setting_and_the_damage_is_named() -> None:
+@pytest.mark.parametrize("algorithm", [ALGORITHM, TBA])
+def test_a_damaged_reference_is_a_wrong_setting_and_the_damage_is_named(algorithm: AlgorithmConfig) -> None:
     with pytest.raises(ConfigError, match=r"kl_reference_version=0: policies/0: no; the kept versions are version 0"):
-        check_reference(ALGORITHM, catalog(Reason.TAMPERED))
+        check_reference(algorithm, catalog(Reason.TAMPERED))
+
+
+def test_a_run_that_reads_no_reference_needs_none() -> None:
+    check_reference(AlgorithmConfig(kl_reference_version=7), catalog(Reason.TAMPERED))

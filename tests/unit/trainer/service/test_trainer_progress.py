@@ -17,6 +17,7 @@ def updates(*made: bool) -> Updates:
         before_any_update=nothing.astype(np.bool_),
         loss=0.0,
         grad_norm=0.0,
+        rate_factor=1.0,
         applied=made,
         microbatches=1,
         forward_tokens=1,

@@ -1,0 +1,50 @@
+"""Command ``rollmesh methods``: every advantage, loss, mask and old-logprob source with options and deviations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import typer
+
+from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
+from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.methods import Method
+from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.update_scales import UPDATE_SCALES
+
+POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
+    {
+        "advantage": ADVANTAGE_METHODS,
+        "loss": LOSS_METHODS,
+        "masks": MASK_METHODS,
+        "old_logprobs": OLD_LOGPROB_METHODS,
+        "update_scale": UPDATE_SCALES,
+    }
+)
+"""Methods by the field of ``trainer.algorithm`` that names them."""
+
+
+def methods() -> None:
+    """Print the methods that `trainer.algorithm` names: options with their defaults, source, deviation.
+
+    Advantage, loss and masks also take `module:function` of your code.
+    """
+    for point, found in POINTS.items():
+        for name, method in found.items():
+            typer.secho(f"{point}: {name}", bold=True)
+            if options := option_defaults(method):
+                typer.echo(f"  options: {', '.join(options)}")
+            typer.echo(f"  source: {method.source}")
+            if method.deviation:
+                typer.echo(f"  differs: {method.deviation}")
+
+
+def option_defaults(method: Method) -> list[str]:
+    """Return the options of a method, each with its default or ``required``."""
+    return [
+        f"{name} ({'required' if field.is_required() else json.dumps(field.default)})"
+        for name, field in method.options.model_fields.items()
+    ]

@@ -1,0 +1,133 @@
+"""Advantages by their name in the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pydantic import Field
+
+from rollmesh.config.methods import Method
+from rollmesh.config.section import Section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageMethod(Method):
+    """One advantage."""
+
+    compares: str = "group"
+    """Trajectories that it compares: group, batch, or none."""
+    whole_batch: bool = False
+    """Known only once the whole batch is cut."""
+    needs_policy: bool = False
+    """Reads sums of log-probabilities under the policy at the start of the step."""
+    needs_reference: bool = False
+    """Reads sums of log-probabilities under the pinned reference version."""
+
+
+class McGrpoOptions(Section):
+    """Options of mc_grpo."""
+
+    adv_clip: float | None = Field(default=5.0, gt=0)
+    """Largest absolute advantage; null is off, as in the source: with rewards of 0 and 1 it then reaches thousands."""
+
+
+class GrpoLambdaOptions(Section):
+    """Options of grpo_lambda."""
+
+    top_share: float = Field(default=0.2, gt=0, le=1)
+    """lambda: share of the groups, the best by accuracy and at least one, whose right answers pay for length."""
+    alpha: float = Field(default=0.6, ge=0, lt=1)
+    """Weight of the length."""
+
+
+class DrpoOptions(Section):
+    """Options of drpo."""
+
+    longest_tokens: int = Field(ge=1)
+    """C: tokens of the longest answer, usually rollout.max_new_tokens."""
+    length_scale: float = Field(default=0.1, gt=0)
+    """Lambda: the smaller, the more a short right answer weighs."""
+    tau: float = Field(default=10.0, gt=0)
+    """Temperature of the softmax over wrong answers."""
+
+
+class XrpoNoveltyOptions(Section):
+    """Options of xrpo_novelty."""
+
+    novelty: float = Field(default=2.5, ge=0)
+    """lambda_n: weight of the novelty."""
+    cap: float = Field(default=0.5, ge=0)
+    """kappa: largest bonus, as a share of the advantage."""
+
+
+class PairsOptions(Section):
+    """Options of pairs."""
+
+    kept: float = Field(default=0.5, gt=0, le=1)
+    """alpha: share of the pairs that are kept, at least one."""
+
+
+class TbaOptions(Section):
+    """Options of tba."""
+
+    beta: float = Field(gt=0)
+    """Weight of the KL to the reference version."""
+
+
+ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
+    {
+        "grpo": AdvantageMethod(source="DeepSeekMath, arXiv 2402.03300"),
+        "dr_grpo": AdvantageMethod(source="arXiv 2503.20783", deviation="the advantage only, not its aggregation"),
+        "rloo": AdvantageMethod(source="Back to Basics, arXiv 2402.14740"),
+        "reinforce_pp": AdvantageMethod(
+            source="REINFORCE++, arXiv 2501.03262",
+            compares="batch",
+            whole_batch=True,
+            deviation="every trajectory weighs the same; no KL in the reward",
+        ),
+        "mc_grpo": AdvantageMethod(
+            source="MC-GRPO (code)",
+            options=McGrpoOptions,
+            deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
+        ),
+        "grpo_lambda": AdvantageMethod(
+            source="GRPO-lambda (descriptions; no code of the authors read)",
+            options=GrpoLambdaOptions,
+            whole_batch=True,
+            deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
+        ),
+        "drpo": AdvantageMethod(
+            source="DRPO (code)",
+            options=DrpoOptions,
+            needs_policy=True,
+            deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without a "
+            "right and a wrong answer stay in the denominators",
+        ),
+        "xrpo_novelty": AdvantageMethod(
+            source="XRPO (reviews)",
+            options=XrpoNoveltyOptions,
+            deviation="the advantage only; novelty under the behavior policy",
+        ),
+        "pairs": AdvantageMethod(
+            source="Shuffle-R1 (fork)",
+            options=PairsOptions,
+            deviation="no batch reshuffle; dropped answers stay in the denominators",
+        ),
+        "filtered_bc": AdvantageMethod(source="TTI (code)", compares="none"),
+        "tba": AdvantageMethod(
+            source="TBA, arXiv 2503.18929",
+            options=TbaOptions,
+            needs_policy=True,
+            needs_reference=True,
+            deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule",
+        ),
+    }
+)
+
+
+def advantage_method(name: str) -> AdvantageMethod:
+    """Return a named advantage; the properties of ``module:function`` are unknown, so it may need the whole batch."""
+    own = AdvantageMethod(source="your code", compares="none", whole_batch=True)
+    return ADVANTAGE_METHODS.get(name, own)

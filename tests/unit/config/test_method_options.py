@@ -1,0 +1,70 @@
+"""Methods of a run file with wrong options, or in combinations without an effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollmesh.config import RunConfig
+from rollmesh.config.trainer import AlgorithmConfig, with_options
+
+
+def run(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
+    values = {"name": "run", "folder": "run", "model": {"path": "model"}, "trainer": {"algorithm": algorithm}}
+    return RunConfig.model_validate(values | sections)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        (
+            {"advantage": "mc_grpo", "advantage_options": {"clip": 1}},
+            "mc_grpo has no such option; its options: adv_clip",
+        ),
+        (
+            {"advantage": "pairs", "advantage_options": {"alpha": 0.5}},
+            r"alpha belongs to grpo_lambda\); its options: kept",
+        ),
+        ({"advantage_options": {"kept": 0.5}}, r"grpo has no such option \(kept belongs to pairs\); its options: none"),
+        ({"advantage": "drpo"}, "advantage_options.longest_tokens of drpo: Field required"),
+        ({"advantage": "pairs", "advantage_options": {"kept": 0}}, "advantage_options.kept=0 of pairs"),
+        ({"advantage": "grpoo"}, "expected grpo, dr_grpo, .*, or module:function of your code"),
+        ({"loss": "kimi", "loss_options": {"tau": -1}}, "loss_options.tau=-1 of kimi"),
+        ({"loss_options": {"tau": 1}}, r"ppo_clip has no such option \(tau belongs to kimi\)"),
+        ({"masks": ["ice"]}, "expected icepop, ratio, opsm, m2po, mastered, or module:function"),
+        ({"masks": [{"name": "icepop", "options": {"delta": 1}}]}, r"delta belongs to opsm\); its options: low, high"),
+        ({"masks": ["ratio"]}, "set at least one of token, sequence, geometric and veto"),
+        ({"masks": [{"name": "ratio", "options": {"token": [2, 3]}}]}, "0 <= low <= 1 <= high"),
+        ({"masks": ["icepop"]}, "masks.0=icepop with trainer.algorithm.old_logprobs=sampler would mask nothing"),
+        ({"loss": "topr", "clip_high": 2}, "clip_high=2: trainer.algorithm.loss=topr has no bounds"),
+        ({"loss": "minpro", "dual_clip": 3}, "dual_clip=3: trainer.algorithm.loss=minpro has no dual clip"),
+    ],
+)
+def test_a_method_with_wrong_options_is_refused_with_its_field(algorithm: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        run(algorithm)
+
+
+def test_drpo_refuses_a_penalty_on_length() -> None:
+    algorithm = {"advantage": "drpo", "advantage_options": {"longest_tokens": 1024}}
+    assert run(algorithm).trainer.algorithm.advantage == "drpo"
+    with pytest.raises(ValidationError, match="overlong_buffer_tokens=64 with trainer.algorithm.advantage=drpo"):
+        run(algorithm, reward={"overlong_buffer_tokens": 64})
+
+
+@pytest.mark.parametrize("advantage", ["filtered_bc", "reinforce_pp", "my_code:mine"])
+def test_an_advantage_that_compares_no_group_allows_groups_of_one(advantage: str) -> None:
+    config = run({"advantage": advantage}, schedule={"group_size": 1})
+    assert config.schedule.group_size == 1
+
+
+def test_a_mask_may_be_a_name_and_options_of_own_code_are_left_alone(tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(
+        {"masks": ["mastered", {"name": "my_code:keep", "options": {"any": 1}}], "advantage": "my_code:mine"}
+    )
+    filled = with_options(algorithm)
+    assert [mask.options for mask in filled["masks"]] == [{"entropy": 0.2, "probability": 0.99}, {"any": 1}]
+    assert filled["advantage_options"] == {}

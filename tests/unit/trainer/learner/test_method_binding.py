@@ -1,0 +1,161 @@
+"""Methods of a user's code: their options, and clear errors for what cannot be one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.algorithms.losses.loss_protocol import LossInput
+from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.config.mask_methods import MaskConfig
+from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks
+from rollmesh.trainer.learner.step_inputs import apply_masks
+from rollmesh.trainer.learner.train_batch import build_train_batch
+from rollmesh.types import FinishReason
+
+from .made_batches import batch_of, policy_segment, random_batch, trajectory
+
+ROOT = Path(__file__).parents[4]
+OWN = """
+import torch
+
+def plain(data):
+    return data.rewards * 2
+
+def missing(data):
+    return data.rewards / 0 * 0
+
+def short(data):
+    return data.rewards[:-1]
+
+def elsewhere(data):
+    return data.rewards.to("meta")
+
+def whole_numbers(data):
+    return data.rewards.long()
+
+def a_list(data):
+    return data.rewards.tolist()
+
+def two_inputs(data, more):
+    return data.rewards
+
+def number_loss(data, options):
+    return data.logprobs.sum()
+
+def odd_tokens(data, *, first=0):
+    return (torch.arange(len(data.mask)) + first) % 2 == 1
+
+def weights(data):
+    return data.mask.double()
+
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_methods.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
+
+
+def test_the_advantage_of_the_examples_leaves_cut_answers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rng = np.random.default_rng(0)
+    ends = (FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH)
+    members = [
+        trajectory(f"g0.{i}", [policy_segment(rng, 2)], reward, finish=end)
+        for i, (reward, end) in enumerate(zip((1.0, 0.0, 0.0), ends, strict=True))
+    ]
+    own = AlgorithmConfig(advantage="own_advantage:whole_answers", advantage_options={"least": 2})
+    assert build_train_batch(batch_of(members), {0: 0}, bind_advantage(own).compute).advantages.tolist() == [
+        0.5,
+        -0.5,
+        0.0,
+    ]
+    strict = AlgorithmConfig(advantage="own_advantage:whole_answers", advantage_options={"least": 3})
+    assert not build_train_batch(batch_of(members), {0: 0}, bind_advantage(strict).compute).advantages.any()
+
+
+def test_the_advantage_of_the_examples_has_at_most_20_lines() -> None:
+    lines = (ROOT / "examples" / "own_advantage.py").read_text().split('"""\n', 1)[1].strip().splitlines()
+    assert len(lines) <= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing", "not a finite number"),
+        ("short", "one per trajectory"),
+        ("elsewhere", "is on meta instead of cpu"),
+        ("whole_numbers", "not a finite number"),
+        ("a_list", "list instead of a tensor"),
+    ],
+)
+def test_an_advantage_that_returns_something_else_is_refused(name: str, problem: str) -> None:
+    advantage = bind_advantage(AlgorithmConfig(advantage=f"own_methods:{name}"))
+    with pytest.raises(DataError, match=f"trainer.algorithm.advantage.*own_methods:{name}.*{problem}"):
+        build_train_batch(random_batch(0), {0: 0}, advantage.compute)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        (AlgorithmConfig(advantage="own_methods:two_inputs"), "cannot be called as f"),
+        (AlgorithmConfig(advantage="own_methods:plain", advantage_options={"beta": 1}), "unexpected keyword.*beta"),
+        (AlgorithmConfig(advantage="own_methods:constant"), "must be a function"),
+        (AlgorithmConfig(advantage="own_methods:nothing"), "has no 'nothing'"),
+        (AlgorithmConfig(advantage="no_such_module:plain"), "no module 'no_such_module'"),
+    ],
+)
+def test_code_that_cannot_be_called_as_an_advantage_is_refused_at_startup(
+    algorithm: AlgorithmConfig, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.algorithm.advantage: .*{problem}"):
+        bind_advantage(algorithm)
+
+
+def test_a_loss_that_returns_a_number_is_refused() -> None:
+    loss = bind_loss(AlgorithmConfig(loss="own_methods:number_loss"))
+    column = torch.zeros(2)
+    data = LossInput(
+        logprobs=column,
+        old_logprobs=column,
+        behavior_logprobs=column,
+        advantages=column,
+        mask=column == 0,
+        sequence_index=column.long(),
+        sequence_count=1,
+    )
+    with pytest.raises(DataError, match="own_methods:number_loss: returned Tensor instead of TokenLoss"):
+        loss(data, LOSSES["ppo_clip"].options())
+
+
+def test_masks_of_the_users_code_take_tokens_in_order_and_each_token_once() -> None:
+    algorithm = AlgorithmConfig(
+        masks=(
+            MaskConfig(name="own_methods:odd_tokens"),
+            MaskConfig(name="opsm", options={"delta": 0.0}),
+            MaskConfig(name="own_methods:odd_tokens", options={"first": 1}),
+        )
+    )
+    flat = build_train_batch(random_batch(0), {0: 0}, bind_advantage(AlgorithmConfig()).compute)
+    old = torch.from_numpy(flat.behavior_logprobs.astype(np.float64)) - 1.0
+    masked = apply_masks(flat, bind_masks(algorithm), old, None, None)
+    assert not masked.loss_mask.any() and set(masked.masked_by) == {"own", "opsm"}
+    counts = sum(column.astype(int) for column in masked.masked_by.values())
+    assert (counts == flat.loss_mask).all() and all(column.any() for column in masked.masked_by.values())
+
+
+def test_a_mask_that_returns_weights_is_refused() -> None:
+    flat = build_train_batch(random_batch(0), {0: 0}, bind_advantage(AlgorithmConfig()).compute)
+    masks = bind_masks(AlgorithmConfig(masks=(MaskConfig(name="own_methods:weights"),)))
+    with pytest.raises(DataError, match=r"trainer.algorithm.masks.0=own_methods:weights.*torch.float64"):
+        apply_masks(flat, masks, torch.from_numpy(flat.behavior_logprobs.astype(np.float64)), None, None)
