@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from rollmesh.bench.measure import Measure, at_least, at_most
+from rollmesh.bench.measure import Bar, Measure, at_least, at_most
 from rollmesh.bench.processes import write_run_file
 from rollmesh.bench.real_run import real_run
 from rollmesh.config.recipes import recipe_file
@@ -35,7 +35,7 @@ from rollmesh.sim.calibrated_mesh import calibrated_settings, updates_per_second
 
 CALIBRATED_ON = "sync"
 ARMS = ("copris", "areal", "pipeline", "rollpacker")
-UPDATES, _QUICK_UPDATES = 8, 3
+UPDATES, _QUICK_UPDATES = 6, 3
 SEEDS, _QUICK_SEEDS = 3, 1
 PACE = ((1, 0.02), (128, 0.04))
 """Seconds of a decode step by running calls, in the runs at a pace."""
@@ -72,7 +72,7 @@ class Pair:
     real: float
     simulated: float
     strangers: float
-    """Mean number of runnable processes outside of the mesh during the real run."""
+    """Mean number of runnable processes outside of the mesh during the real run, times their weights."""
     load_average: float
     """Load average of the machine over a minute, at the end of the real run."""
 
@@ -85,7 +85,7 @@ class Pair:
         """Return a line for the console."""
         return (
             f"{self.arm}, {self.cell}, seed {self.seed}: real {self.real:.3f} updates/s, simulated "
-            f"{self.simulated:.3f}, ratio {self.ratio:.2f}; load average {self.load_average:.1f}, others runnable "
+            f"{self.simulated:.3f}, ratio {self.ratio:.2f}; load average {self.load_average:.1f}, others' weight "
             f"{self.strangers:.1f}"
         )
 
@@ -127,7 +127,7 @@ def measures_of(pairs: Sequence[Pair]) -> list[Measure]:
     return rows
 
 
-def _row(name: str, pairs: Sequence[Pair], bars: Any = ()) -> Measure:
+def _row(name: str, pairs: Sequence[Pair], bars: tuple[Bar, ...] = ()) -> Measure:
     load = statistics.median(pair.load_average for pair in pairs)
     return Measure(
         name=name,
@@ -159,7 +159,7 @@ def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int)
             seed=seed,
             real=found.updates_per_second,
             simulated=updates_per_second(settings),
-            strangers=found.strangers,
+            strangers=sum(each.number * each.weight for each in found.strangers),
             load_average=os.getloadavg()[0],
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmesh.config import RunConfig
+from rollmesh.sim.core_shares import Strangers
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model
 from rollmesh.sim.run_records import RunRecords
@@ -16,11 +17,11 @@ _UNBOUNDED = 4096
 
 
 def calibrated_settings(
-    config: RunConfig, records: RunRecords, *, cores: int, is_shared: bool, strangers: float
+    config: RunConfig, records: RunRecords, *, cores: int, is_shared: bool, strangers: tuple[Strangers, ...]
 ) -> MeshSettings:
     """Return the settings of a run file's simulation with all times and lengths from the records of another run.
 
-    ``strangers`` is the mean number of runnable processes outside of the mesh in the run that is simulated.
+    ``strangers`` are the processes outside of the mesh in the run that is simulated.
     """
     settings = mesh_settings(config, SimulationSetup(lengths=str(records.folder), seed=config.seed))
     shares = core_shares(records, cores=cores, is_shared=is_shared, is_paced=config.generator.pace is not None)

@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
 
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strangers:
+    """Processes outside of the mesh that would each take a core."""
+
+    number: float
+    """Mean number of them that can run, on all cores together."""
+    weight: float = 1.0
+    """Share of each against a process of the mesh: 1 for equal niceness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +40,15 @@ class CoreShares:
     """Cores that one decoding generator takes if it can: 1, or less if a pace makes it sleep."""
     service_demand: float
     """Cores that the other services take while every generator decodes; they are on the cores of the trainer."""
-    strangers_before: float = 0.0
-    """Mean number of runnable processes outside of the mesh while the times were measured, on all cores together."""
-    strangers: float = 0.0
+    strangers_before: tuple[Strangers, ...] = ()
+    """Processes outside of the mesh while the times were measured."""
+    strangers: tuple[Strangers, ...] = ()
     """The same in the run that is simulated."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 <= (value := getattr(self, field.name)) < math.inf:
-                raise ConfigError(f"shared cores: {field.name}={value}; expected a finite number of at least 0")
+        for name in ("generators", "generator_demand", "service_demand"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"shared cores: {name}={value}; expected a finite number of at least 0")
         if self.cores < (1 if self.is_shared else 2):
             raise ConfigError(f"shared cores: cores={self.cores}; expected 1 or more, 2 if the sides have their own")
 
@@ -56,20 +66,22 @@ class CoreShares:
         now = self._trainer_level(decoding, self.strangers, is_training=True)
         return min(1.0, before) / min(1.0, now)
 
-    def _generator_level(self, decoding: int, strangers: float, *, is_training: bool) -> float:
+    def _generator_level(self, decoding: int, strangers: Sequence[Strangers], *, is_training: bool) -> float:
         if self.is_shared:
             return self._trainer_level(decoding, strangers, is_training=is_training)
-        share = self.cores // 2 / self.cores
-        return fair_level(share * self.cores, [(strangers * share, 1.0), (decoding, self.generator_demand)])
+        return self._level(self.cores // 2, [(decoding, self.generator_demand)], strangers)
 
-    def _trainer_level(self, decoding: int, strangers: float, *, is_training: bool) -> float:
+    def _trainer_level(self, decoding: int, strangers: Sequence[Strangers], *, is_training: bool) -> float:
         services = (1.0 if decoding else 0.0, self.service_demand * decoding / max(1, self.generators))
-        trainer = (1.0 if is_training else 0.0, 1.0)
+        demands = [(1.0 if is_training else 0.0, 1.0), services]
         if self.is_shared:
-            engines = (float(decoding), self.generator_demand)
-            return fair_level(self.cores, [(strangers, 1.0), trainer, services, engines])
-        share = 1 - self.cores // 2 / self.cores
-        return fair_level(share * self.cores, [(strangers * share, 1.0), trainer, services])
+            return self._level(self.cores, [*demands, (decoding, self.generator_demand)], strangers)
+        return self._level(self.cores - self.cores // 2, demands, strangers)
+
+    def _level(self, cores: int, demands: Sequence[tuple[float, float]], strangers: Sequence[Strangers]) -> float:
+        """Return the level on some of the cores; a stranger of weight w counts as w processes of 1 / w cores each."""
+        part = cores / self.cores
+        return fair_level(cores, [*demands, *((part * s.number * s.weight, 1 / s.weight) for s in strangers)])
 
 
 def fair_level(cores: float, demands: Sequence[tuple[float, float]]) -> float:

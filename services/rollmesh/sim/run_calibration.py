@@ -13,6 +13,7 @@ from rollmesh.sim.core_shares import CoreShares
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.run_records import EngineWork, RunRecords, TrainedUpdate
 from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.types import Float64Array
 
 _FORWARD_SHARE = 1 / 3
 """Share of a pass that only computes log-probabilities in one with gradients: of forward and backward, the latter takes
@@ -36,7 +37,7 @@ def engine_costs(work: Sequence[EngineWork], slots: int) -> EngineCosts:
     return EngineCosts(base=base, slope=(0.0,) * (slots + 1), prefill_seconds_per_token=scale * prefill)
 
 
-def _fitted(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+def _fitted(rows: Float64Array, seconds: Float64Array) -> tuple[float, float, float]:
     """Return the least-squares coefficients that are not negative; those of steps are always above 0."""
     best, least = (float(seconds.sum() / rows[:, 0].sum()), 0.0, 0.0), np.inf
     for more in (others for size in range(3) for others in combinations((1, 2), size)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.sim.core_shares import Strangers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
@@ -58,8 +60,8 @@ class RunRecords:
     """Mean time of a load during which the old policy serves."""
     swap_seconds: float
     """Mean pause of a load."""
-    strangers: float
-    """Mean number of runnable processes of the machine that are not of the run."""
+    strangers: tuple[Strangers, ...]
+    """Runnable processes of the machine that are not of the run."""
 
     @property
     def updates_per_second(self) -> float:

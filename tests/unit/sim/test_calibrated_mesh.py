@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.calibrated_mesh import updates_per_second
-from rollmesh.sim.core_shares import CoreShares
+from rollmesh.sim.core_shares import CoreShares, Strangers
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 
 from .meshes import mesh_settings
@@ -45,8 +45,8 @@ def test_twice_the_processes_on_every_core_take_twice_as_long() -> None:
         generators=4,
         generator_demand=1.0,
         service_demand=0.0,
-        strangers_before=1.0,
-        strangers=3.0,
+        strangers_before=(Strangers(number=1.0),),
+        strangers=(Strangers(number=3.0),),
     )
     assert crowded.trainer_slowing(decoding=0) == 2.0
     assert seconds(on(crowded, "sync")) > 1.3 * seconds(on(None, "sync"))

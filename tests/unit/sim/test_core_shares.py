@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.core_shares import CoreShares, fair_level
+from rollmesh.sim.core_shares import CoreShares, Strangers, fair_level
 
 TOGETHER = CoreShares(cores=2, is_shared=True, generators=2, generator_demand=1.0, service_demand=0.0)
 APART = replace(TOGETHER, is_shared=False)
@@ -62,15 +62,15 @@ def test_with_cores_of_their_own_only_the_services_slow_the_trainer() -> None:
 
 def test_strangers_that_come_after_the_measurement_slow_both_sides() -> None:
     """Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2)."""
-    crowded = replace(TOGETHER, strangers=2.0)
+    crowded = replace(TOGETHER, strangers=(Strangers(number=2.0),))
     assert crowded.generator_slowing(decoding=2, is_training=False) == pytest.approx(2.0)
     assert crowded.trainer_slowing(decoding=0) == pytest.approx(1.5)
-    assert replace(crowded, strangers_before=2.0).trainer_slowing(decoding=0) == 1.0
+    assert replace(crowded, strangers_before=crowded.strangers).trainer_slowing(decoding=0) == 1.0
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("cores", 0), ("generator_demand", -0.1), ("service_demand", math.nan), ("strangers", math.inf)],
+    [("cores", 0), ("generator_demand", -0.1), ("service_demand", math.nan), ("service_demand", math.inf)],
 )
 def test_a_share_that_no_machine_has_is_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field}="):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import DataError
+from rollmesh.sim.core_shares import Strangers
 from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model
 from rollmesh.sim.run_records import EngineWork, ProcessorUse, RunRecords, TrainedUpdate
 
@@ -26,6 +27,7 @@ def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> Train
     )
 
 
+OTHERS = (Strangers(number=1.5),)
 RECORDS = RunRecords(
     folder=Path("run"),
     updates=(update(0.0), update(12.75), update(25.5)),
@@ -35,7 +37,7 @@ RECORDS = RunRecords(
     reward_seconds=0.1,
     fetch_seconds=0.02,
     swap_seconds=0.01,
-    strangers=1.5,
+    strangers=OTHERS,
 )
 
 
@@ -82,7 +84,7 @@ def test_generators_decode_between_the_steps() -> None:
     shares = core_shares(RECORDS, cores=2, is_shared=True, is_paced=True)
     assert shares.service_demand == pytest.approx(0.2)
     assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4))
-    assert (shares.generators, shares.strangers, shares.strangers_before) == (2, 1.5, 1.5)
+    assert (shares.generators, shares.strangers, shares.strangers_before) == (2, OTHERS, OTHERS)
 
 
 def test_without_a_pace_a_generator_takes_a_core_even_if_it_did_not_get_one() -> None:
