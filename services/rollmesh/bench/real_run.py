@@ -89,6 +89,7 @@ def _updates(folder: RunFolder) -> tuple[TrainedUpdate, ...]:
     return tuple(
         TrainedUpdate(
             tokens=int(line["batch"]["trained_tokens"]),
+            forward_tokens=int(line["forward_tokens"]),
             cut_at=cuts[line["train_step"]],
             gradient_seconds=float(line["seconds"]["gradient"]),
             trained_at=float(line["time"]),

@@ -14,7 +14,7 @@ import psutil
 
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.sim.core_shares import Strangers
+from rollmesh.sim.core_shares import Samples, Strangers
 from rollmesh.sim.run_records import EngineWork, ProcessorUse
 
 _STATE, _NICE = 0, 16
@@ -86,11 +86,12 @@ class RunSampler:
             sums[part] += last - first
         return ProcessorUse(**sums)
 
-    def strangers(self) -> tuple[Strangers, ...]:
-        """Return the mean number of runnable threads of other programs, by their weight."""
-        total = sum(self._strangers, Counter[float]())
-        samples = len(self._strangers)
-        return tuple(Strangers(number=count / samples, weight=weight) for weight, count in sorted(total.items()))
+    def strangers(self) -> Samples:
+        """Return the runnable threads of other programs at each sample, by their weight."""
+        return tuple(
+            tuple(Strangers(number=number, weight=weight) for weight, number in sorted(now.items()))
+            for now in self._strangers
+        )
 
     def reward_seconds(self) -> float:
         """Return the mean time from the last token to the reward, from the workers' metrics."""

@@ -31,7 +31,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.sim.calibrated_mesh import calibrated_settings, updates_per_second
+from rollmesh.sim.calibrated_mesh import Machine, calibrated_settings, updates_per_second, with_latencies
 
 CALIBRATED_ON = "sync"
 ARMS = ("copris", "areal", "pipeline", "rollpacker")
@@ -149,17 +149,16 @@ def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int)
         data = run_file(arm, cell, seed, updates, folder / "run")
         config = write_run_file(folder / "run.yaml", data)
         found = real_run(folder, data, *sides(cell, cores))
-        calibration = calibration or found
-        settings = calibrated_settings(
-            config, calibration, cores=len(cores), is_shared=cell.is_shared, strangers=found.strangers
-        )
+        machine = Machine(cores=len(cores), is_shared=cell.is_shared)
+        calibration = calibration or with_latencies(config, found, machine)
+        settings = calibrated_settings(config, calibration, machine, found.strangers)
         yield Pair(
             arm=arm,
             cell=cell,
             seed=seed,
             real=found.updates_per_second,
             simulated=updates_per_second(settings),
-            strangers=sum(each.number * each.weight for each in found.strangers),
+            strangers=statistics.fmean(sum(each.number * each.weight for each in now) for now in found.strangers),
             load_average=os.getloadavg()[0],
         )
 

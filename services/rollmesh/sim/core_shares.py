@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rollmesh.errors import ConfigError
 
@@ -22,9 +23,13 @@ class Strangers:
     """Processes outside of the mesh that would each take a core."""
 
     number: float
-    """Mean number of them that can run, on all cores together."""
+    """Number of them that can run, on all cores together."""
     weight: float = 1.0
     """Share of each against a process of the mesh: 1 for equal niceness."""
+
+
+Samples = tuple[tuple[Strangers, ...], ...]
+"""Strangers at several moments. The mean of the shares counts: bursts slow a mesh less than their mean number would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,9 @@ class CoreShares:
     """Cores that one decoding generator takes if it can: 1, or less if a pace makes it sleep."""
     service_demand: float
     """Cores that the other services take while every generator decodes; they are on the cores of the trainer."""
-    strangers_before: tuple[Strangers, ...] = ()
-    """Processes outside of the mesh while the times were measured."""
-    strangers: tuple[Strangers, ...] = ()
+    strangers_before: Samples = ()
+    """Processes outside of the mesh while the times were measured, at moments of that time; empty for none."""
+    strangers: Samples = ()
     """The same in the run that is simulated."""
 
     def __post_init__(self) -> None:
@@ -56,32 +61,37 @@ class CoreShares:
         """Return the factor on the seconds of the ``decoding`` ones."""
         if not (decoding and self.generator_demand):
             return 1.0
-        before = self._generator_level(self.generators, self.strangers_before, is_training=False)
-        now = self._generator_level(decoding, self.strangers, is_training=is_training)
-        return min(self.generator_demand, before) / min(self.generator_demand, now)
+        before = self._generator_share(self.generators, self.strangers_before, is_training=False)
+        return before / self._generator_share(decoding, self.strangers, is_training=is_training)
 
     def trainer_slowing(self, *, decoding: int) -> float:
         """Return the factor on the seconds of the trainer."""
-        before = self._trainer_level(0, self.strangers_before, is_training=True)
-        now = self._trainer_level(decoding, self.strangers, is_training=True)
-        return min(1.0, before) / min(1.0, now)
+        before = self._trainer_side_share(1.0, 0, self.strangers_before, is_training=True)
+        return before / self._trainer_side_share(1.0, decoding, self.strangers, is_training=True)
 
-    def _generator_level(self, decoding: int, strangers: Sequence[Strangers], *, is_training: bool) -> float:
+    def _generator_share(self, decoding: int, strangers: Samples, *, is_training: bool) -> float:
+        demand = self.generator_demand
         if self.is_shared:
-            return self._trainer_level(decoding, strangers, is_training=is_training)
-        return self._level(self.cores // 2, [(decoding, self.generator_demand)], strangers)
+            return self._trainer_side_share(demand, decoding, strangers, is_training=is_training)
+        return self._mean_share(demand, self.cores // 2, [(decoding, demand)], strangers)
 
-    def _trainer_level(self, decoding: int, strangers: Sequence[Strangers], *, is_training: bool) -> float:
+    def _trainer_side_share(self, demand: float, decoding: int, strangers: Samples, *, is_training: bool) -> float:
         services = (1.0 if decoding else 0.0, self.service_demand * decoding / max(1, self.generators))
         demands = [(1.0 if is_training else 0.0, 1.0), services]
         if self.is_shared:
-            return self._level(self.cores, [*demands, (decoding, self.generator_demand)], strangers)
-        return self._level(self.cores - self.cores // 2, demands, strangers)
+            return self._mean_share(demand, self.cores, [*demands, (decoding, self.generator_demand)], strangers)
+        return self._mean_share(demand, self.cores - self.cores // 2, demands, strangers)
 
-    def _level(self, cores: int, demands: Sequence[tuple[float, float]], strangers: Sequence[Strangers]) -> float:
-        """Return the level on some of the cores; a stranger of weight w counts as w processes of 1 / w cores each."""
+    def _mean_share(
+        self, demand: float, cores: int, demands: Sequence[tuple[float, float]], strangers: Samples
+    ) -> float:
+        """Return the mean share, over the moments, of a process with this demand on some of the cores.
+
+        A stranger of weight w counts as w processes of 1 / w cores each.
+        """
         part = cores / self.cores
-        return fair_level(cores, [*demands, *((part * s.number * s.weight, 1 / s.weight) for s in strangers)])
+        others = [[(part * each.number * each.weight, 1 / each.weight) for each in now] for now in strangers or ((),)]
+        return fmean(min(demand, fair_level(cores, [*demands, *now])) for now in others)
 
 
 def fair_level(cores: float, demands: Sequence[tuple[float, float]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 import numpy as np
@@ -13,6 +13,7 @@ from rollmesh.sim.core_shares import CoreShares
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.run_records import EngineWork, RunRecords, TrainedUpdate
 from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.sim.update_record import UpdateRecord
 from rollmesh.types import Float64Array
 
 _FORWARD_SHARE = 1 / 3
@@ -51,18 +52,36 @@ def _fitted(rows: Float64Array, seconds: Float64Array) -> tuple[float, float, fl
 
 
 def trainer_model(updates: Sequence[TrainedUpdate], *, evidence_passes: int) -> TrainerModel:
-    """Return mean times of these updates: the gradient by tokens, everything else from the cut on as fixed seconds."""
-    tokens = sum(update.tokens for update in updates)
+    """Return mean times of these updates: the gradient by tokens, everything else from the cut on as fixed seconds.
+
+    The gradient of the prompts is fixed: batches of all schedules have as many trajectories. Raises DataError for
+    batches without tokens.
+    """
+    tokens = sum(update.forward_tokens for update in updates)
     if not tokens:
         raise DataError("no train step with tokens in the records of the run: record more train steps")
     per_token = sum(update.gradient_seconds for update in updates) / tokens
+    prompt_tokens = fmean(update.forward_tokens - update.tokens for update in updates)
+    rest = fmean(max(0.0, update.trained_at - update.cut_at - update.gradient_seconds) for update in updates)
     return TrainerModel(
-        fixed_seconds=fmean(max(0.0, u.trained_at - u.cut_at - u.gradient_seconds) for u in updates),
+        fixed_seconds=rest + per_token * prompt_tokens,
         seconds_per_token=per_token,
         evidence_passes=evidence_passes,
         evidence_seconds_per_token=_FORWARD_SHARE * per_token,
-        publication_seconds=fmean(max(0.0, u.announced_at - u.trained_at) for u in updates),
+        publication_seconds=fmean(max(0.0, update.announced_at - update.trained_at) for update in updates),
     )
+
+
+def unexplained_seconds(
+    measured: Sequence[TrainedUpdate], simulated: Sequence[UpdateRecord], publication_seconds: float
+) -> float:
+    """Return by how much the measured mean time from a policy to the next cut exceeds the simulated one, at least 0.
+
+    These are the latencies between processes that no model has: leases, calls, looks of the leader.
+    """
+    real = fmean(later.cut_at - earlier.announced_at for earlier, later in pairwise(measured))
+    model = fmean(later.cut_at - earlier.trained_at for earlier, later in pairwise(simulated)) - publication_seconds
+    return max(0.0, real - model)
 
 
 def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: bool) -> CoreShares:

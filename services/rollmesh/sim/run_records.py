@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.sim.core_shares import Strangers
+from rollmesh.sim.core_shares import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class TrainedUpdate:
 
     tokens: int
     """Response tokens of the batch."""
+    forward_tokens: int
+    """Tokens of its prompts and responses."""
     cut_at: float
     gradient_seconds: float
     trained_at: float
@@ -60,8 +62,8 @@ class RunRecords:
     """Mean time of a load during which the old policy serves."""
     swap_seconds: float
     """Mean pause of a load."""
-    strangers: tuple[Strangers, ...]
-    """Runnable processes of the machine that are not of the run."""
+    strangers: Samples
+    """Runnable processes of the machine that are not of the run, twice a second."""
 
     @property
     def updates_per_second(self) -> float:

@@ -19,6 +19,8 @@ class SimulatedCores:
         self._fleet = fleet
         self._trainer = trainer
         self._seen = (0, False)
+        self._slowings: dict[tuple[int, bool], tuple[float, float]] = {}
+        """Factors of generators and trainer by what works; each is computed once."""
 
     def react(self) -> bool:
         """Slow down or speed up what works now; returns True if that has changed."""
@@ -26,7 +28,13 @@ class SimulatedCores:
         decoding, is_training = sum(engine.running > 0 for engine in engines), self._trainer.is_working
         if (decoding, is_training) == self._seen:
             return False
-        self._seen = (decoding, is_training)
-        self._fleet.slow_down(self._shares.generator_slowing(decoding=decoding, is_training=is_training))
-        self._trainer.slow_down(self._shares.trainer_slowing(decoding=decoding))
+        self._seen = now = (decoding, is_training)
+        if now not in self._slowings:
+            self._slowings[now] = (
+                self._shares.generator_slowing(decoding=decoding, is_training=is_training),
+                self._shares.trainer_slowing(decoding=decoding),
+            )
+        of_generators, of_trainer = self._slowings[now]
+        self._fleet.slow_down(of_generators)
+        self._trainer.slow_down(of_trainer)
         return True

@@ -45,8 +45,8 @@ def test_twice_the_processes_on_every_core_take_twice_as_long() -> None:
         generators=4,
         generator_demand=1.0,
         service_demand=0.0,
-        strangers_before=(Strangers(number=1.0),),
-        strangers=(Strangers(number=3.0),),
+        strangers_before=((Strangers(number=1.0),),),
+        strangers=((Strangers(number=3.0),),),
     )
     assert crowded.trainer_slowing(decoding=0) == 2.0
     assert seconds(on(crowded, "sync")) > 1.3 * seconds(on(None, "sync"))

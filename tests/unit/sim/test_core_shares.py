@@ -62,7 +62,7 @@ def test_with_cores_of_their_own_only_the_services_slow_the_trainer() -> None:
 
 def test_strangers_that_come_after_the_measurement_slow_both_sides() -> None:
     """Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2)."""
-    crowded = replace(TOGETHER, strangers=(Strangers(number=2.0),))
+    crowded = replace(TOGETHER, strangers=((Strangers(number=2.0),),))
     assert crowded.generator_slowing(decoding=2, is_training=False) == pytest.approx(2.0)
     assert crowded.trainer_slowing(decoding=0) == pytest.approx(1.5)
     assert replace(crowded, strangers_before=crowded.strangers).trainer_slowing(decoding=0) == 1.0

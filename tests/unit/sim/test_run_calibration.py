@@ -9,8 +9,12 @@ import pytest
 
 from rollmesh.errors import DataError
 from rollmesh.sim.core_shares import Strangers
-from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model
+from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
 from rollmesh.sim.run_records import EngineWork, ProcessorUse, RunRecords, TrainedUpdate
+from rollmesh.sim.update_record import update_record
+
+PROMPTS = 100
+"""Tokens of the prompts of a batch."""
 
 
 def work(steps: float, tokens: float, prefill: float, *, noise: float = 0.0) -> EngineWork:
@@ -23,11 +27,16 @@ def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> Train
     """A step that ends half a second after its gradient, and is announced a quarter later."""
     trained = cut_at + gradient + 0.5
     return TrainedUpdate(
-        tokens=tokens, cut_at=cut_at, gradient_seconds=gradient, trained_at=trained, announced_at=trained + 0.25
+        tokens=tokens,
+        forward_tokens=tokens + PROMPTS,
+        cut_at=cut_at,
+        gradient_seconds=gradient,
+        trained_at=trained,
+        announced_at=trained + 0.25,
     )
 
 
-OTHERS = (Strangers(number=1.5),)
+OTHERS = ((Strangers(number=1.5),),)
 RECORDS = RunRecords(
     folder=Path("run"),
     updates=(update(0.0), update(12.75), update(25.5)),
@@ -65,18 +74,25 @@ def test_idle_intervals_alone_are_no_records() -> None:
 
 
 def test_the_gradient_goes_by_tokens_and_the_rest_is_fixed() -> None:
-    model = trainer_model(
-        [update(0.0, tokens=500, gradient=1.0), update(10.0, tokens=1500, gradient=3.0)], evidence_passes=1
-    )
+    """4.4 s for 600 and 1600 tokens with prompts: 2 ms each, 0.2 s of a step for the prompts."""
+    updates = [update(0.0, tokens=500, gradient=1.4), update(10.0, tokens=1500, gradient=3.0)]
+    model = trainer_model(updates, evidence_passes=1)
     assert model.seconds_per_token == pytest.approx(0.002)
-    assert model.fixed_seconds == pytest.approx(0.5)
+    assert model.fixed_seconds == pytest.approx(0.5 + 0.2)
     assert model.publish_seconds() == pytest.approx(0.25)
-    assert model.train_seconds(tokens=300) == pytest.approx(0.5 + 0.6 + 0.2)  # and a third for the evidence
+    assert model.train_seconds(tokens=300) == pytest.approx(0.7 + 0.6 + 0.2)  # and a third for the evidence
 
 
 def test_steps_without_tokens_are_no_records() -> None:
     with pytest.raises(DataError, match="no train step"):
-        trainer_model([update(0.0, tokens=0)], evidence_passes=0)
+        trainer_model([update(0.0, tokens=-PROMPTS)], evidence_passes=0)
+
+
+@pytest.mark.parametrize(("cuts", "lacking"), [((0.0, 9.0, 18.0), 3.75), ((0.0, 14.0, 28.0), 0.0)])
+def test_the_time_from_a_policy_to_the_next_cut_that_no_model_has(cuts: tuple[float, ...], lacking: float) -> None:
+    """Measured: 10 s. Simulated: a step takes 2.5 s and its publication 0.25, so 6.25 or 11.25 s remain."""
+    simulated = [update_record(1, [], [0], cut_at=cut, trained_at=cut + 2.5, trainer_wait_seconds=0.0) for cut in cuts]
+    assert unexplained_seconds(RECORDS.updates, simulated, 0.25) == pytest.approx(lacking)
 
 
 def test_generators_decode_between_the_steps() -> None:
