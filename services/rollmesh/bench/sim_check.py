@@ -35,7 +35,7 @@ from rollmesh.sim.calibrated_mesh import Machine, calibrated_settings, updates_p
 
 CALIBRATED_ON = "sync"
 ARMS = ("copris", "areal", "pipeline", "rollpacker")
-UPDATES, _QUICK_UPDATES = 6, 3
+UPDATES, _QUICK_UPDATES = 8, 3
 SEEDS, _QUICK_SEEDS = 3, 1
 PACE = ((1, 0.02), (128, 0.04))
 """Seconds of a decode step by running calls, in the runs at a pace."""
