@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 import yaml
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import ConfigError
 from rollmesh.launcher.preflight import check_run
 from rollmesh.report.console import output_console
 
+Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the first train steps on assumed devices.")]
+With = Annotated[
+    list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with gpu=H200; docs/simulator.md")
+]
 app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True)
 
 
 @app.command()
-def validate(run: RunFileArgument, set_: SetOption = None) -> None:
-    """Check a run file and print the estimate of the run: pool, expected staleness, memory of the queue."""
+def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = False, with_: With = None) -> None:
+    """Check a run file and print the estimate of the run: pool, expected staleness, memory of the queue.
+
+    With `--simulate` also updates per second, staleness and the trainer's wait on a virtual clock.
+    """
     with clear_errors():
+        if with_ and not simulate:
+            raise ConfigError(f"--with {with_[0]}: a setting of the simulation; add --simulate")
         config = load_run_config(run, set_ or ())
         table = check_run(config).table()
+        predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
     console.print(f"{run}: valid", highlight=False)
     console.print(table)
+    if predicted is not None:
+        console.print(predicted, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -38,3 +52,10 @@ def show(run: RunFileArgument, set_: SetOption = None) -> None:
 def schema() -> None:
     """Print the JSON Schema of run files, for editors."""
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+def _prediction(config: RunConfig, settings: list[str]) -> str:
+    from rollmesh.sim.arms import parse_setup
+    from rollmesh.sim.prediction import prediction
+
+    return prediction(config, parse_setup(settings))

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from rollmesh.cli.common import JsonOption, SetOption, clear_errors
 from rollmesh.report.console import output_console
 
 RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="[RUN.yaml]")]
-Compare = Annotated[str | None, typer.Option(help="Presets, separated by commas; `all` for every preset.")]
+Compare = Annotated[
+    str | None, typer.Option(help="Presets, separated by commas; every preset without a list.", metavar="[A,B,...]")
+]
 Sweep = Annotated[str | None, typer.Option(help="Field of the run file and its values: schedule.pool_size=256,512")]
 Lengths = Annotated[str | None, typer.Option(help="Lengths of responses: a name, a run folder or a trace file.")]
 Export = Annotated[
     Path | None,
     typer.Option(help="Print the length trace of a run folder, and simulate nothing.", metavar="RUN_FOLDER"),
 ]
+Plots = Annotated[Path | None, typer.Option(help="Draw plots into this folder.", metavar="FOLDER")]
 With = Annotated[
     list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with trainer_devices=16")
 ]
@@ -28,6 +33,16 @@ Model = Annotated[str | None, typer.Option(help="Model of the table, or a Huggin
 Check = Annotated[bool, typer.Option("--check", help="Check every promise of the scheduler; status 2 if one fails.")]
 Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
 Scale = Annotated[bool, typer.Option("--scale", help="Simulate 1,000 generators, and print what the simulation costs.")]
+
+
+class SimCommand(TyperCommand):
+    """Command ``sim``, with ``--compare`` alone for all presets: options of typer need a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the missing value of ``--compare``."""
+        pairs = pairwise([*args, "-"])
+        completed = ([one, "all"] if one == "--compare" and next_.startswith("-") else [one] for one, next_ in pairs)
+        return super().parse_args(ctx, list(chain.from_iterable(completed)))
 
 
 def sim(
@@ -44,6 +59,7 @@ def sim(
     check: Check = False,
     long: Long = False,
     scale: Scale = False,
+    plots: Plots = None,
     export: Export = None,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
@@ -53,6 +69,8 @@ def sim(
     from rollmesh.sim.arms import arms_of
     from rollmesh.sim.figures_table import figures_tables
     from rollmesh.sim.length_trace import trace_of_run
+    from rollmesh.sim.plotted_arms import plotted_arm, write_simulation_plots
+    from rollmesh.sim.run_timeline import RunTimeline
     from rollmesh.sim.simulation_cost import simulate_at_cost
 
     short = {"gpu": gpu, "model": model, "lengths": lengths}
@@ -65,14 +83,19 @@ def sim(
         arms = arms_of(
             run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
         )
-        results, costs = [], []
+        results, costs, drawn = [], [], []
         for arm in arms:
-            found, cost = simulate_at_cost(arm, check=check)
+            timeline = RunTimeline() if plots else None
+            found, cost = simulate_at_cost(arm, check=check, timeline=timeline)
+            if timeline is not None:
+                drawn.append(plotted_arm(arm, found, timeline))
             results.append((arm.name, found))
             costs.append(cost)
             if as_json:
                 of_scale = {"cost": cost.document()} if scale else {}
                 typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale}))
+        if plots is not None:
+            write_simulation_plots(drawn, plots, is_sweep=sweep is not None)
     if not as_json:
         console = output_console()
         for table in figures_tables(results, console.width):

@@ -172,9 +172,8 @@ def _require_no_fall(name: str, seconds: Mapping[int, float]) -> None:
 
 def _require_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
     if not math.isfinite(seconds) or seconds < 0 or not (seconds or zero):
-        raise ConfigError(
-            f"decode curve: {name}={seconds}; expected finite seconds {'of at least' if zero else 'above'} 0"
-        )
+        expected = "of at least 0" if zero else "above 0"
+        raise ConfigError(f"decode curve: {name}={seconds}; expected finite seconds {expected}: measure again")
 
 
 def write_curve(path: Path, points: Iterable[CurvePoint], prefill_seconds_per_token: float, engine: str) -> None:

@@ -18,6 +18,7 @@ from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
 
+_MOST_PER_HOUR = 3600
 _STREAMS = {"death": 10, "spot": 11, "trainer_crash": 12, "leader_gap": 13}
 
 
@@ -50,6 +51,11 @@ class FailurePlan:
             value = getattr(self, each.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"--fail {each.name}={value}: expected a finite number, 0 or more")
+            if each.name.endswith("_per_hour") and value > _MOST_PER_HOUR:
+                raise ConfigError(
+                    f"--fail {each.name}={value}: expected at most {_MOST_PER_HOUR}, one per second; a mesh that fails "
+                    "more often makes no progress"
+                )
         if self.slow_factor <= 0:
             raise ConfigError(f"--fail slow_factor={self.slow_factor}: expected a number above 0")
 

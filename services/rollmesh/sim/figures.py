@@ -21,7 +21,10 @@ class Figures:
 
     updates: int
     """Updates after the warm-up: the first tenth of the updates, at least one if there are others."""
+    updates_per_second: float
     updates_per_hour: float
+    update_seconds: tuple[float, ...]
+    """Time of each update."""
     update_seconds_p50: float
     update_seconds_p90: float
     trained_tokens_per_second: float
@@ -62,10 +65,13 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
         tokens.update(update.tokens_by_staleness)
         oldest.update(update.trajectories_by_staleness)
     trained, trajectories = tokens.total(), sum(update.trajectories for update in updates)
-    p50, p90 = _percentiles([began, *(update.trained_at for update in updates)])
+    each = [later - earlier for earlier, later in pairwise([began, *(update.trained_at for update in updates)])]
+    p50, p90 = _percentiles(each)
     return Figures(
         updates=len(updates),
+        updates_per_second=len(updates) / seconds,
         updates_per_hour=3600 * len(updates) / seconds,
+        update_seconds=tuple(each),
         update_seconds_p50=p50,
         update_seconds_p90=p90,
         trained_tokens_per_second=trained / seconds,
@@ -87,9 +93,8 @@ def _work(run: SimulatedRun, first: int) -> FleetWork:
     return run.work[-1].since(run.work[first - 1]) if first else run.work[-1]
 
 
-def _percentiles(times: Sequence[float]) -> tuple[float, float]:
-    """Return median and ninth decile of the differences."""
-    seconds = [later - earlier for earlier, later in pairwise(times)]
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return median and ninth decile."""
     if len(seconds) == 1:
         return seconds[0], seconds[0]
     tenths = quantiles(seconds, n=10, method="inclusive")

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from rollmesh.sim.figures import Figures
 
+_MOST_AGES = 10
+"""Numbers of train steps that the histogram of staleness tells apart."""
 _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "updates/h": lambda f: f"{f.updates_per_hour:,.1f}",
     "s/update p50": lambda f: f"{f.update_seconds_p50:,.0f}",
@@ -17,7 +19,7 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "trained tok/s": lambda f: f"{f.trained_tokens_per_second:,.0f}",
     "bubble": lambda f: f"{f.bubble_ratio:.0%}",
     "off-policy": lambda f: f"{f.off_policy_token_share:.0%}",
-    "staleness": lambda f: f"{f.mean_staleness:.2f}, max {max(f.staleness, default=0)}",
+    "staleness, % at 0, 1, ..": lambda f: f"{f.mean_staleness:.2f}: {_histogram(f.staleness)}",
     "version span": lambda f: f"{f.version_span:.2f}",
     "preempted": lambda f: f"{f.preemptions:,}",
     "re-prefill": lambda f: f"{f.reprefill_share:.0%}",
@@ -65,6 +67,15 @@ def _table(names: Column, columns: Sequence[Column]) -> Table:
     for name, *cells in zip(names.cells, *(column.cells for column in columns), strict=True):
         table.add_row(escape(name), *cells)
     return table
+
+
+def _histogram(staleness: Mapping[int, int]) -> str:
+    """Return the percentages of the trajectories by staleness from 0 on; large ones share the last number."""
+    total = sum(staleness.values())
+    shares = [staleness.get(age, 0) for age in range(min(max(staleness, default=0), _MOST_AGES - 1) + 1)]
+    rest = total - sum(shares)
+    texts = [f"{count / max(1, total):.0%}".rstrip("%") for count in shares]
+    return " ".join([*texts, f"{_MOST_AGES}+: {rest / total:.0%}".rstrip("%")] if rest else texts)
 
 
 def _wasted(found: Figures) -> str:

@@ -53,8 +53,8 @@ class TracedTrajectory:
         """Group and stream, for messages."""
         return f"group={self.group}, stream={self.stream}"
 
-    def context_tokens(self, cap: int) -> int:
-        """Return the largest context of its calls, if its sampled tokens end at ``cap``."""
+    def tokens_after_prompt(self, cap: int) -> int:
+        """Return the tokens of its turns and of the environment between them, if the sampled ones end at ``cap``."""
         sampled = context = 0
         for number, output in enumerate(self.outputs):
             before = self.observations[number - 1] if number else 0
@@ -62,7 +62,7 @@ class TracedTrajectory:
             sampled += output
             if sampled >= cap:
                 break
-        return self.prompt_tokens + context
+        return context
 
     @classmethod
     def read(cls, line: str) -> Self:
@@ -132,7 +132,7 @@ def _traced(group: Group) -> list[TracedTrajectory]:
 
 
 def traced_trajectory(trajectory: Trajectory, stream: str) -> TracedTrajectory:
-    """Return the turns of a trajectory with sampled tokens; what the environment says before them is prompt."""
+    """Return the turns of a trajectory; tokens of the environment before the first sampled one count as prompt."""
     opening, outputs, observations = 0, [], []
     for source, segments in groupby(trajectory.segments, lambda segment: segment.source):
         tokens = sum(map(len, segments))

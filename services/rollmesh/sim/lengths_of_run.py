@@ -38,7 +38,10 @@ def trained_groups(run_folder: Path) -> Iterator[Group]:
     store = open_checkpoints(RecordedRun(run_folder))
     steps = store.batch_steps()
     if not steps:
-        raise DataError(f"{run_folder}: no finished trajectories; lengths come from finished train steps")
+        raise DataError(
+            f"{run_folder}: no finished trajectories; lengths come from finished train steps: "
+            "give a run that has trained"
+        )
     for step in steps:
         yield from store.read_batch(step).groups
 

@@ -12,7 +12,7 @@ from rollmesh.sim.generator_clock import Finished, GeneratorClock
 from rollmesh.types import GeneratorRecord, PolicyRecord
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     """A turn of a trajectory that another one follows."""
 
     end: int
@@ -36,7 +36,7 @@ class GroupWork:
     lengths: Sequence[int]
     """Sampled tokens of each member until its end."""
     rewards: Sequence[float]
-    turns: Sequence[Sequence[Turn]] = ()
+    turns: Sequence[Sequence[SimulatedTurn]] = ()
     """Turns of each member before its last one; empty if no member has more than one."""
 
     def answer_id(self, number: int) -> str:
@@ -97,7 +97,7 @@ class SimulatedTrajectory:
         return self.segment_tokens > 0 and self._in_segment(version) == 0
 
     @property
-    def _turns(self) -> Sequence[Turn]:
+    def _turns(self) -> Sequence[SimulatedTurn]:
         return self.work.turns[self.member.number] if self.work.turns else ()
 
     def _in_segment(self, version: int) -> int:

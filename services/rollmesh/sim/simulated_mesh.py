@@ -17,6 +17,7 @@ from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel
+from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_cores import SimulatedCores
 from rollmesh.sim.simulated_leader import SimulatedLeader
@@ -28,6 +29,8 @@ from rollmesh.types import PolicyRecord
 
 _LONGEST_WAIT_SECONDS = 30 * 86400.0
 """Virtual time without a train step after which a run counts as stuck."""
+_LONGEST_PAUSE_SECONDS = 86400.0
+"""The same without a train step and without a finished trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +74,17 @@ class SimulatedRun:
 class SimulatedMesh:
     """One run of a simulated mesh."""
 
-    def __init__(self, settings: MeshSettings, *, check: bool = False) -> None:
-        """``check`` switches the invariants on."""
+    def __init__(self, settings: MeshSettings, *, check: bool = False, timeline: RunTimeline | None = None) -> None:
+        """``check`` switches the invariants on; ``timeline`` takes samples for plots."""
+        self._timeline = timeline
         self.clock = EventClock(most_events=settings.most_events)
         self.queue = QueueModel(settings.limits)
         self.invariants = Invariants(settings.schedule, self.queue) if check else None
         self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
         self._settings = settings
         self._work: list[FleetWork] = []
+        self._progress_made = (0, 0)
+        self._progress_at = 0.0
         self.worker = SimulatedWorker(
             self.clock,
             self.queue,
@@ -138,6 +144,8 @@ class SimulatedMesh:
             # Calls that end at this very moment are finished by a second reaction, which also plans the new times.
             if self._cores is not None and self._cores.react() and self.worker.react():
                 self.leader.look_soon()
+            if self._timeline is not None:
+                self._timeline.observe(self.clock.now, self.fleet.generators)
         return self._result()
 
     def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
@@ -158,13 +166,21 @@ class SimulatedMesh:
 
     def _is_stuck(self) -> bool:
         updates = self.trainer.updates
+        made = (self.queue.totals["finished_total"], len(updates))
+        if made != self._progress_made:
+            self._progress_made, self._progress_at = made, self.clock.now
+        if self.clock.now - self._progress_at > _LONGEST_PAUSE_SECONDS:
+            return True
         return self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
 
     def _stuck(self) -> str:
         queue = self.queue
+        serving = sum(generator.record.serving for generator in self.fleet.generators.values())
         return (
             f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is never cut; after "
-            f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}"
+            f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}, "
+            f"with {serving} serving generators of generator.replicas={self._settings.fleet.count} and {queue.leased} "
+            "trajectories in flight: change the schedule, --fail or generator.replicas"
         )
 
     def _result(self) -> SimulatedRun:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollmesh.sim.arms import Arm
 from rollmesh.sim.figures import Figures, figures
+from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
 
@@ -43,10 +44,12 @@ class SimulationCost:
         )
 
 
-def simulate_at_cost(arm: Arm, *, check: bool = False) -> tuple[Figures, SimulationCost]:
-    """Simulate one arm, and measure the simulation itself."""
+def simulate_at_cost(
+    arm: Arm, *, check: bool = False, timeline: RunTimeline | None = None
+) -> tuple[Figures, SimulationCost]:
+    """Simulate one arm, and measure the simulation itself; ``timeline`` takes samples for plots."""
     began = time.process_time()
-    run = SimulatedMesh(arm.settings, check=check).run()
+    run = SimulatedMesh(arm.settings, check=check, timeline=timeline).run()
     seconds = time.process_time() - began
     # Linux counts kibibytes, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024

@@ -163,11 +163,8 @@ def _longest_call(config: RunConfig, lengths: LengthModel | TracedLengths, promp
     """Return the most context tokens of a call. Raises ConfigError if the generators allow fewer."""
     most, cap = config.generator.max_context_tokens, config.rollout.max_new_tokens
     if isinstance(lengths, TracedLengths):
-        trajectory = lengths.longest()
-        longest, source = (
-            trajectory.context_tokens(cap),
-            f"lengths: {trajectory.name}, with rollout.max_new_tokens={cap},",
-        )
+        longest, trajectory = lengths.longest()
+        source = f"lengths: {trajectory.name}, with rollout.max_new_tokens={cap},"
     else:
         longest, source = prompt_tokens + cap, f"prompt_tokens={prompt_tokens} and rollout.max_new_tokens={cap}"
     if longest > most:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.length_trace import TracedTrajectory
-from rollmesh.sim.simulated_calls import Turn
+from rollmesh.sim.simulated_calls import SimulatedTurn
 from rollmesh.types import Int32Array
 
 
@@ -39,17 +39,22 @@ class TracedLengths:
         return np.minimum(np.array(totals, dtype=np.int32), np.int32(self.cap))
 
     def prompt_tokens(self, prompt: int) -> int:
-        """Return the tokens of a prompt: those of the first trajectory of its group."""
-        return self._group(prompt)[0].prompt_tokens
+        """Return the tokens of a prompt: the most that a trajectory of its group has."""
+        return max(trajectory.prompt_tokens for trajectory in self._group(prompt))
 
-    def turns(self, position: int, prompt: int, members: int) -> tuple[tuple[Turn, ...], ...]:
+    def turns(self, position: int, prompt: int, members: int) -> tuple[tuple[SimulatedTurn, ...], ...]:
         """Return the turns before the last one of the first members of a group."""
         return tuple(_turns(chosen, self.cap) for chosen in self._chosen(position, prompt, members))
 
-    def longest(self) -> TracedTrajectory:
-        """Return the trajectory with the largest context."""
-        each = (trajectory for group in self.groups for trajectory in group)
-        return max(each, key=lambda trajectory: trajectory.context_tokens(self.cap))
+    def longest(self) -> tuple[int, TracedTrajectory]:
+        """Return the largest context of a call, in tokens, and the trajectory that has it."""
+        each = (
+            (prompt_tokens + trajectory.tokens_after_prompt(self.cap), trajectory)
+            for prompt, group in enumerate(self.groups)
+            for prompt_tokens in [self.prompt_tokens(prompt)]
+            for trajectory in group
+        )
+        return max(each, key=lambda item: item[0])
 
     def _group(self, prompt: int) -> tuple[TracedTrajectory, ...]:
         return self.groups[prompt % len(self.groups)]
@@ -63,8 +68,8 @@ class TracedLengths:
         return [group[index] for index in [*order, *further][:members]]
 
 
-def _turns(trajectory: TracedTrajectory, cap: int) -> tuple[Turn, ...]:
+def _turns(trajectory: TracedTrajectory, cap: int) -> tuple[SimulatedTurn, ...]:
     ends = accumulate(trajectory.outputs[:-1])
     seconds = trajectory.tool_seconds or (0.0,) * len(trajectory.outputs)
     between = zip(ends, trajectory.observations, seconds, strict=False)
-    return tuple(Turn(*turn) for turn in between if turn[0] < cap)
+    return tuple(SimulatedTurn(*turn) for turn in between if turn[0] < cap)

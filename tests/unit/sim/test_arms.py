@@ -1,6 +1,7 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,32 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.arms import arms_of, parse_setup
+from rollmesh.sim.figures import Figures
+from rollmesh.sim.figures_table import figures_tables
 from rollmesh.sim.simulation_setup import DEFAULT_RUN
 
+FIGURES = Figures(
+    updates=2,
+    updates_per_second=0.1,
+    updates_per_hour=360,
+    update_seconds=(5.0, 15.0),
+    update_seconds_p50=10,
+    update_seconds_p90=14,
+    trained_tokens_per_second=100,
+    generated_tokens_per_second=100,
+    bubble_ratio=0.5,
+    off_policy_token_share=0.5,
+    mean_staleness=1.5,
+    staleness={},
+    version_span=0.5,
+    preemptions=0,
+    reprefill_share=0,
+    wasted_tokens={},
+    trainer_wait_share=0.5,
+    device_hours_per_update=0.1,
+)
 SMALL = [
     "schedule.groups_per_batch=2",
     "schedule.group_size=2",
@@ -128,6 +152,13 @@ def test_the_command_prints_one_object_per_arm_and_the_same_twice():
     assert first.stdout == second.stdout
 
 
+def test_compare_without_presets_takes_all_of_them():
+    sets = [argument for item in SMALL for argument in ("--set", item)]
+    result = CliRunner().invoke(app, ["sim", *sets, "--compare", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["arm"] for line in result.stdout.splitlines()] == list(PRESETS)
+
+
 def test_a_simulation_at_scale_prints_its_cost():
     small = ["schedule.pool_size=16", "schedule.max_staleness=null", *SMALL]
     sets = [argument for item in small for argument in ("--set", item)]
@@ -153,3 +184,10 @@ def test_the_tables_name_every_arm_and_every_figure_at_the_width_of_the_terminal
         assert text in result.stdout
     assert "…" not in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= columns
+
+
+def test_the_histogram_of_staleness_adds_up_large_ages():
+    arms = [("a", replace(FIGURES, staleness={0: 1, 2: 3})), ("b", replace(FIGURES, staleness={1: 1, 12: 1}))]
+    (table,) = figures_tables(arms, 400)
+    (column,) = (column for column in table.columns if str(column.header).startswith("staleness"))
+    assert list(column.cells) == ["1.50: 25 0 75", "1.50: 0 50 0 0 0 0 0 0 0 0 10+: 50"]

@@ -4,11 +4,16 @@ import json
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from rollmesh.bench.workloads import scored
+from rollmesh.bench.workloads import group_of, scored
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.sealing import SECRET_FILE
+from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
+from rollmesh.mesh import Cursor
 from rollmesh.sim.length_trace import TracedTrajectory, by_group, read_trace, traced_trajectory
-from rollmesh.types import Prompt, Segment, SegmentSource
+from rollmesh.types import Batch, Prompt, Segment, SegmentSource
 
 GOOD = {"group": "a", "stream": 0, "prompt_len": 12, "out_lens": [5, 7], "obs_lens": [3], "tool_seconds": [0.5]}
 
@@ -72,7 +77,39 @@ def test_segments_of_several_versions_are_one_turn_and_what_comes_first_is_promp
     assert (traced.prompt_tokens, traced.outputs, traced.observations) == (5, (15, 6), (4, 1))
 
 
-@pytest.mark.parametrize(("cap", "context"), [(100, 27), (12, 27), (11, 26), (6, 21), (5, 17), (3, 15)])
+@pytest.mark.parametrize(("cap", "context"), [(100, 15), (12, 15), (11, 14), (6, 9), (5, 5), (3, 3)])
 def test_the_context_ends_with_the_sampled_tokens_that_the_cap_allows(cap, context):
-    """12 of the prompt, 5 sampled, 3 of the environment, 7 sampled, unless the cap ends the trajectory before."""
-    assert TracedTrajectory.read(json.dumps(GOOD)).context_tokens(cap) == context
+    """5 sampled, 3 of the environment, 7 sampled, unless the cap ends the trajectory before."""
+    assert TracedTrajectory.read(json.dumps(GOOD)).tokens_after_prompt(cap) == context
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Return a run folder with two groups of one prompt and one of another, in two batch files."""
+    (tmp_path / SECRET_FILE).write_text("0" * 64)
+    (tmp_path / "checkpoints").mkdir()
+    store = CheckpointStore(tmp_path / "checkpoints", b"0" * 64)
+    prompts = [Prompt(prompt_id=name, token_ids=np.arange(3, dtype=np.int32), verifier="exact") for name in "ab"]
+
+    def group(index, prompt, *lengths):
+        turns = ((segment(length), segment(4, None), segment(2)) for length in lengths)
+        return group_of(index, (scored(prompts[prompt], f"e0-{index}", m, turn, 1.0) for m, turn in enumerate(turns)))
+
+    store.write_batch(Batch(train_step=1, groups=(group(2, 0, 30, 40),)), Cursor(epoch=0, index=3))
+    store.write_batch(Batch(train_step=2, groups=(group(1, 1, 50, 60), group(0, 0, 10, 20))), Cursor(epoch=0, index=3))
+    return tmp_path
+
+
+def test_a_run_exports_its_trajectories_by_prompt_and_simulates_as_its_trace(run_folder):
+    runner, trace = CliRunner(), run_folder / "trace.jsonl"
+    exported = runner.invoke(app, ["sim", "--export", str(run_folder)])
+    trace.write_text(exported.stdout)
+    groups = by_group(read_trace(trace))
+    assert [[(each.stream, each.outputs, each.observations) for each in group] for group in groups] == [
+        [(str(stream), (length, 2), (4,)) for stream, length in enumerate((10, 20, 30, 40))],
+        [(str(stream), (length, 2), (4,)) for stream, length in enumerate((50, 60))],
+    ]
+    sets = ["schedule.groups_per_batch=2", "schedule.group_size=2", "generator.replicas=2", "trainer.train_steps=2"]
+    options = ["sim", "--json", *(item for each in sets for item in ("--set", each))]
+    outputs = [runner.invoke(app, [*options, "--lengths", str(path)]).stdout for path in (run_folder, trace)]
+    assert outputs[0] == outputs[1] and json.loads(outputs[0])["updates"] == 1

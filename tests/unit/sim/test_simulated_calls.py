@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.scheduling.queue_model import ModelGroup, ModelMember, Save
-from rollmesh.sim.simulated_calls import GroupWork, SimulatedTrajectory, Turn
+from rollmesh.sim.simulated_calls import GroupWork, SimulatedTrajectory, SimulatedTurn
 
 
 def trajectory(*saves, length=1000, segment_tokens=64, turns=()):
@@ -38,7 +38,7 @@ def test_a_segment_is_full_at_every_multiple_of_its_tokens(saves, is_full):
 
 
 def test_a_call_ends_with_its_turn_and_the_next_one_prefills_what_the_environment_said():
-    turns = (Turn(100, 7, 2.5), Turn(150, 9, 0.5))
+    turns = (SimulatedTurn(100, 7, 2.5), SimulatedTurn(150, 9, 0.5))
 
     def after(tokens):
         return trajectory(Save(tokens, 0), segment_tokens=0, turns=turns)
@@ -50,4 +50,4 @@ def test_a_call_ends_with_its_turn_and_the_next_one_prefills_what_the_environmen
 
 
 def test_a_segment_may_end_within_a_turn():
-    assert trajectory(Save(30, 0), turns=(Turn(100, 7, 2.5),)).tokens_of_call(0) == 34
+    assert trajectory(Save(30, 0), turns=(SimulatedTurn(100, 7, 2.5),)).tokens_of_call(0) == 34

@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.length_trace import TracedTrajectory, by_group
-from rollmesh.sim.simulated_calls import Turn
+from rollmesh.sim.simulated_calls import SimulatedTurn
 from rollmesh.sim.traced_lengths import TracedLengths
 
 from .meshes import assert_conserved, mesh_settings, run
@@ -39,9 +39,9 @@ def test_a_group_gets_each_of_its_recorded_lengths_once_and_further_members_one_
 
 def test_the_cap_ends_a_trajectory_within_a_turn():
     recorded = traced(0, 0, 10, 20, 30, observations=(3, 4), tool_seconds=(0.5, 0.25))
-    assert lengths(recorded).turns(0, 0, 1) == ((Turn(10, 3, 0.5), Turn(30, 4, 0.25)),)
+    assert lengths(recorded).turns(0, 0, 1) == ((SimulatedTurn(10, 3, 0.5), SimulatedTurn(30, 4, 0.25)),)
     capped = lengths(recorded, cap=30)
-    assert capped.draw(0, 0, 1).tolist() == [30] and capped.turns(0, 0, 1) == ((Turn(10, 3, 0.5),),)
+    assert capped.draw(0, 0, 1).tolist() == [30] and capped.turns(0, 0, 1) == ((SimulatedTurn(10, 3, 0.5),),)
 
 
 @pytest.mark.parametrize("preset", ["copris", "ulorl", "rollpacker", "sorted_partial"])
@@ -66,6 +66,13 @@ def test_an_update_waits_for_the_tools_of_its_turns():
         prompts = replace(settings.prompts, lengths=lengths(recorded))
         cut_at[seconds] = run(replace(settings, prompts=prompts))[1].updates[0].cut_at
     assert cut_at[50.0] - cut_at[0.0] == pytest.approx(50, abs=0.5)
+
+
+def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
+    short, long = traced(0, 0, 10), replace(traced(0, 1, 3), prompt_tokens=90)
+    model = lengths(short, long, traced(1, 0, 40))
+    assert model.prompt_tokens(0) == 90
+    assert model.longest() == (100, short)
 
 
 def test_lengths_without_a_trajectory_are_refused():

@@ -1,0 +1,123 @@
+"""Bad input of ``rollmesh sim`` ends with status 2 and a message that names the field, the value and the remedy."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.errors import ConfigError
+from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
+
+POINTS = [(running, context, 0.01 + 1e-8 * running * context) for running in (1, 128) for context in (1000, 8000)]
+LONG = ("rollout.max_new_tokens=900000", "generator.max_context_tokens=900512")
+
+
+def error_of(*options, sets=()):
+    result = CliRunner().invoke(app, ["sim", *(item for each in sets for item in ("--set", each)), *options])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def assert_names(error, *texts):
+    for text in texts:
+        assert text in error
+
+
+@pytest.mark.parametrize(
+    ("points", "prefill", "named"),
+    [
+        (
+            [(1, 1000, 0.1), (128, 1000, 0.2)],
+            1e-5,
+            ("running=1", "one context (1000 tokens", "measure at two contexts"),
+        ),
+        ([*POINTS[1:], (1, 1000, 0.9)], 1e-5, ("running=1, context=8000 takes", "less than 0.9", "measure again")),
+        ([*POINTS[1:], (1, 1000, -0.1)], 1e-5, ("running=1, context=1000=-0.1", "above 0", "measure again")),
+        ([*POINTS[1:], (1, 1000, float("nan"))], 1e-5, ("running=1, context=1000=nan", "finite", "measure again")),
+        (POINTS, -1.0, ("prefill_seconds_per_token=-1.0", "at least 0", "measure again")),
+        (POINTS[:2], 1e-5, ("slots=128", "ends at running=1", "simulate fewer slots")),
+    ],
+)
+def test_an_unusable_curve(tmp_path, points, prefill, named):
+    file = tmp_path / "curve.json"
+    fields = [dict(zip(("running", "context", "seconds"), point, strict=True)) for point in points]
+    file.write_text(json.dumps({"points": fields, "prefill_seconds_per_token": prefill}))
+    assert_names(error_of("--with", f"curve={file}"), *named)
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "named"),
+    [
+        (("--with", "swap_seconds=-1"), (), ("swap_seconds=-1", "greater than or equal to 0")),
+        (("--with", "reward_seconds=.nan"), (), ("reward_seconds=nan", "finite number")),
+        (("--model", "32b", "--gpu", "L40S"), (), ("gpu=L40S", "65.5 GB do not", "a larger GPU or a smaller model")),
+        (
+            ("--gpu", "L40S", "--lengths", "dapo-32b"),
+            LONG,
+            ("gpu=L40S", "there is cache for", "a call may have 900256", "shorter lengths"),
+        ),
+        ((), ("generator.kv_token_capacity=999",), ("generator.kv_token_capacity=999", "one call", "increase it")),
+        (("--with", "prompt_tokens=600"), (), ("prompt_tokens=600", "max_context_tokens=16512", "raise the context")),
+        (("--lengths", "no-such-folder"), (), ("--lengths no-such-folder", "deepcoder-14b, dapo-32b")),
+        (("--sweep", "schedule.nosuch=1,2"), (), ("schedule.nosuch", "known here", "pool_size", "(got 1)")),
+        (
+            ("--sweep", "schedule.max_staleness=0,2"),
+            ("schedule.preset=sync",),
+            ("schedule.max_staleness=2", "schedule.preset=sync", "leave it null or take another preset"),
+        ),
+        (("--fail", "deaths_per_hour=4000"), (), ("deaths_per_hour=4000", "at most 3600")),
+    ],
+)
+def test_a_value_that_cannot_be_simulated(options, sets, named):
+    assert_names(error_of(*options, sets=sets), *named)
+
+
+def test_lengths_of_a_trace_above_the_context(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"group": "a", "stream": 0, "prompt_len": 9000, "out_lens": [9000], "obs_lens": []}\n')
+    error = error_of("--lengths", str(file))
+    assert_names(error, "group=a, stream=0", "have 18000 tokens", "max_context_tokens=16512", "raise the context")
+
+
+@pytest.mark.parametrize("option", ["--lengths", "--export"])
+@pytest.mark.parametrize(
+    ("has_started", "named"), [(True, "no finished trajectories"), (False, "no checkpoint store; has this run started")]
+)
+def test_a_run_folder_without_finished_trajectories(tmp_path, option, has_started, named):
+    if has_started:
+        (tmp_path / "secret").write_text("0" * 64)
+        (tmp_path / "checkpoints").mkdir()
+    assert_names(error_of(option, str(tmp_path)), str(tmp_path), named)
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "waits_for"),
+    [
+        (
+            (),
+            ("generator.replicas=0",),
+            "64 more ready groups of 64, with 0 serving generators of generator.replicas=0",
+        ),
+        (
+            ("--fail", "trainer_crashes_per_hour=3600"),
+            ("trainer.train_steps=2", "schedule.groups_per_batch=4"),
+            "the trainer: step 1 is cut and not trained yet",
+        ),
+    ],
+)
+def test_a_run_that_can_never_cut_is_named_with_what_it_waits_for(options, sets, waits_for):
+    error = error_of(*options, sets=sets)
+    assert_names(
+        error, "schedule.preset=copris", "is never cut", f"waits for {waits_for}", "change the schedule, --fail"
+    )
+
+
+def test_more_events_than_a_hundred_million_need_the_option():
+    assert MOST_EVENTS == 10**8
+    clock = EventClock(most_events=1)
+    clock.call_at(1.0, lambda: None)
+    clock.call_at(2.0, lambda: None)
+    assert clock.step()
+    with pytest.raises(ConfigError, match=r"more than 1 events by 2 virtual seconds: .*trainer.train_steps.* --long"):
+        clock.step()
