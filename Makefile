@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds schedules test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -134,6 +134,10 @@ chaos: $(VENV)/.local ## 29 rounds against a training mesh: kill -9, stalls, dam
 
 bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine
 	for name in engine train queue schedules reload; do $(BIN)/rollmesh bench $$name || exit 1; done
+
+# SIM_CHECK=--quick: one seed, three train steps.
+sim-check: $(VENV)/.local ## Real runs of the demo's mesh beside the simulator, which is calibrated on sync alone
+	$(BIN)/rollmesh bench sim-check $(SIM_CHECK)
 
 publish-contract: $(VENV)/.dev ## Publish new fields of proto/: from then on they cannot be broken
 	$(BIN)/buf breaking proto --against proto/published.binpb

@@ -139,6 +139,21 @@ def gpu(
     Output(as_json=as_json, check=check).run("gpu", quick=quick, pools=pool or (), updates=updates, output=output)
 
 
+@app.command(name="sim-check")
+def sim_check(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    arm: Annotated[list[str] | None, typer.Option(help="Predicted preset; repeatable.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each arm and setting.", min=1)] = None,
+    updates: Annotated[int | None, typer.Option(help="Train steps of a run that are measured.", min=2)] = None,
+    output: Annotated[Path | None, typer.Option(help="New folder for the run folders.")] = None,
+) -> None:
+    """Measure real runs beside the simulator, which is calibrated on the runs of sync."""
+    options = {"arms": arm or (), "seeds": seeds, "updates": updates, "output": output}
+    Output(as_json=as_json, check=check).run("sim_check", quick=quick, **options)
+
+
 @app.command()
 def sglang(
     as_json: JsonOption = False,

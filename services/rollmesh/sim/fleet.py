@@ -250,6 +250,13 @@ class Fleet:
             generator.paused_call_seconds += generator.engine.running * seconds
             self._moved[generator.name] = generator
 
+    def slow_down(self, factor: float) -> None:
+        """Multiply the seconds of all generators by this factor from now on."""
+        for generator in self.generators.values():
+            self.advance(generator)
+            generator.engine.slow_down(factor * generator.slow_factor)
+            self._moved[generator.name] = generator
+
     # -- figures ---------------------------------------------------------------------------------------------------
     def engine_load(self) -> EngineLoad | None:
         """Return the sums over the generators that serve, as their heartbeats give them; None without one."""

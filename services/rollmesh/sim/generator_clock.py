@@ -179,6 +179,12 @@ class GeneratorClock:
         """Return the calls on this generator, running or waiting, in the order of arrival."""
         return list(self._calls)
 
+    def slow_down(self, slow_factor: float) -> None:
+        """Set the slow factor of all steps and prefills after the step in progress."""
+        self._settle()
+        self._slow_factor = slow_factor
+        self._plan()
+
     def reload(self, seconds: float, *, mode: OnLoad) -> dict[int, int]:
         """Load a new policy version in ``seconds``, after the step in progress; return where new segments begin.
 

@@ -10,6 +10,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.queue_model import QueueModel
+from rollmesh.sim.core_shares import CoreShares
 from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
 from rollmesh.sim.failures import FailurePlan, Failures
 from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
@@ -18,6 +19,7 @@ from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_cores import SimulatedCores
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
@@ -45,6 +47,8 @@ class MeshSettings:
     devices: int
     """Devices of generators and trainer."""
     failures: FailurePlan
+    cores: CoreShares | None = None
+    """Cores that the mesh shares on one machine; None for generators and a trainer that never slow each other."""
     most_events: int = MOST_EVENTS
 
 
@@ -107,6 +111,10 @@ class SimulatedMesh:
             on_trained=self._trained,
             on_policy=self._announced,
         )
+        self._cores = None
+        if settings.cores is not None:
+            parts = settings.schedule.part_groups
+            self._cores = SimulatedCores(settings.cores, self.fleet, self.trainer, part_groups=parts)
         self._failures = Failures(
             self.clock,
             settings.failures,
@@ -133,6 +141,9 @@ class SimulatedMesh:
             if self.worker.react():
                 self.leader.look_soon()
             self.trainer.react()
+            # Calls that end at this very moment are finished by a second reaction, which also plans the new times.
+            if self._cores is not None and self._cores.react() and self.worker.react():
+                self.leader.look_soon()
             if self._timeline is not None:
                 self._timeline.observe(self.clock.now, self.fleet.generators)
         return self._result()

@@ -43,20 +43,33 @@ class SimulatedTrainer:
         self._is_publishing = False
         self._training = 0
         """Train step of the claimed batch; 0 without one."""
+        self._slowing = 1.0
+
+    @property
+    def is_working(self) -> bool:
+        """True while it trains or publishes."""
+        return bool(self._training or self._is_publishing)
+
+    def slow_down(self, factor: float) -> None:
+        """Multiply the seconds of training and publication by this factor from now on."""
+        if self.is_working:
+            now = self._clock.now
+            self._done.set(now + (self._done.time - now) * factor / self._slowing)
+        self._slowing = factor
 
     def react(self) -> None:
         """Compute parts of the next batch, and claim the batch that is cut if nothing else is to be done."""
         queue, now = self._queue, self._clock.now
         if self._parts is not None and not queue.batch:
             self._compute_parts(self._parts)
-        if self._training or self._is_publishing or not queue.batch:
+        if self.is_working or not queue.batch:
             return
         self._claimed_at = self._phase_began = now
         self._training = queue.cut_step
         groups = queue.claim()
         tokens = _tokens(groups)
         if self._parts is None:
-            ends = now + self._model.train_seconds(tokens=tokens)
+            ends = now + self._slowing * self._model.train_seconds(tokens=tokens)
         else:
             ends = self._parts.cut(now, tokens=tokens)
             self._in_parts.clear()
@@ -76,7 +89,7 @@ class SimulatedTrainer:
 
         A crash before it has begun again only moves that time. The devices of a colocated trainer stay with it.
         """
-        if not (self._training or self._is_publishing):
+        if not self.is_working:
             return
         done, length = self._done.time, self._done.time - self._phase_began
         self._phase_began = self._clock.now + back_after + lost_seconds
@@ -107,7 +120,7 @@ class SimulatedTrainer:
         queue.confirm_batch_file()
         queue.report_trained()
         self._training, self._is_publishing, self._phase_began = 0, True, self._clock.now
-        self._done.set(self._clock.now + self._model.publish_seconds())
+        self._done.set(self._clock.now + self._slowing * self._model.publish_seconds())
         self._on_trained()
 
     def _announce(self) -> None:

@@ -33,8 +33,8 @@ DEFAULT_RUN = Path(__file__).parent / "default_run.yaml"
 """Run file of a simulation without one."""
 SCALE_RUN = Path(__file__).parent / "scale_run.yaml"
 """Run file of ``rollmesh sim --scale``."""
-_EVIDENCE_PASSES = {"recompute": 1, "snapshot": 1, "stage_end": 1}
-"""Passes of the trainer for each source of old logprobs; other sources need none."""
+_STEP_START = ("recompute", "current")
+"""Sources of old logprobs that need the weights at the start of the step: those of the gradient, with one minibatch."""
 _LONG = 10**12
 _PROMPTS = 10_000
 
@@ -180,12 +180,19 @@ def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> T
     return TrainerModel(
         fixed_seconds=setup.step_fixed_seconds,
         seconds_per_token=roofline.train_seconds_per_token(devices),
-        evidence_passes=_EVIDENCE_PASSES.get(config.trainer.algorithm.old_logprobs, 0),
+        evidence_passes=_evidence_passes(config),
         evidence_seconds_per_token=roofline.evidence_seconds_per_token(devices),
         publication_seconds=_transfer_seconds(setup, roofline),
         colocated=setup.colocated,
         switch_seconds=setup.switch_seconds if setup.colocated else 0.0,
     )
+
+
+def _evidence_passes(config: RunConfig) -> int:
+    source = config.trainer.algorithm.old_logprobs
+    if source in _STEP_START:
+        return int(config.trainer.minibatches > 1)
+    return int(source != "sampler")
 
 
 def _transfer_seconds(setup: SimulationSetup, roofline: Roofline) -> float:

@@ -170,3 +170,15 @@ def test_the_clock_does_not_go_back() -> None:
     generator.advance(2.0)
     with pytest.raises(ValueError, match=r"now=1.0"):
         generator.advance(1.0)
+
+
+def test_a_slower_node_ends_its_step_and_takes_longer_for_the_next_ones() -> None:
+    """Ten steps of 1 s: the one in progress at 3.5 s ends at 4 s, and six steps of 2 s follow; then faster again."""
+    node = clock(costs())
+    node.arrive(0, context=1, remaining=10)
+    node.advance(3.5)
+    node.slow_down(2.0)
+    assert (node.next_event(), node.progress(0)) == (16.0, 3)
+    node.advance(8.0)
+    node.slow_down(0.5)
+    assert node.advance(10.0) == [Finished(0, 10.0, 10)]

@@ -1,0 +1,105 @@
+"""Processors that generators, the trainer and the other services of a mesh share on one machine.
+
+Each process takes at most its demand, in cores, and the scheduler of the machine divides the rest evenly (max-min
+fairness): a process gets min(demand, level), where the level is the largest one at which all shares fit the cores. A
+process whose share falls from one level to another slows down in that proportion. The times of a simulation were
+measured while generators and trainer took turns, so a slowing is relative to the share of that time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rollmesh.errors import ConfigError
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strangers:
+    """Processes outside of the mesh that would each take a core."""
+
+    number: float
+    """Number of them that can run, on all cores together."""
+    weight: float = 1.0
+    """Share of each against a process of the mesh: 1 for equal niceness."""
+
+
+Samples = tuple[tuple[Strangers, ...], ...]
+"""Strangers at several moments. The mean of the shares counts: bursts slow a mesh less than their mean number would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreShares:
+    """Slowing of generators and trainer by each other and by processes outside of the mesh."""
+
+    cores: int
+    """Cores of the machine. Generators and trainer share them, or have half of them each."""
+    is_shared: bool
+    """True if the generators are on the cores of the trainer."""
+    generators: int
+    generator_demand: float
+    """Cores that one decoding generator takes if it can: 1, or less if a pace makes it sleep."""
+    service_demand: float
+    """Cores that the other services take while every generator decodes; they are on the cores of the trainer."""
+    strangers_before: Samples = ()
+    """Processes outside of the mesh while the times were measured, at moments of that time; empty for none."""
+    strangers: Samples = ()
+    """The same in the run that is simulated."""
+
+    def __post_init__(self) -> None:
+        for name in ("generators", "generator_demand", "service_demand"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"shared cores: {name}={value}; expected a finite number of at least 0")
+        if self.cores < (1 if self.is_shared else 2):
+            raise ConfigError(f"shared cores: cores={self.cores}; expected 1 or more, 2 if the sides have their own")
+
+    def generator_slowing(self, *, decoding: int, is_training: bool) -> float:
+        """Return the factor on the seconds of the ``decoding`` ones."""
+        if not (decoding and self.generator_demand):
+            return 1.0
+        before = self._generator_share(self.generators, self.strangers_before, is_training=False)
+        return before / self._generator_share(decoding, self.strangers, is_training=is_training)
+
+    def trainer_slowing(self, *, decoding: int) -> float:
+        """Return the factor on the seconds of the trainer."""
+        before = self._trainer_side_share(1.0, 0, self.strangers_before, is_training=True)
+        return before / self._trainer_side_share(1.0, decoding, self.strangers, is_training=True)
+
+    def _generator_share(self, decoding: int, strangers: Samples, *, is_training: bool) -> float:
+        demand = self.generator_demand
+        if self.is_shared:
+            return self._trainer_side_share(demand, decoding, strangers, is_training=is_training)
+        return self._mean_share(demand, self.cores // 2, [(decoding, demand)], strangers)
+
+    def _trainer_side_share(self, demand: float, decoding: int, strangers: Samples, *, is_training: bool) -> float:
+        services = (1.0 if decoding else 0.0, self.service_demand * decoding / max(1, self.generators))
+        demands = [(1.0 if is_training else 0.0, 1.0), services]
+        if self.is_shared:
+            return self._mean_share(demand, self.cores, [*demands, (decoding, self.generator_demand)], strangers)
+        return self._mean_share(demand, self.cores - self.cores // 2, demands, strangers)
+
+    def _mean_share(
+        self, demand: float, cores: int, demands: Sequence[tuple[float, float]], strangers: Samples
+    ) -> float:
+        """Return the mean share, over the moments, of a process with this demand on some of the cores.
+
+        A stranger of weight w counts as w processes of 1 / w cores each.
+        """
+        part = cores / self.cores
+        others = [[(part * each.number * each.weight, 1 / each.weight) for each in now] for now in strangers or ((),)]
+        return fmean(min(demand, fair_level(cores, [*demands, *now])) for now in others)
+
+
+def fair_level(cores: float, demands: Sequence[tuple[float, float]]) -> float:
+    """Return the max-min fair share of ``cores`` for (number of processes, demand of each); infinite if all fit."""
+    left, ascending = cores, sorted(demands, key=lambda each: each[1])
+    for at, (count, demand) in enumerate(ascending):
+        rest = sum(number for number, _ in ascending[at:])
+        if rest * demand > left + _ROUNDING:
+            return left / rest
+        left -= count * demand
+    return math.inf

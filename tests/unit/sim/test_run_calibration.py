@@ -1,0 +1,113 @@
+"""Models fitted to records whose true numbers are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollmesh.errors import DataError
+from rollmesh.sim.core_shares import Strangers
+from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
+from rollmesh.sim.run_records import EngineWork, ProcessorUse, RunRecords, TrainedUpdate
+from rollmesh.sim.update_record import update_record
+
+PROMPTS = 100
+"""Tokens of the prompts of a batch."""
+
+
+def work(steps: float, tokens: float, prefill: float, *, noise: float = 0.0) -> EngineWork:
+    """2 ms a step, 0.1 ms a token, 0.05 ms a token of a prefill."""
+    seconds = 0.002 * steps + 0.0001 * tokens + 0.00005 * prefill + noise
+    return EngineWork(steps=steps, tokens=tokens, prefill_tokens=prefill, busy_seconds=seconds)
+
+
+def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> TrainedUpdate:
+    """A step that ends half a second after its gradient, and is announced a quarter later."""
+    trained = cut_at + gradient + 0.5
+    return TrainedUpdate(
+        tokens=tokens,
+        forward_tokens=tokens + PROMPTS,
+        cut_at=cut_at,
+        gradient_seconds=gradient,
+        trained_at=trained,
+        announced_at=trained + 0.25,
+    )
+
+
+OTHERS = ((Strangers(number=1.5),),)
+RECORDS = RunRecords(
+    folder=Path("run"),
+    updates=(update(0.0), update(12.75), update(25.5)),
+    work=(work(400, 20_000, 1000), work(400, 4000, 0)),
+    generators=2,
+    use=ProcessorUse(generators=1.3, trainer=5.0, services=4.0),
+    reward_seconds=0.1,
+    fetch_seconds=0.02,
+    swap_seconds=0.01,
+    strangers=OTHERS,
+)
+
+
+def test_the_costs_of_steps_tokens_and_prefills_are_told_apart() -> None:
+    costs = engine_costs([work(100, 6400, 500), work(100, 3000, 0), work(100, 200, 0), work(0, 0, 0)], slots=64)
+    assert costs.step(1, 300) == pytest.approx(0.0021)
+    assert costs.step(64, 9999) == pytest.approx(0.0084)
+    assert costs.prefill_seconds_per_token == pytest.approx(0.00005)
+
+
+def test_the_fitted_seconds_add_up_to_the_measured_ones_and_none_is_negative() -> None:
+    """More tokens took less time here, so only steps have a cost: 1.2 s over 200 steps."""
+    busy = [
+        EngineWork(steps=100, tokens=5000, prefill_tokens=300, busy_seconds=0.4),
+        EngineWork(steps=100, tokens=100, prefill_tokens=0, busy_seconds=0.8),
+    ]
+    costs = engine_costs(busy, slots=4)
+    assert costs.base[1:] == pytest.approx((0.006,) * 4)
+    assert costs.prefill_seconds_per_token == 0.0
+
+
+def test_idle_intervals_alone_are_no_records() -> None:
+    with pytest.raises(DataError, match="no decode step"):
+        engine_costs([work(0, 0, 0)], slots=4)
+
+
+def test_the_gradient_goes_by_tokens_and_the_rest_is_fixed() -> None:
+    """4.4 s for 600 and 1600 tokens with prompts: 2 ms each, 0.2 s of a step for the prompts."""
+    updates = [update(0.0, tokens=500, gradient=1.4), update(10.0, tokens=1500, gradient=3.0)]
+    model = trainer_model(updates, evidence_passes=1)
+    assert model.seconds_per_token == pytest.approx(0.002)
+    assert model.fixed_seconds == pytest.approx(0.5 + 0.2)
+    assert model.publish_seconds() == pytest.approx(0.25)
+    assert model.train_seconds(tokens=300) == pytest.approx(0.7 + 0.6 + 0.2)  # and a third for the evidence
+
+
+def test_steps_without_tokens_are_no_records() -> None:
+    with pytest.raises(DataError, match="no train step"):
+        trainer_model([update(0.0, tokens=-PROMPTS)], evidence_passes=0)
+
+
+@pytest.mark.parametrize(("cuts", "lacking"), [((0.0, 9.0, 18.0), 3.75), ((0.0, 14.0, 28.0), 0.0)])
+def test_the_time_from_a_policy_to_the_next_cut_that_no_model_has(cuts: tuple[float, ...], lacking: float) -> None:
+    """Measured: 10 s. Simulated: a step takes 2.5 s and its publication 0.25, so 6.25 or 11.25 s remain."""
+    simulated = [update_record(1, [], [0], cut_at=cut, trained_at=cut + 2.5, trainer_wait_seconds=0.0) for cut in cuts]
+    assert unexplained_seconds(RECORDS.updates, simulated, 0.25) == pytest.approx(lacking)
+
+
+def test_generators_decode_between_the_steps() -> None:
+    """The generators decode for 10 s after each of the two first steps, in which the services take 4 s."""
+    shares = core_shares(RECORDS, cores=2, is_shared=True, is_paced=True)
+    assert shares.service_demand == pytest.approx(0.2)
+    assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4))
+    assert (shares.generators, shares.strangers, shares.strangers_before) == (2, OTHERS, OTHERS)
+
+
+def test_without_a_pace_a_generator_takes_a_core_even_if_it_did_not_get_one() -> None:
+    assert core_shares(RECORDS, cores=2, is_shared=True, is_paced=False).generator_demand == 1.0
+
+
+def test_the_rate_of_a_run_leaves_its_start_out() -> None:
+    assert RECORDS.updates_per_second == pytest.approx(2 / 25.5)
+    late = replace(RECORDS, updates=(update(0.0), update(5.0)))
+    assert late.updates_per_second == pytest.approx(1 / 5)
