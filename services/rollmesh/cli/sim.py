@@ -24,6 +24,8 @@ Check = Annotated[bool, typer.Option("--check", help="Check every promise of the
 Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
 Scale = Annotated[bool, typer.Option("--scale", help="Simulate 1,000 generators, and print what the simulation costs.")]
 
+Fidelity = Annotated[bool, typer.Option("--fidelity", help="Compare predictions with published speed-ups; minutes.")]
+
 
 def sim(
     run: RunFile = None,
@@ -38,6 +40,7 @@ def sim(
     check: Check = False,
     long: Long = False,
     scale: Scale = False,
+    fidelity: Fidelity = False,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
@@ -47,6 +50,11 @@ def sim(
     from rollmesh.sim.figures_table import figures_tables
     from rollmesh.sim.simulation_cost import simulate_at_cost
 
+    if fidelity:
+        others: dict[str, object] = {"RUN.yaml": run, "--compare": compare, "--sweep": sweep, "--gpu": gpu}
+        others |= {"--model": model, "--fail": fail, "--set": set_, "--check": check, "--scale": scale, "--long": long}
+        _fidelity(with_ or [], [name for name, value in others.items() if value], as_json=as_json)
+        return
     settings = [*(with_ or []), *(f"{name}={value}" for name, value in (("gpu", gpu), ("model", model)) if value)]
     with clear_errors():
         arms = arms_of(
@@ -66,3 +74,25 @@ def sim(
             console.print(table)
         for arm, cost in zip(arms, costs, strict=True) if scale else ():
             console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _fidelity(settings: list[str], others: list[str], *, as_json: bool) -> None:
+    """Print the predictions of all published rows."""
+    from rollmesh.errors import ConfigError
+    from rollmesh.sim.fidelity import predictions
+    from rollmesh.sim.fidelity_setup import assumptions_with
+    from rollmesh.sim.fidelity_text import documents, fidelity_section
+    from rollmesh.sim.published_speed_ups import published_speed_ups
+
+    with clear_errors():
+        if others:
+            raise ConfigError(
+                f"--fidelity with {', '.join(others)}: its set-ups are fixed; give --with and --json only"
+            )
+        rows = published_speed_ups()
+        found = predictions(rows, assumptions_with(settings), on_arm=lambda name: typer.echo(name, err=True))
+    if not as_json:
+        typer.echo(fidelity_section(rows, found), nl=False)
+        return
+    for document in documents(found):
+        typer.echo(json.dumps(document))
