@@ -68,6 +68,18 @@ def schedule_document(folder: Path) -> None:
     write_schedule_files(folder, schedule_table.numbers)
 
 
+@app.command(hidden=True)
+def fidelity_document(document: Path) -> None:
+    """Write the section about published speed-ups into docs/simulator.md, for developers who change the simulator."""
+    from rollmesh.sim.fidelity import predictions
+    from rollmesh.sim.fidelity_text import fidelity_section, with_section
+    from rollmesh.sim.published_speed_ups import published_speed_ups
+
+    rows = published_speed_ups()
+    section = fidelity_section(rows, predictions(rows))
+    document.write_text(with_section(document.read_text(encoding="utf-8"), section), encoding="utf-8")
+
+
 def main() -> None:
     """Run the console script."""
     own_process()

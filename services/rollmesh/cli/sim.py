@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from rollmesh.cli.common import JsonOption, SetOption, clear_errors
 from rollmesh.report.console import output_console
+
+if TYPE_CHECKING:
+    from rollmesh.sim.arms import Arm
 
 RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="[RUN.yaml]")]
 Compare = Annotated[
@@ -33,6 +37,7 @@ Model = Annotated[str | None, typer.Option(help="Model of the table, or a Huggin
 Check = Annotated[bool, typer.Option("--check", help="Check every promise of the scheduler; status 2 if one fails.")]
 Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
 Scale = Annotated[bool, typer.Option("--scale", help="Simulate 1,000 generators, and print what the simulation costs.")]
+Fidelity = Annotated[bool, typer.Option("--fidelity", help="Compare predictions with published speed-ups; minutes.")]
 
 
 class SimCommand(TyperCommand):
@@ -61,18 +66,27 @@ def sim(
     scale: Scale = False,
     plots: Plots = None,
     export: Export = None,
+    fidelity: Fidelity = False,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
     The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
     """
     from rollmesh.sim.arms import arms_of
-    from rollmesh.sim.figures_table import figures_tables
     from rollmesh.sim.length_trace import trace_of_run
-    from rollmesh.sim.plotted_arms import plotted_arm, write_simulation_plots
-    from rollmesh.sim.run_timeline import RunTimeline
-    from rollmesh.sim.simulation_cost import simulate_at_cost
 
+    if fidelity:
+        others: dict[str, object] = {
+            "RUN.yaml": run,
+            "--compare": compare,
+            "--sweep": sweep,
+            "--gpu": gpu,
+            "--model": model,
+        }
+        others |= {"--lengths": lengths, "--fail": fail, "--set": set_, "--plots": plots, "--export": export}
+        others |= {"--check": check, "--scale": scale, "--long": long}
+        _fidelity(with_ or [], [name for name, value in others.items() if value], as_json=as_json)
+        return
     short = {"gpu": gpu, "model": model, "lengths": lengths}
     settings = [*(with_ or []), *(f"{name}={value}" for name, value in short.items() if value)]
     with clear_errors():
@@ -83,22 +97,56 @@ def sim(
         arms = arms_of(
             run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
         )
-        results, costs, drawn = [], [], []
-        for arm in arms:
-            timeline = RunTimeline() if plots else None
-            found, cost = simulate_at_cost(arm, check=check, timeline=timeline)
-            if timeline is not None:
-                drawn.append(plotted_arm(arm, found, timeline))
-            results.append((arm.name, found))
-            costs.append(cost)
-            if as_json:
-                of_scale = {"cost": cost.document()} if scale else {}
-                typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale}))
-        if plots is not None:
-            write_simulation_plots(drawn, plots, is_sweep=sweep is not None)
+        _simulate(arms, plots, check=check, as_json=as_json, is_sweep=sweep is not None, with_cost=scale)
+
+
+def _simulate(
+    arms: Sequence[Arm], plots: Path | None, *, check: bool, as_json: bool, is_sweep: bool, with_cost: bool
+) -> None:
+    """Simulate each arm, draw the plots if there is a folder for them, and print the figures."""
+    from rollmesh.sim.figures_table import figures_tables
+    from rollmesh.sim.plotted_arms import plotted_arm, write_simulation_plots
+    from rollmesh.sim.run_timeline import RunTimeline
+    from rollmesh.sim.simulation_cost import simulate_at_cost
+
+    results, costs, drawn = [], [], []
+    for arm in arms:
+        timeline = RunTimeline() if plots else None
+        found, cost = simulate_at_cost(arm, check=check, timeline=timeline)
+        if timeline is not None:
+            drawn.append(plotted_arm(arm, found, timeline))
+        results.append((arm.name, found))
+        costs.append(cost)
+        if as_json:
+            of_scale = {"cost": cost.document()} if with_cost else {}
+            typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale}))
+    if plots is not None:
+        write_simulation_plots(drawn, plots, is_sweep=is_sweep)
     if not as_json:
         console = output_console()
         for table in figures_tables(results, console.width):
             console.print(table)
-        for arm, cost in zip(arms, costs, strict=True) if scale else ():
+        for arm, cost in zip(arms, costs, strict=True) if with_cost else ():
             console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _fidelity(settings: list[str], others: list[str], *, as_json: bool) -> None:
+    """Print the predictions of all published rows."""
+    from rollmesh.errors import ConfigError
+    from rollmesh.sim.fidelity import predictions
+    from rollmesh.sim.fidelity_setup import assumptions_with
+    from rollmesh.sim.fidelity_text import documents, fidelity_section
+    from rollmesh.sim.published_speed_ups import published_speed_ups
+
+    with clear_errors():
+        if others:
+            raise ConfigError(
+                f"--fidelity with {', '.join(others)}: its set-ups are fixed; give --with and --json only"
+            )
+        rows = published_speed_ups()
+        found = predictions(rows, assumptions_with(settings), on_arm=lambda name: typer.echo(name, err=True))
+    if not as_json:
+        typer.echo(fidelity_section(rows, found), nl=False)
+        return
+    for document in documents(found):
+        typer.echo(json.dumps(document))

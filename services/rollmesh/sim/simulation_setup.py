@@ -23,7 +23,7 @@ from rollmesh.sim.lengths import LengthModel
 from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
-from rollmesh.sim.roofline import Roofline
+from rollmesh.sim.roofline import Efficiencies, Roofline
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.traced_lengths import TracedLengths
 from rollmesh.sim.trainer_model import TrainerModel
@@ -65,7 +65,7 @@ class SimulationSetup(Section):
     prompts: int | None = Field(default=None, ge=1)
     """Prompts of an epoch; null is 10,000, or the prompts of recorded lengths."""
     step_fixed_seconds: float = Field(default=5.0, ge=0)
-    """Seconds of a train step that no token adds to."""
+    """Seconds of an optimizer step that no token adds to; a train step has trainer.minibatches of them."""
     storage_bytes_per_second: float = Field(default=5e9, gt=0)
     """Rate at which weights are written, and read by each generator."""
     swap_seconds: float = Field(default=1.0, ge=0)
@@ -81,11 +81,24 @@ class SimulationSetup(Section):
 
 
 def mesh_settings(
-    config: RunConfig, setup: SimulationSetup, failures: FailurePlan | None = None, *, is_long: bool = False
+    config: RunConfig,
+    setup: SimulationSetup,
+    failures: FailurePlan | None = None,
+    *,
+    is_long: bool = False,
+    efficiencies: Efficiencies | None = None,
 ) -> MeshSettings:
-    """Return the settings of a simulation; raises ConfigError for values that do not fit together."""
+    """Return the settings of a simulation; raises ConfigError for values that do not fit together.
+
+    Other ``efficiencies`` than the assumed ones show how much a result depends on them.
+    """
     schedule = Schedule.from_config(config)
-    roofline = Roofline(gpu=find_gpu(setup.gpu), model=find_model(setup.model), tensor_parallel=setup.tensor_parallel)
+    roofline = Roofline(
+        gpu=find_gpu(setup.gpu),
+        model=find_model(setup.model),
+        tensor_parallel=setup.tensor_parallel,
+        efficiencies=efficiencies or Efficiencies(),
+    )
     generator, prompt_tokens = config.generator, setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
     lengths = _lengths(config, setup)
     longest = _longest_call(config, lengths, prompt_tokens)
@@ -178,7 +191,7 @@ def _longest_call(config: RunConfig, lengths: LengthModel | TracedLengths, promp
 def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> TrainerModel:
     devices = setup.trainer_devices
     return TrainerModel(
-        fixed_seconds=setup.step_fixed_seconds,
+        fixed_seconds=setup.step_fixed_seconds * config.trainer.minibatches,
         seconds_per_token=roofline.train_seconds_per_token(devices),
         evidence_passes=_evidence_passes(config),
         evidence_seconds_per_token=roofline.evidence_seconds_per_token(devices),

@@ -58,6 +58,11 @@ def test_compared_presets_have_the_settings_that_go_with_them_and_as_many_trajec
     assert (sync.settings.fleet.rules.at_once, tis.settings.fleet.rules.at_once) == (None, 1)
 
 
+def test_a_train_step_has_the_fixed_time_of_each_optimizer_step():
+    one, two = arms_of(None, SMALL, ["step_fixed_seconds=3"], [], sweep="trainer.minibatches=1,2")
+    assert (one.settings.trainer.fixed_seconds, two.settings.trainer.fixed_seconds) == (3, 6)
+
+
 def test_a_run_file_keeps_its_own_settings(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(DEFAULT_RUN.read_text())

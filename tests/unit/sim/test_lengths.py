@@ -57,6 +57,22 @@ def test_quantiles_by_hand():
     assert QuantileLine(points=((0.25, 10), (0.75, 1000))).at(z)[0] == pytest.approx(100)
 
 
+def test_lengths_of_a_trace_are_scaled_to_another_cap():
+    half = parse_lengths("deepcoder-14b:cap=8000")
+    assert half.known_to == 8000
+    z = np.array([-1.5, 0.0, 2.0])
+    assert (2 * half.marginal.at(z)).tolist() == pytest.approx(NAMED["deepcoder-14b"].marginal.at(z).tolist())
+
+
+def test_the_two_traces_of_reasoning_models_agree_where_both_know_the_lengths():
+    deepcoder, intern = (
+        LengthModel(marginal=NAMED[name].marginal, prompt_share=0.92, cap=16_000)
+        for name in ("deepcoder-14b", "intern-s1-math")
+    )
+    mean = [np.mean([each.draw(p, p, 8).mean() for p in range(400)]) for each in (deepcoder, intern)]
+    assert mean[0] == pytest.approx(mean[1], rel=0.2)
+
+
 def test_lengths_grow_by_the_stated_rate_per_batch():
     lengths = model(Lognormal(median=1000, sigma=0.0), growth_per_step=0.1)
     assert lengths.draw(0, 0, 1, step=2.0).tolist() == [1210]
@@ -70,6 +86,9 @@ def test_lengths_grow_by_the_stated_rate_per_batch():
         ("lognormal:median=x,sigma=1", "median=x"),
         ("lognormal:median=-1,sigma=1", "lengths.median=-1"),
         ("lognormal:median=nan,sigma=1", "lengths.median=nan"),
+        ("dapo-32b:cap=0", "dapo-32b:cap=0"),
+        ("dapo-32b:cap=nan", "dapo-32b:cap=nan"),
+        ("intern-s1-math:cap=8192", "a source with a known cap"),
     ],
 )
 def test_a_bad_description_is_refused_by_name(text, named):

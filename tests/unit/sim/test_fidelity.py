@@ -1,0 +1,156 @@
+"""Published speed-ups, their predictions, and the section of docs/simulator.md about them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.sim.fidelity import Prediction, leave_one_out, log_error, ordered_pairs, predictions
+from rollmesh.sim.fidelity_setup import Assumptions, arm_settings, assumptions_with
+from rollmesh.sim.fidelity_text import fidelity_section, row_line, with_section
+from rollmesh.sim.published_speed_ups import PublishedSpeedUp, published_speed_ups
+
+ROWS = published_speed_ups()
+DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator.md"
+
+
+def row(name: str) -> PublishedSpeedUp:
+    """The published row of this name."""
+    (found,) = (each for each in ROWS if each.name == name)
+    return found
+
+
+def line_of(name: str) -> list[str]:
+    """The cells of a row in the committed document."""
+    (line,) = re.findall(rf"^\| {re.escape(name)} \|.*$", DOCUMENT.read_text(), re.MULTILINE)
+    return [cell.strip() for cell in str(line).strip("|").split("|")]
+
+
+def predicted(system: str, *figures: tuple[float, float]) -> list[Prediction]:
+    """Predictions of the first rows of a system, with these simulated figures and those of leave one out."""
+    members = [each for each in ROWS if each.system == system]
+    return [
+        Prediction(published=published, simulated=simulated, leave_one_out=other)
+        for published, (simulated, other) in zip(members, figures, strict=False)
+    ]
+
+
+def test_the_figures_are_those_of_the_sources() -> None:
+    systems = dict.fromkeys(each.system for each in ROWS)
+    assert {system: [round(each.speed_up, 2) for each in ROWS if each.system == system] for system in systems} == {
+        "CoPRIS": [1.58, 1.94, 1.75],
+        "AReaL": [2.27, 2.77],
+        "APRIL": [1.17, 1.21, 1.35, 1.26, 1.35, 1.44],
+        "RollPacker": [1.30, 1.48, 2.21],
+        "verl staleness": [1.30, 1.49, 1.49],
+        "verl asynchronous": [2.66, 1.92, 2.35],
+        "StreamRL": [1.55, 2.66],
+        "RollArt": [2.05, 1.35, 1.31],
+    }
+
+
+@pytest.mark.parametrize("published", [each for each in ROWS if each.setup], ids=lambda each: each.name)
+def test_both_arms_of_a_set_up_have_its_batch_and_as_many_gpus(published: PublishedSpeedUp) -> None:
+    assert published.setup is not None
+    method, baseline = (
+        arm_settings(published.setup, arm, Assumptions()) for arm in (published.setup.method, published.setup.baseline)
+    )
+    assert published.setup.method.preset in PRESETS
+    assert method.devices == baseline.devices
+    assert method.prompts == baseline.prompts
+    assert method.schedule.groups_per_batch == baseline.schedule.groups_per_batch == published.setup.groups_per_batch
+    assert method.schedule.window_groups > baseline.schedule.window_groups
+
+
+def test_a_row_without_a_set_up_says_what_is_missing_and_is_not_predicted() -> None:
+    unknown = [each for each in ROWS if each.setup is None]
+    assert {each.system for each in unknown} == {"StreamRL", "RollArt"}
+    assert all("not known" in each.remark for each in unknown)
+    with pytest.raises(ConfigError, match="0 rows"):
+        predictions(unknown)
+
+
+def test_leave_one_out_predicts_the_geometric_mean_of_the_others() -> None:
+    assert leave_one_out([1.0, 2.0, 8.0]) == pytest.approx([4.0, math.sqrt(8.0), math.sqrt(2.0)])
+    with pytest.raises(ConfigError, match="1 rows"):
+        leave_one_out([2.0])
+
+
+def test_the_error_is_the_same_for_too_fast_and_too_slow() -> None:
+    assert log_error(2.0, 4.0) == log_error(4.0, 2.0) == pytest.approx(math.log(2))
+    assert log_error(1.5, 1.5) == 0.0
+
+
+def test_pairs_are_ordered_by_what_is_published_and_ties_left_out() -> None:
+    found = predicted("verl staleness", (1.2, 1.0), (1.1, 1.0), (1.3, 1.0))
+    # 0.3 and 0.5 were published with almost the same time; 0.1 is below both, and simulated above 0.3.
+    pairs = [
+        (low.published.row, high.published.row, right) for low, high, right in ordered_pairs(found, "verl staleness")
+    ]
+    assert pairs == [("0.1", "0.3", False), ("0.1", "0.5", True)]
+
+
+def test_the_section_has_means_orders_and_the_rows_that_are_not_predicted() -> None:
+    found = predicted("RollPacker", (1.30 * math.e, 1.30), (1.48, 1.48), (2.21 / math.e, 2.21))
+    section = fidelity_section(ROWS, found)
+    assert "| **all** | 3 | 0.667 | 0.000 |" in section
+    assert "RollPacker: 0 of 3 pairs right; not: 7B, 8k below 14B, 16k" in section
+    assert "| StreamRL, largest | the best compared system | notes | 2.66 |" in section
+    assert all(row_line(each) in section for each in found)
+
+
+def test_a_document_without_the_marks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give docs/simulator.md"):
+        with_section("# Another document", "tables")
+
+
+@pytest.mark.parametrize("published", ROWS, ids=lambda each: each.name)
+def test_the_document_has_every_published_row(published: PublishedSpeedUp) -> None:
+    assert f"{published.speed_up:.2f}" in line_of(published.name)
+
+
+def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The two cheapest rows; the others take minutes: rollmesh fidelity-document docs/simulator.md.
+    cheap = (row("APRIL, 4B, DAPO-17k"), row("CoPRIS, R1-Distill-7B"))
+    monkeypatch.setattr("rollmesh.sim.published_speed_ups.published_speed_ups", lambda: cheap)
+    result = CliRunner().invoke(app, ["sim", "--fidelity", "--json"])
+    assert result.exit_code == 0, result.output
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["row"] for each in found] == [each.name for each in cheap]
+    for each in found:
+        committed = float(line_of(each["row"])[5])
+        assert each["simulated"] == pytest.approx(committed, rel=0.02), (
+            "run: rollmesh fidelity-document docs/simulator.md"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--compare", "sync,copris"], "--fidelity with --compare"),
+        (["run.yaml"], "--fidelity with RUN.yaml"),
+        (["--with", "gpu=H100"], "--with gpu=H100: --fidelity takes seed"),
+        (["--with", "switch_seconds=-1"], "switch_seconds=-1"),
+    ],
+)
+def test_options_that_do_not_go_with_fidelity_are_refused(arguments: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["sim", "--fidelity", *arguments])
+    assert result.exit_code == 2
+    assert named in " ".join(result.output.split())
+
+
+def test_a_time_is_changed_in_every_row() -> None:
+    assumptions = assumptions_with(["switch_seconds=50", "seed=3"])
+    for published in ROWS:
+        if published.setup is not None and not published.setup.baseline.trainer_gpus:
+            settings = arm_settings(published.setup, published.setup.baseline, assumptions)
+            assert settings.trainer.switch_seconds == 50
+            assert settings.prompts.lengths.seed == 3
