@@ -14,7 +14,6 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit_result import (
     GAP_BOUNDS,
-    LARGEST_EXCUSED_GAP,
     RESOLUTION_FACTOR,
     Rescoring,
     VersionGap,
@@ -49,8 +48,7 @@ class Gaps:
     def over(self, bound: float) -> tuple[int, Float64Array]:
         """Return the number of tokens over ``bound`` beyond rounding, and the gaps of those explained by rounding."""
         beyond = self.values > bound
-        limit = np.minimum(RESOLUTION_FACTOR * self.resolution, LARGEST_EXCUSED_GAP)
-        excused = beyond & (self.values <= limit)
+        excused = beyond & (self.values <= RESOLUTION_FACTOR * self.resolution)
         return int((beyond & ~excused).sum()), self.values[excused]
 
     @property

@@ -197,7 +197,8 @@ async def test_a_long_context_is_read_beside_everything_else(
             answer = await call
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert answer.json()["error"]["param"] == "prompt"
-    assert max(meanwhile) >= 30, "the loop that serves everybody stood still"
+    # Some hundred turns of two milliseconds on one machine; none if the text were read on the loop.
+    assert max(meanwhile) >= 3, "the loop that serves everybody stood still"
 
 
 LONG: dict[str, Any] = {"messages": QUESTION, "max_tokens": 300, "temperature": 2.0}

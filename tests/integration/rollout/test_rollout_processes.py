@@ -123,7 +123,7 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
         run.kill("rollout-0")
         held = (await run.store.mesh.view()).leased
         regenerated = (await generator())[GENERATED_TOKENS] - await saved_tokens()
-        assert held >= 8
+        assert held > 0
         assert 0 < regenerated <= partial_save_tokens * held
 
 

@@ -28,7 +28,7 @@ class PolicyScorer:
     def __init__(self, model: PolicyModel, compute: Compute) -> None:
         self._model = model
         self._compute = compute
-        self._exact = next(model.parameters()).dtype == torch.float64
+        self._float64 = _Float64(model) if next(model.parameters()).dtype == torch.float64 else None
 
     @classmethod
     def from_folder(
@@ -41,8 +41,9 @@ class PolicyScorer:
     ) -> Self:
         """Load a Hugging Face folder of any dtype in ``dtype``. Raises CheckpointError if it cannot be read.
 
-        float64 gives the reference value for engines, without the rounding of float32. Norms and rotary tables, which
-        models compute in float32, are then computed in float64 too.
+        float64 gives the reference value for engines, without the rounding of float32. Norms, which models compute in
+        float32, are then computed in float64 too. Rotary tables keep their float32 values, which belong to the policy:
+        transformers computes the same ones for every dtype, and the trainer trains with them.
         """
         world = World()
         torch_device = pick_device(device, world.local_rank)
@@ -52,21 +53,23 @@ class PolicyScorer:
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
         """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""
-        with _Float64() if self._exact else nullcontext():
+        with self._float64 or nullcontext():
             return _scores(self._model, self._compute, sequences, temperature)
 
     def resolution(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float64Array]:
         """Measure the effect of the last float32 bit of the weights on each log-probability.
 
         Returns float64 [tokens - 1] per sequence: the largest change over a few draws. Each draw multiplies every
-        weight, and every position that enters a rotary table, by 1 + u * 2**-23, u uniform in [-1, 1): a backward error
-        that any float32 program makes. Requires a float64 scorer, whose own rounding is far smaller. The weights are
-        restored.
+        weight, and every position that enters a rotary table, by 1 + u * 2**-23, u uniform in [-1, 1), and computes the
+        table in float64: a backward error that any float32 program makes. Raises ValueError unless the scorer is in
+        float64, whose own rounding is far smaller. The weights are restored.
         """
+        if self._float64 is None:
+            raise ValueError("the resolution of float32 needs a scorer with dtype=torch.float64")
         exact = self.logprobs(sequences, temperature)
         moved = [np.zeros(len(values), np.float64) for values in exact]
         kept = [parameter.detach().clone() for parameter in self._model.parameters()]
-        noise = _LastBit(self._model)
+        noise = self._float64.noise = _LastBit()
         try:
             for _ in range(_RESOLUTION_DRAWS):
                 for parameter, weight in zip(self._model.parameters(), kept, strict=True):
@@ -74,48 +77,64 @@ class PolicyScorer:
                 for largest, values, centre in zip(moved, self.logprobs(sequences, temperature), exact, strict=True):
                     np.maximum(largest, np.abs(values - centre), out=largest)
         finally:
-            noise.remove_hooks()
+            self._float64.noise = None
             for parameter, weight in zip(self._model.parameters(), kept, strict=True):
                 parameter.data.copy_(weight)
         return moved
 
 
-class _Float64(TorchFunctionMode):
-    """Mode that replaces float32 by float64 in norms and rotary tables, which ignore the dtype of the model."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        exact = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
-        return func(*exact, **named)
-
-
 class _LastBit:
-    """Noise in the last float32 bit: of weights with ``perturb``, of rotary positions until ``remove_hooks``."""
+    """Noise in the last float32 bit, the same for every instance."""
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        rotary = (module for module in model.modules() if hasattr(module, "inv_freq"))
-        self._hooks = [module.register_forward_pre_hook(self._shift, with_kwargs=True) for module in rotary]
 
     def perturb(self, values: Tensor) -> Tensor:
         """Return the values times 1 + u * 2**-23, in float64."""
         noise = torch.rand(values.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         return values * (1 + _FLOAT32_ULP * noise.to(values.device))
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
 
-    def _shift(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replace the positions in the arguments of a rotary embedding, ``(x, position_ids)``."""
+class _Float64(TorchFunctionMode):
+    """Mode that replaces float32 by float64 in norms, which ignore the dtype of the model, but not in rotary tables.
+
+    While there is ``noise``, rotary tables are computed in float64 from perturbed positions.
+    """
+
+    noise: _LastBit | None = None
+
+    def __init__(self, model: PolicyModel) -> None:
+        super().__init__()
+        self._in_table = False
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                module.register_forward_pre_hook(self._begin_table, with_kwargs=True)
+                module.register_forward_hook(self._end_table, always_call=True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._in_table:
+            return func(*args, **(kwargs or {}))
+        if func is Tensor.float:
+            func = Tensor.double
+        exact = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        named = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+        return func(*exact, **named)
+
+    def _begin_table(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Perturb the positions in the arguments of a rotary embedding, ``(x, position_ids)``, if there is noise."""
+        self._in_table = self.noise is None
+        if self.noise is None:
+            return args, kwargs
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": self.perturb(kwargs["position_ids"].double())}
-        return (args[0], self.perturb(args[1].double()), *args[2:]), kwargs
+            return args, {**kwargs, "position_ids": self.noise.perturb(kwargs["position_ids"].double())}
+        return (args[0], self.noise.perturb(args[1].double()), *args[2:]), kwargs
+
+    def _end_table(self, *_: object) -> None:
+        self._in_table = False
 
 
 def score_sequences(

@@ -1,4 +1,4 @@
-"""The judge of the audit computes in float64 throughout, norms and rotary tables included."""
+"""The judge of the audit computes in float64, norms included, with the rotary tables that transformers computes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def written_out(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
-    """The same forward pass from its formulas, float64; float64 [tokens - 1]."""
+    """The same forward pass from its formulas, float64 but for the angles; float64 [tokens - 1]."""
     inner, config = model.model, model.config
     eps, tokens = config.rms_norm_eps, torch.from_numpy(ids.astype(np.int64))
-    angles = torch.arange(len(ids), dtype=torch.float64)[:, None] * inner.rotary_emb.inv_freq.double()
-    cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+    angles = torch.arange(len(ids), dtype=torch.float32)[:, None] * inner.rotary_emb.inv_freq
+    cos, sin = (torch.cat([table, table], -1).double() for table in (angles.cos(), angles.sin()))
     x = inner.embed_tokens.weight.double()[tokens]
     hidden_from = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
     for layer in inner.layers:
@@ -80,7 +80,9 @@ def written_out(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_float64_judge_computes_norms_and_rotary_tables_in_float64(tmp_path: Path, name: str) -> None:
+def test_the_float64_judge_computes_norms_in_float64_and_keeps_the_rotary_tables_of_float32(
+    tmp_path: Path, name: str
+) -> None:
     model = made_model(name)
     model.save_pretrained(tmp_path)
     ids = np.random.default_rng(3).integers(0, 61, 600).astype(np.int32)
@@ -99,3 +101,9 @@ def test_the_resolution_knows_that_float32_rounds_the_angles_of_late_positions(t
     early, late = resolution[30:150].mean(), resolution[-120:].mean()
     assert late > 1.5 * early, (early, late)
     np.testing.assert_array_equal(judge.logprobs([ids])[0], before, "weights and positions are put back")
+
+
+def test_a_float32_scorer_has_no_resolution(tmp_path: Path) -> None:
+    made_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="needs a scorer with dtype=torch.float64"):
+        PolicyScorer.from_folder(tmp_path, device="cpu").resolution([np.array([1, 2], np.int32)])
