@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
@@ -75,6 +77,8 @@ class SimulatedMesh:
         self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
         self._settings = settings
         self._work: list[FleetWork] = []
+        self._stuck_at = _LONGEST_WAIT_SECONDS
+        """Virtual time at which the run counts as stuck, unless a train step ends before."""
         self.worker = SimulatedWorker(
             self.clock,
             self.queue,
@@ -118,17 +122,22 @@ class SimulatedMesh:
 
         Raises ConfigError if that never happens, with what the mesh waits for.
         """
-        settings, queue = self._settings, self.queue
-        self._announced(queue.announce(0), 0)
-        self._failures.begin(settings.fleet.count)
+        self._announced(self.queue.announce(0), 0)
+        self._failures.begin(self._settings.fleet.count)
         self.leader.look_soon()
-        while queue.trained_step < settings.schedule.train_steps:
-            if not self.clock.step() or self._is_stuck():
-                raise ConfigError(self._stuck())
-            if self.worker.react():
-                self.leader.look_soon()
-            self.trainer.react()
+        with _no_collection():
+            self._step_until_trained()
         return self._result()
+
+    def _step_until_trained(self) -> None:
+        clock, queue, worker, trainer = self.clock, self.queue, self.worker, self.trainer
+        train_steps = self._settings.schedule.train_steps
+        while queue.trained_step < train_steps:
+            if not clock.step() or clock.now > self._stuck_at:
+                raise ConfigError(self._stuck())
+            if worker.react():
+                self.leader.look_soon()
+            trainer.react()
 
     def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
         self.worker.progress(trajectory, tokens, version)
@@ -139,16 +148,13 @@ class SimulatedMesh:
         self.leader.look_soon()
 
     def _trained(self) -> None:
+        self._stuck_at = self.clock.now + _LONGEST_WAIT_SECONDS
         self._work.append(self.fleet.work())
         for group_id in self.queue.ended:
             self.worker.works.pop(group_id, None)
         if self.invariants is None:
             self.queue.ended.clear()
         self.leader.look_soon()
-
-    def _is_stuck(self) -> bool:
-        updates = self.trainer.updates
-        return self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
 
     def _stuck(self) -> str:
         queue = self.queue
@@ -172,3 +178,18 @@ class SimulatedMesh:
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
         )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable garbage collection: it would scan all trajectories in flight again and again, and they form no circles.
+
+    A group that leaves the queue drops its members, so reference counts free both.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
