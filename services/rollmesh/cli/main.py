@@ -66,6 +66,14 @@ def schedule_document(folder: Path) -> None:
     write_schedule_files(folder, schedule_table.numbers)
 
 
+@app.command(hidden=True)
+def recommendation_document(folder: Path) -> None:
+    """Simulate pools and switches of copris, and write simulated-pools.md into the folder docs."""
+    from rollmesh.sim.recommendation_document import write_recommendation_document
+
+    write_recommendation_document(folder)
+
+
 def main() -> None:
     """Run the console script."""
     own_process()
