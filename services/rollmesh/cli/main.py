@@ -80,6 +80,14 @@ def fidelity_document(document: Path) -> None:
     document.write_text(with_section(document.read_text(encoding="utf-8"), section), encoding="utf-8")
 
 
+@app.command(hidden=True)
+def recommendation_document(folder: Path) -> None:
+    """Simulate pools and switches of copris, and write simulated-pools.md into the folder docs."""
+    from rollmesh.sim.recommendation_document import write_recommendation_document
+
+    write_recommendation_document(folder)
+
+
 def main() -> None:
     """Run the console script."""
     own_process()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -81,8 +81,8 @@ class Fleet:
         self._router = Candidates(settings.placement)
         self._records_changed = False
         self._homes: dict[str, str] = {}
-        self._moved: dict[str, SimulatedGenerator] = {}
-        """Generators whose next event may have changed."""
+        self._moved: dict[SimulatedGenerator, None] = {}
+        """Generators whose next event may have changed, in order."""
         self._newest: PolicyRecord | None = None
         self._required_version = 0
         self._loads = 0
@@ -132,17 +132,18 @@ class Fleet:
             self._end_load()
         self._ended_work = _added(self._ended_work, self._work_of(generator))
         del self.generators[generator.name]
-        self._moved.pop(generator.name, None)
+        self._moved.pop(generator, None)
         self._records_changed = True
         return calls
 
     def advance(self, generator: SimulatedGenerator) -> None:
         """Move a generator to the present, and note which calls have finished or begun."""
-        self._moved[generator.name] = generator
+        self._moved[generator] = None
         engine, now = generator.engine, self._clock.now
         if generator.has_ended or (engine.now >= now and engine.next_event() > now):
             return
-        for call, _, tokens in generator.advance(now):
+        for call, _, tokens in engine.advance(now):
+            generator.ended_call_tokens += tokens
             trajectory = generator.calls[call]
             self._leave(generator, trajectory)
             trajectory.finished_version = generator.version
@@ -218,12 +219,14 @@ class Fleet:
         generator = trajectory.generator
         return 0 if generator is None else generator.engine.progress(trajectory.call) - trajectory.saved_in_call
 
-    def take_finished(self) -> deque[tuple[SimulatedTrajectory, int]]:
+    def take_finished(self) -> Collection[tuple[SimulatedTrajectory, int]]:
         """Return the calls that have finished since the last time, with their tokens, and plan the next events."""
-        finished, self.finished = self.finished, deque()
-        moved, self._moved = self._moved, {}
-        for generator in moved.values():
+        for generator in self._moved:
             generator.alarm.set(generator.engine.next_event())
+        self._moved.clear()
+        if not self.finished:
+            return ()
+        finished, self.finished = self.finished, deque()
         return finished
 
     # -- policies --------------------------------------------------------------------------------------------------
@@ -248,14 +251,14 @@ class Fleet:
             self.advance(generator)
             generator.engine.reload(seconds, mode="keep_kv")
             generator.paused_call_seconds += generator.engine.running * seconds
-            self._moved[generator.name] = generator
+            self._moved[generator] = None
 
     def slow_down(self, factor: float) -> None:
         """Multiply the seconds of all generators by this factor from now on."""
         for generator in self.generators.values():
             self.advance(generator)
             generator.engine.slow_down(factor * generator.slow_factor)
-            self._moved[generator.name] = generator
+            self._moved[generator] = None
 
     # -- figures ---------------------------------------------------------------------------------------------------
     def engine_load(self) -> EngineLoad | None:
@@ -351,14 +354,14 @@ class Fleet:
 
     def _load(self, generator: SimulatedGenerator) -> None:
         """Swap the weights: a segment of every running call ends; after a drain there is none."""
-        seconds, mode = self.settings.swap_seconds, self.settings.on_new_version
+        seconds, mode, version = self.settings.swap_seconds, self.settings.on_new_version, generator.version
         for call, tokens in generator.engine.reload(seconds, mode="keep_kv" if mode == "drain" else mode).items():
             if tokens:
-                self._on_progress(generator.calls[call], tokens, generator.version)
+                self._on_progress(generator.calls[call], tokens, version)
         generator.paused_call_seconds += generator.engine.running * seconds
         generator.serving, generator.loading, generator.is_draining = generator.loading, None, False
         self._register(generator)
-        self._moved[generator.name] = generator
+        self._moved[generator] = None
         self._end_load()
         self._consider(generator)
 

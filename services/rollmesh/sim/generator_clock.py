@@ -91,6 +91,8 @@ class GeneratorClock:
         """Running calls of the step that ends at ``_step_end`` and have a token from it."""
         self._step_end = 0.0
         self._ready = 0.0
+        self._first = self._half = 0.0
+        """A and q / 2 of the running calls."""
         self._event_steps = 0
         self._event = math.inf
         self._call_seconds = 0.0
@@ -193,17 +195,25 @@ class GeneratorClock:
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds}; expected finite seconds of at least 0")
-        boundaries = {number: self.progress(number) for number, call in self._calls.items() if call.order >= 0}
+        steps = self._steps + self._whole_steps()
+        boundaries = {
+            number: call.tokens + max(0, steps - call.start) for number, call in self._calls.items() if call.order >= 0
+        }
         boundaries |= {call.number: call.tokens for call in self._waiting if call.tokens}
         self._settle()
         self._begin_work()
         self._ready += seconds
         if mode == "interrupt":
-            ending = (call for call in self._running.values() if call.start + call.remaining <= self._steps)
-            self._prefill(self._context - sum(self._cached(call) for call in ending), again=True)
+            self._prefill(self._context - sum(map(self._cached, self._ending())), again=True)
         self._start_waiting()
         self._plan()
         return boundaries
+
+    def _ending(self) -> list[_Call]:
+        """Return the running calls that need no further step."""
+        if not self._heap or self._heap[0][0] > self._steps:
+            return []
+        return [call for call in self._running.values() if call.start + call.remaining <= self._steps]
 
     def _pass_event(self, finished: list[Finished]) -> None:
         """Move the anchor to the next event, finish or preempt calls there, and start those that wait."""
@@ -237,28 +247,26 @@ class GeneratorClock:
             return
         while heap[0][2].order != heap[0][1]:
             heapq.heappop(heap)
+        slope = self._costs.slope[running]
+        self._first = self._costs.base[running] + slope * (self._context - 0.5 * running)
+        self._half = 0.5 * slope * running
         steps = min(heap[0][0] - self._steps, (self._cache_tokens - self._context) // running)
         self._event_steps = steps
         self._event = self._ready + self._seconds(steps) if steps > 0 else self._step_end
 
     def _seconds(self, steps: int) -> float:
         """Return T(steps) of the running calls from the anchor on."""
-        running, costs = len(self._running), self._costs
-        slope = costs.slope[running]
-        first = costs.base[running] + slope * (self._context - 0.5 * running)
-        return self._slow_factor * steps * (first + 0.5 * slope * running * steps)
+        return self._slow_factor * steps * (self._first + self._half * steps)
 
     def _whole_steps(self) -> int:
         """Return the steps that have ended by ``now`` since the anchor; -1 while the anchor's last one is under way."""
         if self.now < self._step_end:
             return -1
         past = self.now - self._ready
-        running = len(self._running)
-        if past <= 0 or not running:
+        if past <= 0 or not self._running:
             return 0
-        slope = self._costs.slope[running]
-        first = self._slow_factor * (self._costs.base[running] + slope * (self._context - 0.5 * running))
-        root = math.sqrt(first * first + 2 * self._slow_factor * slope * running * past)
+        first = self._slow_factor * self._first
+        root = math.sqrt(first * first + 4 * self._slow_factor * self._half * past)
         steps = int(2 * past / (first + root))
         # The square root rounds: compare with the expression that dates events.
         while self._ready + self._seconds(steps + 1) <= self.now:
@@ -278,9 +286,11 @@ class GeneratorClock:
         if self.now <= self._ready or not running:
             return
         steps = self._whole_steps()
-        if self._ready + self._seconds(steps) < self.now:
+        end = self._ready + self._seconds(steps)
+        if end < self.now:
             steps += 1
-        self._ready = self._step_end = self._ready + self._seconds(steps)
+            end = self._ready + self._seconds(steps)
+        self._ready = self._step_end = end
         self._steps += steps
         self._context += steps * running
         self._decoded += steps * running

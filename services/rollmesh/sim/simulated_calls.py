@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rollmesh.scheduling.queue_model import ModelMember
 from rollmesh.sim.event_clock import Alarm
-from rollmesh.sim.generator_clock import Finished, GeneratorClock
+from rollmesh.sim.generator_clock import GeneratorClock
 from rollmesh.types import GeneratorRecord, PolicyRecord
 
 
@@ -143,12 +143,6 @@ class SimulatedGenerator:
     def version(self) -> int:
         """Policy version that it serves; -1 before the first."""
         return -1 if self.serving is None else self.serving.policy_version
-
-    def advance(self, now: float) -> list[Finished]:
-        """Move the engine to a virtual time; returns the calls that finished by then."""
-        finished = self.engine.advance(now)
-        self.ended_call_tokens += sum(each.token_count for each in finished)
-        return finished
 
     def register(self) -> None:
         """Write the registration again, after a change of the policy or of the service."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
@@ -30,7 +32,7 @@ from rollmesh.types import PolicyRecord
 _LONGEST_WAIT_SECONDS = 30 * 86400.0
 """Virtual time without a train step after which a run counts as stuck."""
 _LONGEST_PAUSE_SECONDS = 86400.0
-"""The same without a train step and without a finished trajectory."""
+"""The same without a train step, a finished trajectory and a score: time between two looks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ class SimulatedMesh:
         self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
         self._settings = settings
         self._work: list[FleetWork] = []
-        self._progress_made = (0, 0)
-        self._progress_at = 0.0
+        self._progress_made = (0, 0, 0)
+        self._look_at = _LONGEST_PAUSE_SECONDS
         self.worker = SimulatedWorker(
             self.clock,
             self.queue,
@@ -131,22 +133,29 @@ class SimulatedMesh:
 
         Raises ConfigError if that never happens, with what the mesh waits for.
         """
-        settings, queue = self._settings, self.queue
-        self._announced(queue.announce(0), 0)
-        self._failures.begin(settings.fleet.count)
+        self._announced(self.queue.announce(0), 0)
+        self._failures.begin(self._settings.fleet.count)
         self.leader.look_soon()
-        while queue.trained_step < settings.schedule.train_steps:
-            if not self.clock.step() or self._is_stuck():
+        with _no_collection():
+            self._step_until_trained()
+        return self._result()
+
+    def _step_until_trained(self) -> None:
+        clock, queue, worker, trainer = self.clock, self.queue, self.worker, self.trainer
+        train_steps = self._settings.schedule.train_steps
+        while queue.trained_step < train_steps:
+            if not clock.step():
                 raise ConfigError(self._stuck())
-            if self.worker.react():
+            if worker.react():
                 self.leader.look_soon()
-            self.trainer.react()
+            trainer.react()
             # Calls that end at this very moment are finished by a second reaction, which also plans the new times.
-            if self._cores is not None and self._cores.react() and self.worker.react():
+            if self._cores is not None and self._cores.react() and worker.react():
                 self.leader.look_soon()
             if self._timeline is not None:
-                self._timeline.observe(self.clock.now, self.fleet.generators)
-        return self._result()
+                self._timeline.observe(clock.now, self.fleet.generators)
+            if clock.now > self._look_at and self._is_stuck():
+                raise ConfigError(self._stuck())
 
     def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
         self.worker.progress(trajectory, tokens, version)
@@ -165,19 +174,18 @@ class SimulatedMesh:
         self.leader.look_soon()
 
     def _is_stuck(self) -> bool:
-        updates = self.trainer.updates
-        made = (self.queue.totals["finished_total"], len(updates))
-        if made != self._progress_made:
-            self._progress_made, self._progress_at = made, self.clock.now
-        if self.clock.now - self._progress_at > _LONGEST_PAUSE_SECONDS:
-            return True
-        return self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
+        """Tell whether nothing ended, was scored or trained on since the last look, and set the time of the next."""
+        totals, updates = self.queue.totals, self.trainer.updates
+        made = (totals["finished_total"], totals["scored_total"], len(updates))
+        idle = made == self._progress_made
+        self._progress_made, self._look_at = made, self.clock.now + _LONGEST_PAUSE_SECONDS
+        return idle or self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
 
     def _stuck(self) -> str:
         queue = self.queue
         serving = sum(generator.record.serving for generator in self.fleet.generators.values())
         return (
-            f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is never cut; after "
+            f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is not cut; after "
             f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}, "
             f"with {serving} serving generators of generator.replicas={self._settings.fleet.count} and {queue.leased} "
             "trajectories in flight: change the schedule, --fail or generator.replicas"
@@ -198,3 +206,18 @@ class SimulatedMesh:
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
         )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable garbage collection: it would scan all trajectories in flight again and again, and they form no circles.
+
+    A group that leaves the queue drops its members, so reference counts free both.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -61,7 +61,8 @@ class SimulatedWorker:
             finished = self._fleet.take_finished()
             for trajectory, tokens in finished:
                 self._finish(trajectory, tokens)
-            self._notice(freed=bool(finished))
+            if self._waiting:
+                self._notice(freed=bool(finished))
             if not self._lease() + len(finished):
                 return changed
             changed = True
@@ -119,7 +120,7 @@ class SimulatedWorker:
 
     def _notice(self, *, freed: bool) -> None:
         """Plan to place waiting trajectories: now if calls have ended, soon if a generator has changed."""
-        if not self._waiting or not (freed or self._fleet.has_changed):
+        if not (freed or self._fleet.has_changed):
             return
         self._fleet.has_changed = False
         time = self._clock.now + (0.0 if freed else _NOTICE_SECONDS)

@@ -109,7 +109,7 @@ def test_a_run_folder_without_finished_trajectories(tmp_path, option, has_starte
 def test_a_run_that_can_never_cut_is_named_with_what_it_waits_for(options, sets, waits_for):
     error = error_of(*options, sets=sets)
     assert_names(
-        error, "schedule.preset=copris", "is never cut", f"waits for {waits_for}", "change the schedule, --fail"
+        error, "schedule.preset=copris", "is not cut", f"waits for {waits_for}", "change the schedule, --fail"
     )
 
 

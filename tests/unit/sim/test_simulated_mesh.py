@@ -1,11 +1,13 @@
 """Whole simulated meshes: work is conserved, promises hold, equal seeds give equal output, failures have a bound."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.queue_model import ModelGroup, ModelMember
 from rollmesh.sim.figures import figures
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
@@ -90,6 +92,27 @@ def test_equal_seeds_give_equal_output_and_another_seed_another_one():
     assert run(mesh_settings("copris", seed=1, failures=EVERY_FAILURE))[1] != run(settings)[1]
 
 
+@pytest.mark.parametrize("preset", ["copris", "roll", "sorted", "rollpacker"])
+def test_ended_groups_leave_no_record_although_no_garbage_is_collected(preset):
+    gc.collect()
+    gc.disable()
+    try:
+        mesh, _ = run(mesh_settings(preset))
+        kinds = [type(each) for each in gc.get_objects()]
+    finally:
+        gc.enable()
+    assert kinds.count(ModelGroup) == sum(map(len, mesh.queue.groups.values()))
+    assert kinds.count(ModelMember) == len(mesh.queue.members)
+
+
+def test_a_run_leaves_garbage_collection_as_it_was():
+    run(mesh_settings("copris", steps=1))
+    assert gc.isenabled()
+    with pytest.raises(ConfigError):
+        run(mesh_settings("copris", generator={"replicas": 0}))
+    assert gc.isenabled()
+
+
 def test_sync_trains_only_on_the_newest_policy_and_copris_is_faster():
     sync, copris = (figures(run(mesh_settings(name))[1], 8) for name in ("sync", "copris"))
     assert sync.off_policy_token_share == 0 and set(sync.staleness) == {0}
@@ -163,7 +186,7 @@ def test_a_trainer_in_parts_finishes_sooner_after_the_cut():
 
 
 def test_a_mesh_without_generators_ends_with_what_it_waits_for():
-    with pytest.raises(ConfigError, match=r"schedule.preset=copris: batch 1 is never cut; .* waits for 4 more ready"):
+    with pytest.raises(ConfigError, match=r"schedule.preset=copris: batch 1 is not cut; .* waits for 4 more ready"):
         run(mesh_settings("copris", generator={"replicas": 0}))
 
 

@@ -21,6 +21,9 @@ from rollmesh.scheduling.queue_model.model_records import (
 from rollmesh.scheduling.queue_model.model_times import ModelTimes
 from rollmesh.types import TrajectoryState
 
+_QUEUED = (TrajectoryState.PENDING, TrajectoryState.PARTIAL, TrajectoryState.RESTING, TrajectoryState.FINISHED)
+"""States of members that may be in a queue."""
+
 
 class QueueState:
     """Groups, members, queues and counters of one run, and the transitions of groups.
@@ -174,8 +177,9 @@ class QueueState:
 
     def leave_queues(self, member: ModelMember) -> None:
         """Take a member out of every queue."""
-        for queue in (self.pending, self.partial, self.resting, self.scoring):
-            queue.discard(member.trajectory_id)
+        if member.state in _QUEUED:
+            for queue in (self.pending, self.partial, self.resting, self.scoring):
+                queue.discard(member.trajectory_id)
 
     def forget_member(self, member: ModelMember) -> None:
         """Delete the record of a member, which may be held."""

@@ -1,0 +1,119 @@
+"""Generator of ``docs/simulated-pools.md``: simulated pools and switches of ``copris``, the median of three seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+
+from rollmesh.sim.arms import Arm
+from rollmesh.sim.figures import Figures, figures
+from rollmesh.sim.recommendation_arms import PLAIN_RATIO, POOL_RATIOS, SEEDS, SETUPS, SWITCHES, RecommendationSetup
+from rollmesh.sim.simulated_mesh import SimulatedMesh
+
+DOCUMENT = "simulated-pools.md"
+Results = Mapping[tuple[str, str], Sequence[Figures]]
+"""Figures of the seeds by setup and row: a pool, or a switch."""
+
+_TEXT = """\
+<!-- Generated: make sim-recommend -->
+# Simulated pools and switches
+
+`make sim-recommend` simulates `copris` at three setups and writes this file: pools from half a batch to four, and each
+switch beyond the paper alone against the plain preset. Numbers are medians of the seeds {seeds}; the range of the seeds
+stands behind the tokens per second.
+
+Each setup has 4 generators on H100, a trainer with as many devices, 32 groups of 8 per update, 20 updates, slots for
+the largest pool, a prompt of 256 tokens, and 160 prompts, so that a prompt comes again after 5 updates. All other
+settings are the defaults of the [simulator](simulator.md#settings).
+
+| setup | generator | lengths |
+|---|---|---|
+| 7B, 16k | 1 device | `deepcoder-14b`, from a public trace |
+| 32B, 32k | 4 devices | lognormal, median 10,000, sigma 0.8, 0.9 between prompts: assumed |
+| 1.5B, 8k | 1 device | lognormal, median 2,500, sigma 0.8, 0.9 between prompts: assumed |
+
+Tokens are trained ones. `preempted` counts per update, staleness is that of the oldest token of a trajectory, and the
+trainer waits for a share of the time. [Schedules](schedules.md#which-pool) draws the conclusions.
+
+{limits}
+"""
+
+_LIMITS = """\
+**The simulator does not know** learning: it cannot tell what a stale token costs, so a row with more tokens per second
+and more staleness is no recommendation by itself. It does not know memory limits of an engine other than its cache,
+prefixes shared by a group, network contention, environments, or lengths that change with training. Its constants are
+assumed ([limits](simulator.md#limits)). 20 updates hold a start and an end: large pools have not been full for all of
+them."""
+
+
+def simulate_all() -> Results:
+    """Simulate every row at every seed, on all cores."""
+    arms = {(setup.title, row): [arm(seed) for seed in SEEDS] for setup in SETUPS for row, arm in _rows(setup).items()}
+    with ProcessPoolExecutor() as processes:
+        found = iter(list(processes.map(_figures, [arm for seeds in arms.values() for arm in seeds])))
+    return {key: [next(found) for _ in seeds] for key, seeds in arms.items()}
+
+
+def recommendation_document(results: Results) -> str:
+    """Return the document."""
+    parts = [_TEXT.format(seeds=", ".join(map(str, SEEDS)), limits=_LIMITS)]
+    parts.append("\n## Pools\n\n`N' / (B n)` is the pool over the trajectories of an update.\n")
+    for setup in SETUPS:
+        rows = {f"{ratio:g}": results[setup.title, f"{ratio:g}"] for ratio in POOL_RATIOS}
+        parts.append(f"\n### {setup.title}: pools\n\n" + _table("N' / (B n)", rows))
+    parts.append(f"\n## Switches\n\nEach switch alone, with a pool of {PLAIN_RATIO:g} batches.\n")
+    for setup in SETUPS:
+        rows = {"plain": results[setup.title, f"{PLAIN_RATIO:g}"]}
+        rows |= {switch: results[setup.title, switch] for switch in SWITCHES}
+        parts.append(f"\n### {setup.title}: switches\n\n" + _table("switch", rows, plain="plain"))
+    return "".join(parts)
+
+
+def write_recommendation_document(folder: Path) -> None:
+    """Simulate, and write the document into a folder."""
+    (folder / DOCUMENT).write_text(recommendation_document(simulate_all()), encoding="utf-8")
+
+
+def _rows(setup: RecommendationSetup) -> dict[str, Callable[[int], Arm]]:
+    def pool(ratio: float) -> Callable[[int], Arm]:
+        return lambda seed: setup.pool_arm(seed, ratio)
+
+    def switch(override: str) -> Callable[[int], Arm]:
+        return lambda seed: setup.arm(seed, override)
+
+    rows = {f"{ratio:g}": pool(ratio) for ratio in POOL_RATIOS}
+    return rows | {name: switch(override) for name, override in SWITCHES.items()}
+
+
+def _figures(arm: Arm) -> Figures:
+    return figures(SimulatedMesh(arm.settings).run(), arm.settings.devices)
+
+
+def _table(title: str, rows: Mapping[str, Sequence[Figures]], plain: str | None = None) -> str:
+    """Return a Markdown table; ``plain`` names the row that the others are compared with."""
+    columns = [title, "tokens/s", *(["against plain"] if plain else []), "off-policy", "staleness", "most"]
+    columns += ["preempted", "trainer waits"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    base = _speed(rows[plain]) if plain else 0.0
+    for name, seeds in rows.items():
+        cells = [name, _range([f.trained_tokens_per_second for f in seeds])]
+        cells += [f"{_speed(seeds) / base - 1:+.1%}"] if plain else []
+        cells += [
+            f"{median(f.off_policy_token_share for f in seeds):.0%}",
+            f"{median(f.mean_staleness for f in seeds):.2f}",
+            f"{max(max(f.staleness, default=0) for f in seeds)}",
+            f"{median(f.preemptions / f.updates for f in seeds):,.0f}",
+            f"{median(f.trainer_wait_share for f in seeds):.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _speed(seeds: Sequence[Figures]) -> float:
+    return median(f.trained_tokens_per_second for f in seeds)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"

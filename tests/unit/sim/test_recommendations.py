@@ -1,0 +1,37 @@
+"""Recommendations of docs/schedules.md: every arm is valid, and the document has a row for each with its figures."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.sim.figures import figures
+from rollmesh.sim.recommendation_arms import PLAIN_RATIO, POOL_RATIOS, SETUPS, SWITCHES
+from rollmesh.sim.recommendation_document import DOCUMENT, recommendation_document
+
+from .meshes import mesh_settings, run
+
+COMMITTED = Path(__file__).parents[3] / "docs" / DOCUMENT
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.title)
+def test_every_switch_differs_from_the_plain_pool_in_the_schedule_or_the_generators_only(setup):
+    plain = setup.pool_arm(0, PLAIN_RATIO).settings
+    assert setup.arm(0).settings == plain  # The preset's own pool.
+    for override in SWITCHES.values():
+        switched = setup.arm(0, override).settings
+        assert switched != plain
+        assert (switched.prompts, switched.trainer, switched.rewards) == (plain.prompts, plain.trainer, plain.rewards)
+
+
+def test_the_document_compares_each_row_with_the_plain_one():
+    small, large = (figures(run(mesh_settings("copris", steps=4, pool_size=size))[1], 8) for size in (4, 24))
+    rows = [f"{ratio:g}" for ratio in POOL_RATIOS] + list(SWITCHES)
+    results = {(setup.title, row): [large if row == f"{PLAIN_RATIO:g}" else small] for setup in SETUPS for row in rows}
+    gain = small.trained_tokens_per_second / large.trained_tokens_per_second - 1
+    text = recommendation_document(results)
+    assert text.count(f"| {gain:+.1%} |") == len(SETUPS) * len(SWITCHES)
+    assert first_cells(text) == first_cells(COMMITTED.read_text()), "run: make sim-recommend"
+
+
+def first_cells(text: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
