@@ -258,7 +258,6 @@ class Fleet:
         for generator in self.generators.values():
             self.advance(generator)
             generator.engine.slow_down(factor * generator.slow_factor)
-            self._moved[generator] = None
 
     # -- figures ---------------------------------------------------------------------------------------------------
     def engine_load(self) -> EngineLoad | None:
