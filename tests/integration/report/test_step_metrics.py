@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
 from rollmesh import step_metrics
+from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.gateway.curves import Curves
 from rollmesh.report.metrics_document import metrics_document
 from rollmesh.report.plots import plot_specs, style
@@ -89,3 +91,19 @@ def test_every_gauge_has_the_number_of_its_line() -> None:
 def _labels(metrics: Metrics) -> dict[str, str]:
     (sample,) = next(f for f in metrics.registry.collect() if f.name == "rollmesh_trainer_loss").samples
     return dict(sample.labels)
+
+
+def test_tokens_out_of_the_loss_are_counted_by_mask_and_passes_by_trajectory() -> None:
+    report, line = step_report(3)
+    metrics = Metrics("trainer")
+    trainer = TrainerMetrics(metrics)
+    left_out = replace(report.batch, masked_tokens={"icepop": 5, "own": 2}, skipped_trajectories=4)
+    for _ in range(2):
+        trainer.observe_step(replace(report, batch=left_out, rate_factor=0.5), line | {"rate_factor": 0.5})
+    samples = [s for family in metrics.registry.collect() for s in family.samples]
+    masked = {s.labels["reason"]: s.value for s in samples if s.name == "rollmesh_trainer_masked_tokens_total"}
+    assert {reason: count for reason, count in masked.items() if count} == {"icepop": 10, "own": 4}
+    assert {"stale", *MASK_METHODS} <= masked.keys()
+    values = {s.name: s.value for s in samples}
+    assert values["rollmesh_trainer_skipped_trajectories_total"] == 8
+    assert values["rollmesh_trainer_learning_rate_factor_ratio"] == 0.5

@@ -17,7 +17,7 @@ from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
-from rollmesh.trainer.learner.step_report import StepReport
+from rollmesh.trainer.learner.step_report import BatchStats, StepReport
 from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
@@ -41,14 +41,7 @@ class TrainerMetrics:
             "Tokens whose old logprob fell back to the sampler's.",
             {"reason": FALLBACK_REASONS},
         )
-        self.masked = m.counter(
-            "rollmesh_trainer_masked_tokens_total",
-            "Tokens that a mask took out of the loss.",
-            {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
-        )
-        self.skipped_trajectories = m.counter(
-            "rollmesh_trainer_skipped_trajectories_total", "Trajectories without a pass: their advantage is 0."
-        )
+        self._left_out = LeftOut(m)
         self.zero_variance = m.counter(
             "rollmesh_trainer_zero_variance_groups_total",
             "Groups whose rewards were all equal.",
@@ -106,9 +99,7 @@ class TrainerMetrics:
         self.skipped.inc(report.skipped_updates)
         self.zero_variance.labels(outcome="all_right").inc(batch.all_right_groups)
         self.zero_variance.labels(outcome="all_wrong").inc(batch.all_wrong_groups)
-        self.skipped_trajectories.inc(batch.skipped_trajectories)
-        for reason, count in batch.masked_tokens.items():
-            self.masked.labels(reason=reason).inc(count)
+        self._left_out.observe(batch)
         for reason, count in policy.old_logprob_fallbacks.items():
             self.fallbacks.labels(reason=reason).inc(count)
         for staleness, count in batch.trajectory_staleness.histogram.items():
@@ -125,6 +116,26 @@ class TrainerMetrics:
             self.groups.labels(length_decile=str(decile)).inc(groups)
         self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
         self._wasted.update(counts.dropped_tokens)
+
+
+class LeftOut:
+    """Counters of the tokens and trajectories that a train step left out."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._masked = m.counter(
+            "rollmesh_trainer_masked_tokens_total",
+            "Tokens that a mask took out of the loss.",
+            {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
+        )
+        self._skipped = m.counter(
+            "rollmesh_trainer_skipped_trajectories_total", "Trajectories without a pass: their advantage is 0."
+        )
+
+    def observe(self, batch: BatchStats) -> None:
+        """Add the counts of one train step."""
+        self._skipped.inc(batch.skipped_trajectories)
+        for reason, tokens in batch.masked_tokens.items():
+            self._masked.labels(reason=reason).inc(tokens)
 
 
 class DiskGauges:
