@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmesh.config import load_run_config
@@ -25,6 +25,8 @@ from rollmesh.sim.roofline import Efficiencies
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
 
+_WITH_OWN_PASS = ("recompute", "current")
+"""Old logprobs for which the published systems make a pass, also with one minibatch, where ours needs none."""
 _WEIGHT_SHARE = 0.5
 _SETTABLE = (
     "seed",
@@ -96,11 +98,11 @@ def arm_settings(setup: PublishedSetup, arm: PublishedArm, assumptions: Assumpti
         "reward_workers": groups * setup.group_size,
         **assumptions.times,
     }
-    return mesh_settings(
-        load_run_config(DEFAULT_RUN, overrides),
-        SimulationSetup.model_validate(values),
-        efficiencies=assumptions.efficiencies,
-    )
+    config = load_run_config(DEFAULT_RUN, overrides)
+    settings = mesh_settings(config, SimulationSetup.model_validate(values), efficiencies=assumptions.efficiencies)
+    if config.trainer.algorithm.old_logprobs not in _WITH_OWN_PASS:
+        return settings
+    return replace(settings, trainer=replace(settings.trainer, evidence_passes=1))
 
 
 def _lengths(model: str, assumptions: Assumptions) -> str:

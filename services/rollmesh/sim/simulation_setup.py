@@ -35,6 +35,8 @@ SCALE_RUN = Path(__file__).parent / "scale_run.yaml"
 """Run file of ``rollmesh sim --scale``."""
 _STEP_START = ("recompute", "current")
 """Sources of old logprobs that need the weights at the start of the step: those of the gradient, with one minibatch."""
+_WITHOUT_PASS = ("sampler", "loglinear")
+"""Sources of old logprobs that need no pass of the trainer."""
 _LONG = 10**12
 _PROMPTS = 10_000
 
@@ -205,7 +207,7 @@ def _evidence_passes(config: RunConfig) -> int:
     source = config.trainer.algorithm.old_logprobs
     if source in _STEP_START:
         return int(config.trainer.minibatches > 1)
-    return int(source != "sampler")
+    return int(source not in _WITHOUT_PASS)
 
 
 def _transfer_seconds(setup: SimulationSetup, roofline: Roofline) -> float:
