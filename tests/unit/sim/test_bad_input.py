@@ -108,9 +108,7 @@ def test_a_run_folder_without_finished_trajectories(tmp_path, option, has_starte
 )
 def test_a_run_that_can_never_cut_is_named_with_what_it_waits_for(options, sets, waits_for):
     error = error_of(*options, sets=sets)
-    assert_names(
-        error, "schedule.preset=copris", "is not cut", f"waits for {waits_for}", "change the schedule, --fail"
-    )
+    assert_names(error, "schedule.preset=copris", "is not cut", f"waits for {waits_for}", "change the schedule, --fail")
 
 
 def test_more_events_than_a_hundred_million_need_the_option():
