@@ -13,6 +13,8 @@ from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
 from rollmesh.algorithms.token_masks.mask_protocol import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe
 from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.mask_methods import reads_whole_batch
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.trainer.learner.forward_backward import TokenColumns
 from rollmesh.trainer.learner.method_binding import BoundMask, bind_advantage, bind_masks
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
@@ -78,15 +80,25 @@ def passed_trajectories(flat: TrainBatch, recipe: StepRecipe) -> BoolArray:
     An update without a gradient still moves the weights by the moments of the optimizer. Returns bool [trajectories].
     """
     algorithm = recipe.algorithm
-    loss = LOSS_METHODS.get(algorithm.loss)
-    needed = algorithm.kl_coefficient > 0 or loss is None or loss.pulls_without_advantage
-    if needed or not algorithm.skip_zero_advantage:
+    if not algorithm.skip_zero_advantage or _needs_every_pass(algorithm):
         return np.ones(flat.trajectory_count, np.bool_)
     passed: BoolArray = flat.advantages != 0
     for minibatch in split_minibatches(flat, recipe.minibatches):
         if not passed[minibatch].any():
             passed[minibatch] = True
     return passed
+
+
+def _needs_every_pass(algorithm: AlgorithmConfig) -> bool:
+    """Tell whether the gradient reads trajectories with advantage 0: by themselves, in a mask, or in its rate."""
+    loss = LOSS_METHODS.get(algorithm.loss)
+    return (
+        algorithm.kl_coefficient > 0
+        or loss is None
+        or loss.pulls_without_advantage
+        or algorithm.update_scale != "none"
+        or any(reads_whole_batch(mask.name) for mask in algorithm.masks)
+    )
 
 
 def apply_masks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,41 @@ def test_trajectories_without_advantage_need_no_pass_and_stay_in_the_denominator
     assert largest_difference(weights_of(tmp_path / "all"), weights_of(tmp_path / "some")) < 1e-9
 
 
-@pytest.mark.parametrize("algorithm", [{"kl_coefficient": 0.1}, {"loss": "kimi"}])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kl_coefficient": 0.1},
+        {"loss": "kimi"},
+        {"update_scale": "ess"},
+        {"masks": ("icepop", "m2po"), "old_logprobs": "current"},
+        {"masks": ("own_mask:everything",)},
+    ],
+)
 def test_no_trajectory_is_skipped_where_something_else_needs_its_gradient(
-    make_model: ModelMaker, algorithm: dict[str, Any]
+    make_model: ModelMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
 ) -> None:
-    folder = make_model("qwen2")
-    trainer = trainer_of(folder, folder, advantage="pairs", skip_zero_advantage=True, **algorithm)
-    assert trainer.train(random_batch(0, groups=2, members=4), VERSIONS).batch.skipped_trajectories == 0
+    (tmp_path / "own_mask.py").write_text("def everything(data):\n    return data.mask\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_mask", raising=False)
+    folder, batch = make_model("qwen2"), random_batch(0, groups=2, members=4)
+    reports = [
+        trainer_of(folder, folder, advantage="pairs", skip_zero_advantage=skip, **algorithm).train(batch, VERSIONS)
+        for skip in (False, True)
+    ]
+    everything, report = reports
+    assert report.batch.skipped_trajectories == 0
+    assert report.batch.masked_tokens == everything.batch.masked_tokens
+    assert report.rate_factor == everything.rate_factor and report.grad_norm == everything.grad_norm
+
+
+def test_a_mask_that_reads_single_answers_allows_trajectories_without_a_pass(make_model: ModelMaker) -> None:
+    folder, batch = make_model("qwen2"), random_batch(0, groups=2, members=4)
+    shared: dict[str, Any] = {"advantage": "pairs", "masks": ("icepop",), "old_logprobs": "current"}
+    everything = trainer_of(folder, **shared).train(batch, VERSIONS)
+    report = trainer_of(folder, skip_zero_advantage=True, **shared).train(batch, VERSIONS)
+    assert report.batch.skipped_trajectories > 0 and report.batch.masked_tokens["icepop"] > 0
+    assert report.loss == pytest.approx(everything.loss, abs=1e-12)
+    assert report.grad_norm == pytest.approx(everything.grad_norm, rel=1e-9)
 
 
 def test_a_batch_without_any_advantage_is_passed_whole(make_model: ModelMaker) -> None:
