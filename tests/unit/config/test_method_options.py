@@ -109,6 +109,19 @@ def test_an_advantage_that_compares_no_group_allows_groups_of_one(advantage: str
     assert config.schedule.group_size == 1
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), (1, 2), {1: "one"}, {1, 2}, [{"deep": (1,)}]])
+def test_options_of_own_code_that_a_batch_file_would_change_are_refused(value: Any) -> None:
+    kept = {"scale": 0.5, "names": ["a", None], "deep": {"flag": True}}
+    for field, algorithm in (
+        ("advantage_options", {"advantage": "my_code:mine", "advantage_options": kept | {"x": value}}),
+        ("loss_options", {"loss": "my_code:mine", "loss_options": kept | {"x": value}}),
+        ("options", {"masks": [{"name": "my_code:mine", "options": kept | {"x": value}}]}),
+    ):
+        with pytest.raises(ValidationError, match=rf"{field}\.x=.*: expected finite numbers"):
+            run(algorithm)
+    assert run({"advantage": "my_code:mine", "advantage_options": kept}).trainer.algorithm.advantage_options == kept
+
+
 def test_a_mask_may_be_a_name_and_options_of_own_code_are_left_alone(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig.model_validate(
         {"masks": ["mastered", {"name": "my_code:keep", "options": {"any": 1}}], "advantage": "my_code:mine"}
