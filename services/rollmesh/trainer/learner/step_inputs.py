@@ -66,11 +66,11 @@ def step_inputs(
     current = current_version(train_step_of_version, flat.train_step - 1)
     early = bool(masks) or policy is not None
     source = SOURCES[algorithm.old_logprobs]
-    old, own = scorer.denominator(flat, source, current, one_minibatch=one_minibatch and not early, policy=policy)
+    old, share = scorer.denominator(flat, source, current, one_minibatch=one_minibatch and not early, policy=policy)
     if masks:
         flat = apply_masks(flat, masks, old.values, policy, entropy)
     kl = reference if algorithm.kl_coefficient > 0 else None
-    columns = token_columns(flat, old, torch.from_numpy(own), None if kl is None else torch.from_numpy(kl))
+    columns = token_columns(flat, old, torch.from_numpy(share), None if kl is None else torch.from_numpy(kl))
     return StepInputs(flat=flat, columns=columns, old=old)
 
 
@@ -135,11 +135,11 @@ def apply_masks(
     return replace(flat, loss_mask=loss_mask, masked_by=masked_by)
 
 
-def token_columns(flat: TrainBatch, old: OldLogprobs, own: Tensor, reference: Tensor | None) -> TokenColumns:
+def token_columns(flat: TrainBatch, old: OldLogprobs, policy_share: Tensor, reference: Tensor | None) -> TokenColumns:
     """Return the inputs of the loss, [tokens] each."""
     return TokenColumns(
         old_logprobs=old.values,
-        own=own,
+        policy_share=policy_share,
         behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
         advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
         mask=torch.from_numpy(flat.loss_mask),
