@@ -1,4 +1,4 @@
-"""Sums, counts and means over ragged sets, such as the tokens of a sequence or the members of a group."""
+"""Sums and counts over ragged sets, such as the tokens of a sequence or the members of a group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,3 @@ def segment_sum(values: Tensor, index: Tensor, count: int) -> Tensor:
 def segment_count(index: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
     """Count the items per segment (only those with ``mask``), int64 [count]."""
     return torch.bincount(index if mask is None else index[mask], minlength=count)
-
-
-def segment_mean(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Average ``values`` [items] by ``index``; 0 for an empty segment; returns [count]."""
-    return segment_sum(values, index, count) / segment_count(index, count).clamp(min=1)

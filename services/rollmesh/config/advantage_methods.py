@@ -22,6 +22,12 @@ class AdvantageMethod(Method):
     """Known only once the whole batch is cut."""
     needs_policy: bool = False
     """Reads sums of log-probabilities under the policy at the start of the step."""
+    aggregation: str | None = None
+    """The only aggregation with which it is its source's method; None if any is."""
+    ignores_shaping: bool = False
+    """Reads which answers are right instead of the shaped rewards."""
+    uses_equal_rewards: bool = False
+    """Trains on groups whose rewards are all equal."""
     needs_reference: bool = False
     """Reads sums of log-probabilities under the pinned reference version."""
 
@@ -96,12 +102,16 @@ ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
             source="GRPO-lambda (descriptions; no code of the authors read)",
             options=GrpoLambdaOptions,
             whole_batch=True,
+            ignores_shaping=True,
+            uses_equal_rewards=True,
             deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
         ),
         "drpo": AdvantageMethod(
             source="DRPO (code)",
             options=DrpoOptions,
             needs_policy=True,
+            aggregation="sequence_mean_token_mean",
+            ignores_shaping=True,
             deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without a "
             "right and a wrong answer stay in the denominators",
         ),
@@ -115,12 +125,16 @@ ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
             options=PairsOptions,
             deviation="no batch reshuffle; dropped answers stay in the denominators",
         ),
-        "filtered_bc": AdvantageMethod(source="TTI (code)", compares="none"),
+        "filtered_bc": AdvantageMethod(
+            source="TTI (code)", compares="none", ignores_shaping=True, uses_equal_rewards=True
+        ),
         "tba": AdvantageMethod(
             source="TBA, arXiv 2503.18929",
             options=TbaOptions,
             needs_policy=True,
             needs_reference=True,
+            aggregation="token_mean",
+            uses_equal_rewards=True,
             deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule",
         ),
     }

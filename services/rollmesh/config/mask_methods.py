@@ -19,6 +19,8 @@ class MaskMethod(Method):
 
     needs: Literal["old_logprobs", "policy"]
     """old_logprobs: pi_old from the trainer; policy: log-probabilities and entropy at the start of the step."""
+    whole_batch: bool = False
+    """Decides about a token from those of other trajectories too."""
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -101,6 +103,7 @@ MASK_METHODS: Mapping[str, MaskMethod] = MappingProxyType(
             source="M2PO, as in AReaL",
             options=M2poOptions,
             needs="old_logprobs",
+            whole_batch=True,
             deviation="over the whole batch; threshold from memory",
         ),
         "mastered": MaskMethod(
@@ -111,6 +114,12 @@ MASK_METHODS: Mapping[str, MaskMethod] = MappingProxyType(
         ),
     }
 )
+
+
+def reads_whole_batch(name: str) -> bool:
+    """Tell whether a mask decides from the whole batch; ``module:function`` may."""
+    method = MASK_METHODS.get(name)
+    return method is None or method.whole_batch
 
 
 OWN_MASK = "own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,9 +46,11 @@ def complete_options(
 ) -> dict[str, Any]:
     """Return the options of a method with its defaults filled in; those of a user's code as they are.
 
-    Raises ValueError, naming ``field``, for an unknown option or a value out of range.
+    Raises ValueError, naming ``field``, for an unknown option, a value out of range, and a value for a user's code that
+    batch files cannot record.
     """
     if is_own(name):
+        _check_plain(options, field)
         return dict(options)
     model = methods[name].options
     for option in options.keys() - model.model_fields.keys():
@@ -62,3 +65,17 @@ def complete_options(
         place = ".".join(map(str, (field, *first["loc"])))
         given = "" if first["type"] == "missing" else f"={first['input']!r}"
         raise ValueError(f"{place}{given} of {name}: {first['msg']}") from None
+
+
+def _check_plain(options: Mapping[str, Any], field: str) -> None:
+    """Raise ValueError for a value that a batch file, which is JSON, would change: infinity, a tuple, a date."""
+    for option, value in options.items():
+        try:
+            kept = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            kept = False
+        if not kept:
+            raise ValueError(
+                f"{field}.{option}={value!r}: expected finite numbers, strings, true, false, null, or lists and "
+                "mappings of them"
+            )

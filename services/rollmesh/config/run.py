@@ -16,7 +16,7 @@ from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.launcher import LauncherConfig
-from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.model import ModelConfig
 from rollmesh.config.network import NetworkConfig
@@ -27,7 +27,7 @@ from rollmesh.config.section import EngineSection, Section
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.store import StoreConfig
 from rollmesh.config.telemetry import TelemetryConfig
-from rollmesh.config.trainer import DUAL_CLIP, AlgorithmConfig, TrainerConfig
+from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
 
 
 class RunConfig(Section):
@@ -121,12 +121,8 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "trainer.algorithm.old_logprobs=stage_end, because the logprobs of a stage end are saved with the trainer "
             "state, and a replay cannot compute them again"
         )
-    yield from _loss_problems(algorithm)
-    if algorithm.advantage == "drpo" and config.reward.overlong_buffer_tokens:
-        yield (
-            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} with trainer.algorithm.advantage="
-            "drpo: drpo weighs right answers by their length itself; set reward.overlong_buffer_tokens=0"
-        )
+    yield from _advantage_problems(config)
+    yield from _loss_problems(config.trainer)
     recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
     if recomputed and config.generator.on_new_version == "keep_kv":
         yield (
@@ -135,9 +131,40 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _advantage_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the settings that the advantage would ignore, or with which it is not the method of its source."""
+    algorithm = config.trainer.algorithm
+    name, method = algorithm.advantage, advantage_method(algorithm.advantage)
+    aggregation = algorithm.aggregation or loss_aggregation(algorithm.loss)
+    if method.aggregation not in (None, aggregation):
+        given = algorithm.aggregation or f"null, which is {aggregation} with loss={algorithm.loss}"
+        yield (
+            f"trainer.algorithm.aggregation={given}: trainer.algorithm.advantage={name} is the gradient of its source "
+            f"only with another; set aggregation={method.aggregation}"
+        )
+    if method.ignores_shaping and config.reward.overlong_buffer_tokens:
+        yield (
+            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} with trainer.algorithm.advantage="
+            f"{name}: {name} reads which answers are right and would ignore the penalty on the reward; set "
+            "reward.overlong_buffer_tokens=0"
+        )
+    if method.uses_equal_rewards and config.schedule.filter_zero_variance:
+        yield (
+            f"schedule.filter_zero_variance=true with trainer.algorithm.advantage={name} would drop groups that {name} "
+            "trains on; set false"
+        )
+
+
+def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Yield the settings that the loss or a mask would ignore."""
+    algorithm = trainer.algorithm
     loss = LOSS_METHODS.get(algorithm.loss)
+    if algorithm.loss == "kimi" and algorithm.old_logprobs in ("recompute", "current") and trainer.minibatches == 1:
+        yield (
+            f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.algorithm.loss=kimi and "
+            "trainer.minibatches=1 leaves out the squared term: old_logprobs are those of the policy itself at the "
+            "only update of the step; use old_logprobs=sampler, loglinear or snapshot, or more minibatches"
+        )
     if loss is not None and loss.corrects_behavior and algorithm.old_logprobs == "sampler":
         yield (
             f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "

@@ -56,8 +56,8 @@ class AlgorithmConfig(Section):
     """Options of the update scale; ``rollmesh methods`` lists them."""
     skip_zero_advantage: bool = False
     """Leave trajectories with advantage 0 out of the forward and backward passes, which do not change the gradient: not
-    with kl_coefficient, loss kimi or a loss of your code. Denominators still count their tokens; the statistics of the
-    policy (entropy, ratios, KL) then describe the other trajectories."""
+    with kl_coefficient, update_scale, loss kimi, mask m2po, or a loss or mask of your code. Denominators still count
+    their tokens; the statistics of the policy (entropy, ratios, KL) then describe the other trajectories."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL to the pinned reference version; 0 is off."""
     kl_reference_version: int = Field(default=0, ge=0)

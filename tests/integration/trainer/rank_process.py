@@ -1,13 +1,16 @@
 """One rank under torchrun's environment: trains the batches of the FSDP2 tests and writes what came out.
 
-Usage, in the repository root: python -m tests.integration.trainer.rank_process MODEL_FOLDER OUT_FOLDER SOURCE
+Usage, in the repository root: python -m tests.integration.trainer.rank_process MODEL_FOLDER OUT_FOLDER RECIPE
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -21,11 +24,19 @@ from ...unit.trainer.learner.made_batches import random_batch
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
 SECRET = b"secret"
+RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Snapshot and the KL reference load further sharded models.
+        "snapshot": {"old_logprobs": "snapshot", "kl_coefficient": 0.05, "kl_reference_version": 0},
+        "loglinear_ess": {"old_logprobs": "loglinear", "update_scale": "ess"},
+        "recompute_m2po": {"old_logprobs": "recompute", "masks": ("m2po",)},
+    }
+)
 
 
-def make_trainer(folder: Path, old_logprobs: str, world: World, versions: Path) -> PolicyTrainer:
-    """A float64 trainer with small micro-batches, a KL term and two minibatches; version 0 is ``folder``."""
-    algorithm = AlgorithmConfig(old_logprobs=old_logprobs, kl_coefficient=0.05, kl_reference_version=0)
+def make_trainer(folder: Path, recipe: str, world: World, versions: Path) -> PolicyTrainer:
+    """A float64 trainer with small micro-batches and two minibatches; version 0 is ``folder``."""
+    algorithm = AlgorithmConfig(**RECIPES[recipe])
     config = TrainerConfig(
         learning_rate=1e-2,
         minibatches=2,
@@ -56,10 +67,10 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
     return reports
 
 
-def main(model: Path, out: Path, source: str) -> None:
+def main(model: Path, out: Path, recipe: str) -> None:
     torch.set_num_threads(1)
     world = join_world("cpu")
-    text = broadcast_bytes(source.encode() if world.leads else None, world).decode()
+    text = broadcast_bytes(recipe.encode() if world.leads else None, world).decode()
     trainer = make_trainer(model, text, world, out)
     reports = run(trainer, out)
     state = save_state(

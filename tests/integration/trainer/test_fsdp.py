@@ -14,7 +14,7 @@ from rollmesh.trainer.learner.distributed import World
 
 from ...unit.trainer.learner.made_batches import random_batch, write_random_model
 from ...unit.trainer.learner.reference import largest_difference, weights_of
-from .rank_process import SECRET, STEPS, VERSIONS, make_trainer, run
+from .rank_process import RECIPES, SECRET, STEPS, VERSIONS, make_trainer, run
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -30,17 +30,21 @@ def numbers(report: Any, path: str = "") -> dict[str, float]:
     return {} if report is None or any(word in path for word in split_of_work) else {path: float(report)}
 
 
-def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
-    # Snapshot and the KL reference load further sharded models; tied embeddings share one sharded parameter.
-    source = "snapshot"
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_two_processes_equal_one_in_float64(tmp_path: Path, recipe: str) -> None:
+    # Tied embeddings share one sharded parameter.
     model, two, one = tmp_path / "model", tmp_path / "two", tmp_path / "one"
     write_random_model(model)
     two.mkdir()
-    run_two_ranks("rank_process", model, two, source)
-    trainer = make_trainer(model, source, World(), one)
+    run_two_ranks("rank_process", model, two, recipe)
+    trainer = make_trainer(model, recipe, World(), one)
     reports = run(trainer, one)
     for step in range(1, STEPS + 1):
         assert largest_difference(weights_of(two / str(step)), weights_of(one / str(step))) < 1e-8
+    if recipe == "loglinear_ess":
+        assert all(0 < report["rate_factor"] < 1 for report in reports)
+    if recipe == "recompute_m2po":
+        assert all(report["batch"]["masked_tokens"]["m2po"] > 0 for report in reports)
     for alone, shared in zip(reports, json.loads((two / "reports.json").read_text()), strict=True):
         assert numbers(alone) == pytest.approx(numbers(shared), rel=1e-6, abs=1e-8)
     trainer.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
@@ -48,7 +52,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     assert largest_difference(weights_of(two / "continued"), weights_of(one / "continued")) < 1e-8
     # What two ranks saved, one process loads.
     (state,) = committed_states(two, SECRET)
-    alone = make_trainer(model, source, World(), two)
+    alone = make_trainer(model, recipe, World(), two)
     alone.restore_extra(load_state(state, alone.state_tensors()))
     alone.export(tmp_path / "resharded")
     assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0

@@ -140,7 +140,7 @@ def _xrpo_novelty(group: Group, *, novelty: float, cap: float) -> list[float]:
 def _pairs(group: Group, *, kept: float) -> list[float]:
     values = _grpo(_rewards(group))
     order = sorted(range(len(values)), key=lambda i: -values[i])
-    count = max(1, math.floor(kept * (len(values) // 2))) if len(values) > 1 else 0
+    count = max(1, math.floor(kept * (len(values) // 2) + 1e-9)) if len(values) > 1 else 0
     chosen = {*order[:count], *order[len(order) - count :]}
     return [a if i in chosen else 0.0 for i, a in enumerate(values)]
 
@@ -178,7 +178,7 @@ def _reinforce_pp(batch: list[Group]) -> dict[int, float]:
 
 def _grpo_lambda(batch: list[Group], *, top_share: float, alpha: float) -> dict[int, float]:
     found = sorted((g for g in batch if g), key=lambda g: -statistics.fmean(row["right"] for row in g))
-    top = found[: max(1, math.floor(top_share * len(found)))]
+    top = found[: max(1, math.floor(top_share * len(found) + 1e-9))]
     values: dict[int, float] = {}
     for group in found:
         lengths = [row["length"] for row in group if row["right"]]

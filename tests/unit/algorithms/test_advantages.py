@@ -93,6 +93,14 @@ def test_pairs_keep_the_known_answers() -> None:
     torch.testing.assert_close(advantages[kept], torch.tensor([1.5, 1.2, -1.1, -1.5]))
 
 
+def test_a_share_of_29_in_100_keeps_29() -> None:
+    group = torch.zeros(200, dtype=torch.int64)
+    assert int(in_kept_pairs(torch.arange(200.0), group, 1, kept=0.29).sum()) == 2 * 29
+    right = columns([1.0] * 200, [i // 2 for i in range(200)], lengths=[1, 3] * 100)
+    paid = length_rewards(right, top_share=0.29, alpha=0.6) < 1
+    assert int(paid.sum()) == 2 * 29
+
+
 def test_xrpo_novelty_gives_the_known_answer() -> None:
     base = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     data = columns([1.0, 1.0, 0.0, 0.0], behavior=[-0.9, -0.3, -0.5, -0.5])

@@ -20,7 +20,7 @@ from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.algorithms.old_logprobs import SOURCES
 from rollmesh.algorithms.token_masks.mask_registry import MASKS
 from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 
@@ -65,7 +65,7 @@ def total(name: str, data: LossInput) -> Tensor:
     definition = LOSSES[name]
     own = LOSS_METHODS[name].options().model_dump()
     result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0), **own)
-    weights = AGGREGATIONS[definition.aggregation](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
+    weights = AGGREGATIONS[loss_aggregation(name)](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
     return aggregate(result.loss, data.mask, weights / weights.sum())
 
 
@@ -124,7 +124,7 @@ def test_the_methods_page_states_the_defaults_of_every_loss(name: str) -> None:
     definition = LOSSES[name]
     (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
     bounds = "none" if definition.clip_low is None else f"{definition.clip_low:g} / {definition.clip_high:g}"
-    assert f"| {bounds} | `{definition.aggregation}` |" in row
+    assert f"| {bounds} | `{loss_aggregation(name)}` |" in row
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES, *AGGREGATIONS, *SOURCES, *MASKS}))

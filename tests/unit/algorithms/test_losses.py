@@ -123,6 +123,13 @@ def test_the_smallest_ratio_before_a_token_is_that_of_its_own_sequence() -> None
     values = torch.tensor([0.5, 2.0, 0.1, 3.0, 3.0, 0.2])
     got = smallest_before(values, torch.tensor([0, 0, 0, 1, 3, 3]), 4)
     torch.testing.assert_close(got, torch.tensor([1.0, 0.5, 0.5, 1.0, 1.0, 3.0]))
+    assert smallest_before(torch.empty(0), torch.empty(0, dtype=torch.int64), 3).shape == (0,)
+
+
+def test_minpro_needs_memory_for_its_tokens_only() -> None:
+    # A table of 200,000 sequences, one of them of 200,000 tokens, would have 4e10 cells.
+    index = torch.cat([torch.zeros(200_000, dtype=torch.int64), torch.tensor([199_999])])
+    assert smallest_before(torch.full((200_001,), 0.5), index, 200_000).unique().tolist() == [0.5, 1.0]
 
 
 def test_topr_cuts_the_weight_of_wrong_answers_only() -> None:

@@ -48,17 +48,78 @@ def test_a_method_with_wrong_options_is_refused_with_its_field(algorithm: dict[s
         run(algorithm)
 
 
-def test_drpo_refuses_a_penalty_on_length() -> None:
-    algorithm = {"advantage": "drpo", "advantage_options": {"longest_tokens": 1024}}
-    assert run(algorithm).trainer.algorithm.advantage == "drpo"
-    with pytest.raises(ValidationError, match="overlong_buffer_tokens=64 with trainer.algorithm.advantage=drpo"):
+DRPO = {
+    "advantage": "drpo",
+    "advantage_options": {"longest_tokens": 1024},
+    "aggregation": "sequence_mean_token_mean",
+}
+TBA = {"advantage": "tba", "advantage_options": {"beta": 0.1}}
+
+
+@pytest.mark.parametrize("algorithm", [DRPO, {"advantage": "grpo_lambda"}, {"advantage": "filtered_bc"}])
+def test_an_advantage_of_right_answers_refuses_a_penalty_on_the_reward(algorithm: dict[str, Any]) -> None:
+    assert run(algorithm).trainer.algorithm.advantage == algorithm["advantage"]
+    problem = f"overlong_buffer_tokens=64 with trainer.algorithm.advantage={algorithm['advantage']}.*set .*=0"
+    with pytest.raises(ValidationError, match=problem):
         run(algorithm, reward={"overlong_buffer_tokens": 64})
+
+
+@pytest.mark.parametrize("algorithm", [TBA, {"advantage": "grpo_lambda"}, {"advantage": "filtered_bc"}])
+def test_groups_of_equal_rewards_are_not_dropped_from_an_advantage_that_trains_on_them(
+    algorithm: dict[str, Any],
+) -> None:
+    assert not run(algorithm).schedule.filter_zero_variance
+    with pytest.raises(ValidationError, match=f"filter_zero_variance=true .*={algorithm['advantage']} .*set false"):
+        run(algorithm, schedule={"filter_zero_variance": True})
+    assert run(DRPO, schedule={"filter_zero_variance": True}).schedule.filter_zero_variance
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        (DRPO | {"aggregation": None}, "=null, which is token_mean with loss=ppo_clip.*=sequence_mean_token_mean"),
+        (DRPO | {"aggregation": "token_mean"}, "=token_mean: .*=drpo .*set aggregation=sequence_mean_token_mean"),
+        (TBA | {"loss": "gspo"}, "=null, which is sequence_mean_token_mean with loss=gspo.*aggregation=token_mean"),
+    ],
+)
+def test_an_advantage_refuses_an_aggregation_with_which_it_is_another_method(
+    algorithm: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"trainer.algorithm.aggregation{problem}"):
+        run(algorithm)
+
+
+def test_the_loss_may_have_the_aggregation_that_the_advantage_requires() -> None:
+    assert run(DRPO | {"aggregation": None, "loss": "gspo"}).trainer.algorithm.aggregation is None
+
+
+@pytest.mark.parametrize("source", ["recompute", "current"])
+def test_kimi_refuses_old_logprobs_that_are_those_of_the_policy_itself(source: str) -> None:
+    algorithm = {"loss": "kimi", "old_logprobs": source}
+    with pytest.raises(ValidationError, match=f"old_logprobs={source} .*leaves out the squared term.*use old_logprobs"):
+        run(algorithm)
+    split = run({}, trainer={"minibatches": 2, "algorithm": algorithm}, schedule={"groups_per_batch": 4})
+    assert split.trainer.algorithm.old_logprobs == source
+    assert run({"loss": "kimi", "old_logprobs": "loglinear"}).trainer.minibatches == 1
 
 
 @pytest.mark.parametrize("advantage", ["filtered_bc", "reinforce_pp", "my_code:mine"])
 def test_an_advantage_that_compares_no_group_allows_groups_of_one(advantage: str) -> None:
     config = run({"advantage": advantage}, schedule={"group_size": 1})
     assert config.schedule.group_size == 1
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), (1, 2), {1: "one"}, {1, 2}, [{"deep": (1,)}]])
+def test_options_of_own_code_that_a_batch_file_would_change_are_refused(value: Any) -> None:
+    kept = {"scale": 0.5, "names": ["a", None], "deep": {"flag": True}}
+    for field, algorithm in (
+        ("advantage_options", {"advantage": "my_code:mine", "advantage_options": kept | {"x": value}}),
+        ("loss_options", {"loss": "my_code:mine", "loss_options": kept | {"x": value}}),
+        ("options", {"masks": [{"name": "my_code:mine", "options": kept | {"x": value}}]}),
+    ):
+        with pytest.raises(ValidationError, match=rf"{field}\.x=.*: expected finite numbers"):
+            run(algorithm)
+    assert run({"advantage": "my_code:mine", "advantage_options": kept}).trainer.algorithm.advantage_options == kept
 
 
 def test_a_mask_may_be_a_name_and_options_of_own_code_are_left_alone(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def length_rewards(data: TrajectoryColumns, *, top_share: float, alpha: float) -
     accuracy = torch.stack([right[data.group_index == group].mean() for group in present])
     ranked = present[accuracy.argsort(descending=True, stable=True)]
     rewards = right.clone()
-    for group in ranked[: max(1, int(top_share * len(present)))]:
+    # 0.29 * 100 is a little below 29 in floating point.
+    for group in ranked[: max(1, int(top_share * len(present) + 1e-9))]:
         member = (data.group_index == group) & solved
         if not member.any():
             continue

@@ -29,7 +29,8 @@ def in_kept_pairs(advantages: Tensor, group_index: Tensor, group_count: int, *, 
         members = torch.nonzero(group_index == group).flatten()
         order = members[advantages[members].argsort(descending=True, stable=True)]
         if count := len(members) // 2:
-            count = max(1, int(kept * count))
+            # 0.29 * 100 is a little below 29 in floating point.
+            count = max(1, int(kept * count + 1e-9))
             keep[order[:count]] = True
             keep[order[-count:]] = True
     return keep

@@ -14,9 +14,11 @@ class ClipReason(IntEnum):
 
     NONE = 0
     HIGH = 1
-    """The ratio is above the upper clip of a positive advantage (cispo: of any): no gradient (cispo: capped)."""
+    """The ratio is above the upper clip of a positive advantage (cispo, minpro: of any): no gradient (cispo, minpro:
+    capped)."""
     LOW = 2
-    """The ratio is below the lower clip of a negative advantage (cispo: of any): no gradient (cispo: raised)."""
+    """The ratio is below the lower clip of a negative advantage (cispo, minpro: of any): no gradient (cispo, minpro:
+    raised)."""
     DUAL = 3
     """The ratio of a negative advantage is above the dual clip: no gradient."""
     TRUNCATED = 4

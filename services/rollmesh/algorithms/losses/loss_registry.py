@@ -1,4 +1,4 @@
-"""Losses by their name in the run file, with their defaults."""
+"""Losses by their name in the run file, with their default bounds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from rollmesh.algorithms.losses.topr import topr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDefinition:
-    """Loss function and its defaults."""
+    """Loss function and its default bounds."""
 
     loss: PolicyLoss
     """Function of (LossInput, LossOptions), and of its own options as keywords."""
     clip_low: float | None = None
     """Default bound; None for a loss without bounds."""
     clip_high: float | None = None
-    aggregation: str
 
     def options(
         self,
@@ -50,13 +49,13 @@ class LossDefinition:
 
 LOSSES: Mapping[str, LossDefinition] = MappingProxyType(
     {
-        "ppo_clip": LossDefinition(loss=ppo_clip, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
-        "decoupled_ppo": LossDefinition(loss=decoupled_ppo, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
-        "tis": LossDefinition(loss=tis, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
-        "gspo": LossDefinition(loss=gspo, clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean_token_mean"),
-        "cispo": LossDefinition(loss=cispo, clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
-        "minpro": LossDefinition(loss=minpro, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
-        "topr": LossDefinition(loss=topr, aggregation="token_mean"),
-        "kimi": LossDefinition(loss=kimi, aggregation="token_mean"),
+        "ppo_clip": LossDefinition(loss=ppo_clip, clip_low=0.2, clip_high=0.28),
+        "decoupled_ppo": LossDefinition(loss=decoupled_ppo, clip_low=0.2, clip_high=0.28),
+        "tis": LossDefinition(loss=tis, clip_low=0.2, clip_high=0.28),
+        "gspo": LossDefinition(loss=gspo, clip_low=3e-4, clip_high=4e-4),
+        "cispo": LossDefinition(loss=cispo, clip_low=1.0, clip_high=4.0),
+        "minpro": LossDefinition(loss=minpro, clip_low=0.2, clip_high=0.28),
+        "topr": LossDefinition(loss=topr),
+        "kimi": LossDefinition(loss=kimi),
     }
 )

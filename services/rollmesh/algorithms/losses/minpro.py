@@ -32,12 +32,8 @@ def smallest_before(values: Tensor, sequence_index: Tensor, sequence_count: int)
 
     ``values`` and ``sequence_index`` (sorted) are [tokens].
     """
-    lengths = segment_count(sequence_index, sequence_count)
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(len(values), device=values.device) - starts[sequence_index]
-    # One row per sequence, shifted by one: column t holds the value of token t - 1. Memory: sequences * longest.
-    table = values.new_ones(sequence_count, int(lengths.max()) + 1)
-    table[sequence_index, positions + 1] = values
-    table[:, 0] = torch.inf
-    smallest = table.cummin(dim=1).values[sequence_index, positions]
-    return torch.where(positions == 0, 1.0, smallest)
+    if not len(values):
+        return values
+    # One sequence at a time: a table of all of them would have sequences * longest cells.
+    sequences = torch.split(values, segment_count(sequence_index, sequence_count).tolist())
+    return torch.cat([part for s in sequences for part in (torch.ones_like(s[:1]), s[:-1].cummin(dim=0).values)])

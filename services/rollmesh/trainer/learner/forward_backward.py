@@ -58,9 +58,7 @@ class TokenColumns:
     """Inputs of the loss as CPU tensors over the flat batch, [tokens]."""
 
     old_logprobs: Tensor  # float64
-    own: (
-        Tensor  # float64, share of the token's own log-probability, detached, in the denominator; old_logprobs the rest
-    )
+    policy_share: Tensor  # float64, share of the policy in training in the denominator, detached; old_logprobs the rest
     behavior_logprobs: Tensor  # float64
     advantages: Tensor  # float64
     mask: Tensor  # bool
@@ -73,10 +71,10 @@ class TokenColumns:
         def take(column: Tensor) -> Tensor:
             return column[index].to(logprobs)
 
-        own = take(self.own)
+        share = take(self.policy_share)
         return LossInput(
             logprobs=logprobs,
-            old_logprobs=own * logprobs.detach() + (1 - own) * take(self.old_logprobs),
+            old_logprobs=share * logprobs.detach() + (1 - share) * take(self.old_logprobs),
             behavior_logprobs=take(self.behavior_logprobs),
             advantages=take(self.advantages),
             mask=self.mask[index].to(logprobs.device),

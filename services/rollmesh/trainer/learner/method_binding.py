@@ -23,7 +23,7 @@ from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.trainer import AlgorithmConfig
-from rollmesh.config.update_scales import UPDATE_SCALES
+from rollmesh.config.update_scales import EssOptions
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.loading import load_target
 
@@ -95,6 +95,9 @@ def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             raise DataError(f"{field}={name}: returned {type(result).__name__} instead of TokenLoss")
         for column in ("loss", "ratio", "weight", "clip"):
             _check_column(getattr(result, column), data.logprobs, f"{field}={name}", column, "token")
+        # A policy that has diverged has log-probabilities that are not finite: that is not the function's fault.
+        if (data.mask & torch.isfinite(data.logprobs) & ~torch.isfinite(result.loss.detach())).any():
+            raise DataError(f"{field}={name}: returned a loss that is not a finite number for a token in the loss")
         return result
 
     return loss
@@ -109,10 +112,7 @@ def bind_update_scale(algorithm: AlgorithmConfig) -> UpdateScale | None:
     """Return the update scale of an algorithm section; None for none."""
     if algorithm.update_scale == "none":
         return None
-    options = complete_options(
-        algorithm.update_scale, algorithm.update_scale_options, UPDATE_SCALES, "trainer.algorithm.update_scale_options"
-    )
-    return partial(ess_scale, **options)
+    return partial(ess_scale, **EssOptions.model_validate(algorithm.update_scale_options).model_dump())
 
 
 def _bind_mask(name: str, given: Mapping[str, Any], index: int) -> BoundMask:
@@ -141,7 +141,8 @@ def _load(
         raise ConfigError(f"{field}: {name} must be a function of ({', '.join(inputs)})")
     try:
         inspect.signature(function).bind(*inputs, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        # ValueError: a function of a compiled library has no signature.
         raise ConfigError(
             f"{field}: {name} cannot be called as f({', '.join(inputs)}, **{options_field}): {error}"
         ) from error

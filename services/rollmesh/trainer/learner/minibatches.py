@@ -121,7 +121,8 @@ def _rate_factor(recipe: LossRecipe, batch: TrainBatch, logprobs: Float64Array, 
     """Return the factor of the update scale, from the weights of the trajectories over their tokens in the loss."""
     if recipe.update_scale is None:
         return 1.0
-    inside = batch.loss_mask & batch.passed_mask & np.isin(batch.sequence_index, sequences)
+    # With an update scale every trajectory has a pass (passed_trajectories).
+    inside = batch.loss_mask & np.isin(batch.sequence_index, sequences)
     size = effective_sample_size((logprobs - batch.behavior_logprobs)[inside], batch.sequence_index[inside])
     count = len(np.unique(batch.sequence_index[inside]))
     return recipe.update_scale(size / count) if count else 1.0

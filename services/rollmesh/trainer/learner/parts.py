@@ -41,7 +41,7 @@ class WholeBatch:
     """Results of all parts, per token in the order of the flat batch."""
 
     old: OldLogprobs
-    own: Tensor  # float64 [tokens]
+    policy_share: Tensor  # float64 [tokens]
     reference_logprobs: Tensor | None  # float64 [tokens]
     done: GradientPass
 
@@ -109,7 +109,7 @@ class Parts:
                     for reason in self._parts[0].old.fell_back
                 },
             ),
-            own=join([part.columns.own for part in self._parts]),
+            policy_share=join([part.columns.policy_share for part in self._parts]),
             reference_logprobs=join([r for r in references if r is not None]) if references[0] is not None else None,
             done=GradientPass(
                 loss=sum(done.loss for done in passes) / max(1.0, weight),

@@ -274,16 +274,16 @@ class PolicyTrainer:
         """Explain every response token of a batch under the current weights, without training.
 
         ``settings`` as in ``train``. All minibatches are evaluated like the first one, without the updates between
-        them.
+        them, and ``skip_zero_advantage`` leaves out nothing, so that every token has an old log-probability.
         """
-        recipe = (settings and settings.recipe) or self._recipe
+        recipe = _without_skips((settings and settings.recipe) or self._recipe)
         flat = _flatten(batch, train_step_of_version, recipe)
         inputs = self._inputs(flat, train_step_of_version, recipe, None, one_minibatch=True)
         flat, columns, denominator = inputs.flat, inputs.columns, inputs.old
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
         index, judged = judge_tokens(loss_recipe(recipe.algorithm), flat, columns, logprobs)
-        own = columns.own.numpy()
-        old = own * logprobs + (1 - own) * columns.old_logprobs.numpy()
+        share = columns.policy_share.numpy()
+        old = share * logprobs + (1 - share) * columns.old_logprobs.numpy()
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> None:
@@ -379,7 +379,7 @@ class PolicyTrainer:
             self._model, self._optimizer, loss, flat, whole.done, seconds, max_grad_norm=recipe.max_grad_norm
         )
         self._parts.clear()
-        columns = token_columns(flat, whole.old, whole.own, whole.reference_logprobs)
+        columns = token_columns(flat, whole.old, whole.policy_share, whole.reference_logprobs)
         return StepInputs(flat=flat, columns=columns, old=whole.old), done, 0.0
 
     def _inputs(
@@ -399,6 +399,11 @@ class PolicyTrainer:
             reference_version=reference_version,
             one_minibatch=one_minibatch,
         )
+
+
+def _without_skips(recipe: StepRecipe) -> StepRecipe:
+    algorithm = recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
+    return recipe.model_copy(update={"algorithm": algorithm})
 
 
 def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:

@@ -13,6 +13,8 @@ from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
 from rollmesh.algorithms.token_masks.mask_protocol import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe
 from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.mask_methods import reads_whole_batch
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.trainer.learner.forward_backward import TokenColumns
 from rollmesh.trainer.learner.method_binding import BoundMask, bind_advantage, bind_masks
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
@@ -64,11 +66,11 @@ def step_inputs(
     current = current_version(train_step_of_version, flat.train_step - 1)
     early = bool(masks) or policy is not None
     source = SOURCES[algorithm.old_logprobs]
-    old, own = scorer.denominator(flat, source, current, one_minibatch=one_minibatch and not early, policy=policy)
+    old, share = scorer.denominator(flat, source, current, one_minibatch=one_minibatch and not early, policy=policy)
     if masks:
         flat = apply_masks(flat, masks, old.values, policy, entropy)
     kl = reference if algorithm.kl_coefficient > 0 else None
-    columns = token_columns(flat, old, torch.from_numpy(own), None if kl is None else torch.from_numpy(kl))
+    columns = token_columns(flat, old, torch.from_numpy(share), None if kl is None else torch.from_numpy(kl))
     return StepInputs(flat=flat, columns=columns, old=old)
 
 
@@ -78,15 +80,25 @@ def passed_trajectories(flat: TrainBatch, recipe: StepRecipe) -> BoolArray:
     An update without a gradient still moves the weights by the moments of the optimizer. Returns bool [trajectories].
     """
     algorithm = recipe.algorithm
-    loss = LOSS_METHODS.get(algorithm.loss)
-    needed = algorithm.kl_coefficient > 0 or loss is None or loss.pulls_without_advantage
-    if needed or not algorithm.skip_zero_advantage:
+    if not algorithm.skip_zero_advantage or _needs_every_pass(algorithm):
         return np.ones(flat.trajectory_count, np.bool_)
     passed: BoolArray = flat.advantages != 0
     for minibatch in split_minibatches(flat, recipe.minibatches):
         if not passed[minibatch].any():
             passed[minibatch] = True
     return passed
+
+
+def _needs_every_pass(algorithm: AlgorithmConfig) -> bool:
+    """Tell whether the gradient reads trajectories with advantage 0: by themselves, in a mask, or in its rate."""
+    loss = LOSS_METHODS.get(algorithm.loss)
+    return (
+        algorithm.kl_coefficient > 0
+        or loss is None
+        or loss.pulls_without_advantage
+        or algorithm.update_scale != "none"
+        or any(reads_whole_batch(mask.name) for mask in algorithm.masks)
+    )
 
 
 def apply_masks(
@@ -123,11 +135,11 @@ def apply_masks(
     return replace(flat, loss_mask=loss_mask, masked_by=masked_by)
 
 
-def token_columns(flat: TrainBatch, old: OldLogprobs, own: Tensor, reference: Tensor | None) -> TokenColumns:
+def token_columns(flat: TrainBatch, old: OldLogprobs, policy_share: Tensor, reference: Tensor | None) -> TokenColumns:
     """Return the inputs of the loss, [tokens] each."""
     return TokenColumns(
         old_logprobs=old.values,
-        own=own,
+        policy_share=policy_share,
         behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
         advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
         mask=torch.from_numpy(flat.loss_mask),

@@ -57,7 +57,7 @@ class BatchStats:
     skipped_trajectories: int
     """Trajectories without a pass, because their advantage is 0 (skip_zero_advantage)."""
     masked_tokens: Mapping[str, int]
-    """Tokens that a policy wrote outside the numerator, by the first mask that took them out."""
+    """Tokens, by the first mask that took them out of the numerator; a policy wrote them."""
     reward_mean: float
     reward_std: float
     outcome_mean: float

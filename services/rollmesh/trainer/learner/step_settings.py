@@ -7,6 +7,7 @@ from typing import Any
 from rollmesh.algorithms.aggregation import AGGREGATIONS
 from rollmesh.algorithms.losses.loss_registry import LOSSES, LossDefinition
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.loss_methods import loss_aggregation
 from rollmesh.config.methods import is_own
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig, with_options
 from rollmesh.trainer.learner.forward_backward import LossRecipe
@@ -31,7 +32,7 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
     filled = {
         "clip_low": definition.clip_low if algorithm.clip_low is None else algorithm.clip_low,
         "clip_high": definition.clip_high if algorithm.clip_high is None else algorithm.clip_high,
-        "aggregation": algorithm.aggregation or definition.aggregation,
+        "aggregation": algorithm.aggregation or loss_aggregation(algorithm.loss),
         **with_options(algorithm),
     }
     return StepRecipe(
@@ -71,7 +72,7 @@ def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
             dual_clip=config.dual_clip,
             tis_cap=config.tis_cap,
         ),
-        aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
+        aggregation=AGGREGATIONS[config.aggregation or loss_aggregation(config.loss)],
         kl_coefficient=config.kl_coefficient,
         update_scale=bind_update_scale(config),
     )

@@ -49,6 +49,12 @@ def two_inputs(data, more):
 def number_loss(data, options):
     return data.logprobs.sum()
 
+def nan_loss(data, options):
+    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from dataclasses import replace
+    result = ppo_clip(data, options)
+    return replace(result, loss=result.loss.masked_fill(data.advantages == 0, float("nan")))
+
 def odd_tokens(data, *, first=0):
     return (torch.arange(len(data.mask)) + first) % 2 == 1
 
@@ -111,6 +117,7 @@ def test_an_advantage_that_returns_something_else_is_refused(name: str, problem:
         (AlgorithmConfig(advantage="own_methods:two_inputs"), "cannot be called as f"),
         (AlgorithmConfig(advantage="own_methods:plain", advantage_options={"beta": 1}), "unexpected keyword.*beta"),
         (AlgorithmConfig(advantage="own_methods:constant"), "must be a function"),
+        (AlgorithmConfig(advantage="torch:softmax"), "cannot be called as f"),
         (AlgorithmConfig(advantage="own_methods:nothing"), "has no 'nothing'"),
         (AlgorithmConfig(advantage="no_such_module:plain"), "no module 'no_such_module'"),
     ],
@@ -122,18 +129,33 @@ def test_code_that_cannot_be_called_as_an_advantage_is_refused_at_startup(
         bind_advantage(algorithm)
 
 
-def test_a_loss_that_returns_a_number_is_refused() -> None:
-    loss = bind_loss(AlgorithmConfig(loss="own_methods:number_loss"))
-    column = torch.zeros(2)
-    data = LossInput(
+def loss_input(advantages: list[float], mask: list[bool]) -> LossInput:
+    """One sequence on policy."""
+    column = torch.zeros(len(mask))
+    return LossInput(
         logprobs=column,
         old_logprobs=column,
         behavior_logprobs=column,
-        advantages=column,
-        mask=column == 0,
+        advantages=torch.tensor(advantages),
+        mask=torch.tensor(mask),
         sequence_index=column.long(),
         sequence_count=1,
     )
+
+
+def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> None:
+    loss, options = bind_loss(AlgorithmConfig(loss="own_methods:nan_loss")), LOSSES["ppo_clip"].options()
+    assert loss(loss_input([1.0, 0.0], [True, False]), options).loss.isnan().tolist() == [False, True]
+    with pytest.raises(DataError, match="trainer.algorithm.loss=own_methods:nan_loss: .*not a finite number"):
+        loss(loss_input([1.0, 0.0], [True, True]), options)
+    diverged = loss_input([1.0, 0.0], [True, True])
+    diverged.logprobs[1] = torch.nan
+    assert loss(diverged, options).loss.isnan().tolist() == [False, True]
+
+
+def test_a_loss_that_returns_a_number_is_refused() -> None:
+    loss = bind_loss(AlgorithmConfig(loss="own_methods:number_loss"))
+    data = loss_input([0.0, 0.0], [True, True])
     with pytest.raises(DataError, match="own_methods:number_loss: returned Tensor instead of TokenLoss"):
         loss(data, LOSSES["ppo_clip"].options())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.trainer.learner.packing import MicroBatch
+from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
@@ -22,9 +25,9 @@ from .reference import largest_difference, weights_of
 VERSIONS = {v: v for v in range(8)}
 
 
-def trainer_of(folder: Path, reference: Path | None = None, **algorithm: Any) -> PolicyTrainer:
+def trainer_of(folder: Path, reference: Path | None = None, *, minibatches: int = 1, **algorithm: Any) -> PolicyTrainer:
     """A float64 trainer of the policy in ``folder``; version 0 is kept in ``reference``."""
-    config = TrainerConfig(learning_rate=1e-2, algorithm=AlgorithmConfig(**algorithm))
+    config = TrainerConfig(learning_rate=1e-2, minibatches=minibatches, algorithm=AlgorithmConfig(**algorithm))
     return PolicyTrainer.from_folder(
         folder,
         config,
@@ -92,17 +95,22 @@ def test_drpo_weighs_wrong_answers_by_their_probability_under_the_policy(make_mo
 
 def test_masked_tokens_leave_the_numerator_only_and_are_counted_by_mask(make_model: ModelMaker) -> None:
     folder, batch = make_model("qwen2"), random_batch(2, groups=4, members=4)
-    masks = ({"name": "icepop", "options": {"low": 0.9, "high": 1.2}}, "mastered")
+    masks = (
+        {"name": "icepop", "options": {"low": 0.9, "high": 1.2}},
+        {"name": "mastered", "options": {"entropy": 10, "probability": 0.02}},
+    )
+    solved = {t.trajectory_id for g in batch.groups for t in g.trajectories if t.shaped_reward > 0}
     explained = list(trainer_of(folder, old_logprobs="current", masks=masks).explain(batch, VERSIONS))
     written = [token for token in explained if token.policy_version is not None]
     for token in written:
         outside = not 0.9 <= np.exp(token.logprob - token.behavior_logprob) <= 1.2
-        assert (token.reason == "icepop") == outside
+        mastered = not outside and token.trajectory_id in solved and np.exp(token.logprob) >= 0.02
+        assert (token.reason == "icepop") == outside and (token.reason == "mastered") == mastered
     kept = sum(token.advantage for token in written if token.reason not in ("icepop", "mastered"))
     report = trainer_of(folder, old_logprobs="current", masks=masks).train(batch, VERSIONS)
     assert report.loss == pytest.approx(-kept / len(written), abs=1e-9)
     counts = report.batch.masked_tokens
-    assert 0 < counts["icepop"] < len(written)
+    assert 0 < counts["icepop"] < len(written) and counts["mastered"] > 0
     assert sum(counts.values()) == len(written) - report.batch.trained_tokens
     assert report.policy.ratio.max == pytest.approx(1, abs=1e-9) and report.policy.ratio.min == pytest.approx(
         1, abs=1e-9
@@ -123,7 +131,7 @@ def test_every_loss_makes_a_finite_update_with_every_kind_of_advantage(
     assert report.updates == 1 and np.isfinite(report.loss) and report.grad_norm > 0
 
 
-def test_loglinear_needs_no_pass_and_interpolates_with_the_policy_of_the_gradient_pass(
+def test_loglinear_interpolates_with_the_policy_of_the_gradient_pass(
     make_model: ModelMaker,
 ) -> None:
     batch = random_batch(4, train_step=4, versions=4)
@@ -142,13 +150,32 @@ def test_loglinear_needs_no_pass_and_interpolates_with_the_policy_of_the_gradien
     assert report.updates == 1 and report.policy.old_logprob_fallbacks == {}
 
 
+@pytest.mark.parametrize(("source", "passes"), [("sampler", 2), ("loglinear", 2), ("recompute", 3)])
+def test_loglinear_needs_no_pass_beside_those_of_the_two_minibatches(
+    make_model: ModelMaker, monkeypatch: pytest.MonkeyPatch, source: str, passes: int
+) -> None:
+    score, micros = PolicyModel.score, []
+
+    def counted(model: PolicyModel, micro: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        micros.append(micro)
+        return score(model, micro, entropy=entropy)
+
+    monkeypatch.setattr(PolicyModel, "score", counted)
+    trainer = trainer_of(make_model("qwen2"), minibatches=2, old_logprobs=source)
+    trainer.train_step = 3
+    assert trainer.train(random_batch(4, train_step=4, versions=4), VERSIONS).updates == 2
+    assert len(micros) == passes
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_trajectories_without_advantage_need_no_pass_and_stay_in_the_denominators(
-    make_model: ModelMaker, tmp_path: Path
+    make_model: ModelMaker, tmp_path: Path, minibatches: int
 ) -> None:
     folder, batch = make_model("qwen2"), random_batch(0, groups=4, members=4)
     for name in ("all", "some"):
         trainer = trainer_of(
             folder,
+            minibatches=minibatches,
             advantage="pairs",
             advantage_options={"kept": 0.5},
             old_logprobs="recompute",
@@ -166,13 +193,50 @@ def test_trajectories_without_advantage_need_no_pass_and_stay_in_the_denominator
     assert largest_difference(weights_of(tmp_path / "all"), weights_of(tmp_path / "some")) < 1e-9
 
 
-@pytest.mark.parametrize("algorithm", [{"kl_coefficient": 0.1}, {"loss": "kimi"}])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kl_coefficient": 0.1},
+        {"loss": "kimi"},
+        {"update_scale": "ess"},
+        {"masks": ("icepop", "m2po"), "old_logprobs": "current"},
+        {"masks": ("own_mask:everything",)},
+    ],
+)
 def test_no_trajectory_is_skipped_where_something_else_needs_its_gradient(
-    make_model: ModelMaker, algorithm: dict[str, Any]
+    make_model: ModelMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
 ) -> None:
-    folder = make_model("qwen2")
-    trainer = trainer_of(folder, folder, advantage="pairs", skip_zero_advantage=True, **algorithm)
-    assert trainer.train(random_batch(0, groups=2, members=4), VERSIONS).batch.skipped_trajectories == 0
+    (tmp_path / "own_mask.py").write_text("def everything(data):\n    return data.mask\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_mask", raising=False)
+    folder, batch = make_model("qwen2"), random_batch(0, groups=2, members=4)
+    reports = [
+        trainer_of(folder, folder, advantage="pairs", skip_zero_advantage=skip, **algorithm).train(batch, VERSIONS)
+        for skip in (False, True)
+    ]
+    everything, report = reports
+    assert report.batch.skipped_trajectories == 0
+    assert report.batch.masked_tokens == everything.batch.masked_tokens
+    assert report.rate_factor == everything.rate_factor and report.grad_norm == everything.grad_norm
+
+
+def test_a_mask_that_reads_single_answers_allows_trajectories_without_a_pass(make_model: ModelMaker) -> None:
+    folder, batch = make_model("qwen2"), random_batch(0, groups=2, members=4)
+    shared: dict[str, Any] = {"advantage": "pairs", "masks": ("icepop",), "old_logprobs": "current"}
+    everything = trainer_of(folder, **shared).train(batch, VERSIONS)
+    report = trainer_of(folder, skip_zero_advantage=True, **shared).train(batch, VERSIONS)
+    assert report.batch.skipped_trajectories > 0 and report.batch.masked_tokens["icepop"] > 0
+    assert report.loss == pytest.approx(everything.loss, abs=1e-12)
+    assert report.grad_norm == pytest.approx(everything.grad_norm, rel=1e-9)
+
+
+def test_trajectories_without_a_pass_are_explained_with_their_old_logprobs(make_model: ModelMaker) -> None:
+    trainer = trainer_of(make_model("qwen2"), advantage="pairs", old_logprobs="current", skip_zero_advantage=True)
+    batch = random_batch(0, groups=4, members=4)
+    written = [token for token in trainer.explain(batch, VERSIONS) if token.policy_version is not None]
+    assert any(token.reason == "zero_advantage" for token in written)
+    assert all(token.old_logprob == token.logprob and not token.old_logprob_fallback for token in written)
+    assert trainer.train(batch, VERSIONS).batch.skipped_trajectories > 0
 
 
 def test_a_batch_without_any_advantage_is_passed_whole(make_model: ModelMaker) -> None:
