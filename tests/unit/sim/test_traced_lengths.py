@@ -23,8 +23,8 @@ def traced(group, stream, *outputs, observations=(), tool_seconds=()):
     )
 
 
-def lengths(*trajectories, cap=1500):
-    return TracedLengths(groups=by_group(trajectories), cap=cap)
+def lengths(*trajectories):
+    return TracedLengths(groups=by_group(trajectories))
 
 
 def test_a_group_gets_each_of_its_recorded_lengths_once_and_further_members_one_of_them():
@@ -37,11 +37,11 @@ def test_a_group_gets_each_of_its_recorded_lengths_once_and_further_members_one_
     assert (model.prompt_tokens(2), model.prompt_tokens(1)) == (20, 21)
 
 
-def test_the_cap_ends_a_trajectory_within_a_turn():
+def test_the_turns_before_the_last_one_have_their_end_their_observation_and_its_time():
     recorded = traced(0, 0, 10, 20, 30, observations=(3, 4), tool_seconds=(0.5, 0.25))
     assert lengths(recorded).turns(0, 0, 1) == ((SimulatedTurn(10, 3, 0.5), SimulatedTurn(30, 4, 0.25)),)
-    capped = lengths(recorded, cap=30)
-    assert capped.draw(0, 0, 1).tolist() == [30] and capped.turns(0, 0, 1) == ((SimulatedTurn(10, 3, 0.5),),)
+    budget = lengths(recorded.cut(37))
+    assert budget.draw(0, 0, 1).tolist() == [30] and budget.turns(0, 0, 1) == ((SimulatedTurn(10, 3, 0.5),),)
 
 
 @pytest.mark.parametrize("preset", ["copris", "ulorl", "rollpacker", "sorted_partial"])
@@ -77,4 +77,4 @@ def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
 
 def test_lengths_without_a_trajectory_are_refused():
     with pytest.raises(ConfigError, match="no trajectories"):
-        TracedLengths(groups=(), cap=10)
+        TracedLengths(groups=())
