@@ -59,7 +59,11 @@ def test_an_unusable_curve(tmp_path, points, prefill, named):
         ),
         ((), ("generator.kv_token_capacity=999",), ("generator.kv_token_capacity=999", "one call", "increase it")),
         (("--with", "prompt_tokens=600"), (), ("prompt_tokens=600", "max_context_tokens=16512", "raise the context")),
-        (("--lengths", "no-such-folder"), (), ("--lengths no-such-folder", "deepcoder-14b, dapo-32b")),
+        (
+            ("--lengths", "no-such-folder"),
+            (),
+            ("lengths=no-such-folder: no such run folder", "deepcoder-14b, dapo-32b"),
+        ),
         (("--sweep", "schedule.nosuch=1,2"), (), ("schedule.nosuch", "known here", "pool_size", "(got 1)")),
         (
             ("--sweep", "schedule.max_staleness=0,2"),

@@ -58,6 +58,17 @@ def test_turns_with_tools_conserve_work_with_deaths_barriers_rests_and_spares(pr
     assert_conserved(mesh, result)
 
 
+def test_everything_but_the_prompt_and_the_observations_is_prefilled_again():
+    """One call per turn: each prefills the context of the one before, its tokens and the observation after them."""
+    settings = mesh_settings("sync", steps=1)
+    recorded = traced(0, 0, *[10] * 20, observations=[50] * 19)
+    prompts = replace(settings.prompts, lengths=lengths(recorded))
+    work = run(replace(settings, prompts=prompts))[1].work[-1]
+    contexts = [20 + 60 * turn for turn in range(20)]
+    assert work.prefilled_tokens == 16 * sum(contexts)
+    assert work.reprefilled_tokens == 16 * (sum(contexts) - 20 - 19 * 50)
+
+
 def test_an_update_waits_for_the_tools_of_its_turns():
     settings = mesh_settings("sync", steps=1)
     cut_at = {}
