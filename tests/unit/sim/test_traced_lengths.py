@@ -79,6 +79,26 @@ def test_an_update_waits_for_the_tools_of_its_turns():
     assert cut_at[50.0] - cut_at[0.0] == pytest.approx(50, abs=0.5)
 
 
+@pytest.mark.parametrize("preset", ["sync", "copris"])
+def test_tools_and_rewards_of_days_end_although_the_mesh_looks_on(preset):
+    """Gaps of the leader go on in between, so there are events at which the mesh could give up."""
+    settings = mesh_settings(preset, steps=1, failures=("leader_gaps_per_hour=0.2",))
+    prompts = replace(
+        settings.prompts, lengths=lengths(traced(0, 0, 9, 9, observations=(1,), tool_seconds=(400_000.0,)))
+    )
+    rewards = replace(settings.rewards, median_seconds=400_000.0, worker_count=64)
+    _, result = run(replace(settings, prompts=prompts, rewards=rewards))
+    assert len(result.updates) == 1 and result.seconds > 600_000
+
+
+def test_a_decode_of_days_ends_although_the_mesh_looks_on():
+    slow = ("slow_generators=4", "slow_factor=100000", "leader_gaps_per_hour=0.2")
+    settings = mesh_settings("sync", steps=1, failures=slow)
+    prompts = replace(settings.prompts, lengths=lengths(traced(0, 0, 400)))
+    _, result = run(replace(settings, prompts=prompts))
+    assert len(result.updates) == 1 and result.seconds > 300_000
+
+
 def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
     short, long = traced(0, 0, 10), replace(traced(0, 1, 3), prompt_tokens=90)
     model = lengths(short, long, traced(1, 0, 40))
