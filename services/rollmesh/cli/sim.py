@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from rollmesh.cli.common import JsonOption, SetOption, clear_errors
+from rollmesh.errors import ConfigError
 from rollmesh.report.console import output_console
 
 if TYPE_CHECKING:
@@ -75,29 +76,42 @@ def sim(
     from rollmesh.sim.arms import arms_of
     from rollmesh.sim.length_trace import trace_of_run
 
-    if fidelity:
-        others: dict[str, object] = {
-            "RUN.yaml": run,
-            "--compare": compare,
-            "--sweep": sweep,
-            "--gpu": gpu,
-            "--model": model,
-        }
-        others |= {"--lengths": lengths, "--fail": fail, "--set": set_, "--plots": plots, "--export": export}
-        others |= {"--check": check, "--scale": scale, "--long": long}
-        _fidelity(with_ or [], [name for name, value in others.items() if value], as_json=as_json)
-        return
     short = {"gpu": gpu, "model": model, "lengths": lengths}
-    settings = [*(with_ or []), *(f"{name}={value}" for name, value in short.items() if value)]
+    others: dict[str, object] = {"RUN.yaml": run, "--compare": compare, "--sweep": sweep, "--fail": fail, "--set": set_}
+    others |= {f"--{name}": value for name, value in short.items()}
+    others |= {"--check": check, "--long": long, "--scale": scale, "--plots": plots}
     with clear_errors():
+        if fidelity:
+            _refuse("--fidelity", {**others, "--export": export}, "its set-ups are fixed; give --with and --json only")
+            _fidelity(with_ or [], as_json=as_json)
+            return
         if export is not None:
+            _refuse("--export", {**others, "--with": with_, "--json": as_json}, "it simulates nothing; give it alone")
             for trajectory in trace_of_run(export):
                 typer.echo(trajectory.line())
             return
+        settings = _settings(with_ or [], short)
         arms = arms_of(
             run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
         )
         _simulate(arms, plots, check=check, as_json=as_json, is_sweep=sweep is not None, with_cost=scale)
+
+
+def _refuse(option: str, others: Mapping[str, object], remedy: str) -> None:
+    """Raise ConfigError if an option comes with one of the others."""
+    if given := [name for name, value in others.items() if value not in (None, False, [])]:
+        raise ConfigError(f"{option} with {', '.join(given)}: {remedy}")
+
+
+def _settings(with_: Sequence[str], short: Mapping[str, str | None]) -> list[str]:
+    """Return the settings of ``--with`` and of its short forms. Raises ConfigError for an empty or a second value."""
+    given = {name: value for name, value in short.items() if value is not None}
+    for name, value in given.items():
+        if not value.strip():
+            raise ConfigError(f"--{name}={value!r}: empty; give a value, or leave it out")
+        same = [item for item in with_ if item.partition("=")[0] == name]
+        _refuse(f"--{name} {value}", {f"--with {item}": True for item in same}, "give one of them")
+    return [*with_, *(f"{name}={value}" for name, value in given.items())]
 
 
 def _simulate(
@@ -105,10 +119,12 @@ def _simulate(
 ) -> None:
     """Simulate each arm, draw the plots if there is a folder for them, and print the figures."""
     from rollmesh.sim.figures_table import figures_tables
-    from rollmesh.sim.plotted_arms import plotted_arm, write_simulation_plots
+    from rollmesh.sim.plotted_arms import make_plots_folder, plotted_arm, write_simulation_plots
     from rollmesh.sim.run_timeline import RunTimeline
     from rollmesh.sim.simulation_cost import simulate_at_cost
 
+    if plots is not None:
+        make_plots_folder(plots)
     results, costs, drawn = [], [], []
     for arm in arms:
         timeline = RunTimeline() if plots else None
@@ -130,21 +146,15 @@ def _simulate(
             console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _fidelity(settings: list[str], others: list[str], *, as_json: bool) -> None:
+def _fidelity(settings: list[str], *, as_json: bool) -> None:
     """Print the predictions of all published rows."""
-    from rollmesh.errors import ConfigError
     from rollmesh.sim.fidelity import predictions
     from rollmesh.sim.fidelity_setup import assumptions_with
     from rollmesh.sim.fidelity_text import documents, fidelity_section
     from rollmesh.sim.published_speed_ups import published_speed_ups
 
-    with clear_errors():
-        if others:
-            raise ConfigError(
-                f"--fidelity with {', '.join(others)}: its set-ups are fixed; give --with and --json only"
-            )
-        rows = published_speed_ups()
-        found = predictions(rows, assumptions_with(settings), on_arm=lambda name: typer.echo(name, err=True))
+    rows = published_speed_ups()
+    found = predictions(rows, assumptions_with(settings), on_arm=lambda name: typer.echo(name, err=True))
     if not as_json:
         typer.echo(fidelity_section(rows, found), nl=False)
         return

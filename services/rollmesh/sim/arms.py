@@ -70,7 +70,7 @@ def arms_of(
     if sweep is None:
         return [arm("")]
     field, separator, values = sweep.partition("=")
-    items = [value.strip() for value in values.split(",") if value.strip()]
+    items = _distinct("--sweep", values)
     if not separator or not items:
         raise ConfigError(f"--sweep {sweep}: expected FIELD=VALUE,VALUE,...")
     arms = [arm(f"{field}={value}", [f"{field}={value}"]) for value in items]
@@ -117,9 +117,19 @@ def _has_groups_of_one(config: RunConfig) -> bool:
 
 
 def _presets(names: str) -> list[str]:
-    listed = list(PRESETS) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    listed = list(PRESETS) if names == "all" else _distinct("--compare", names)
+    if files := [name for name in listed if name.endswith((".yaml", ".yml"))]:
+        raise ConfigError(f"--compare {files[0]}: a run file comes first: rollmesh sim {files[0]} --compare")
     if unknown := [name for name in listed if name not in PRESETS]:
         raise ConfigError(f"--compare {','.join(unknown)}: unknown; the presets are {', '.join(PRESETS)}")
     if not listed:
         raise ConfigError(f"--compare: expected presets, of {', '.join(PRESETS)}")
+    return listed
+
+
+def _distinct(option: str, values: str) -> list[str]:
+    """Return values separated by commas. Raises ConfigError for one that is there twice."""
+    listed = [value.strip() for value in values.split(",") if value.strip()]
+    if twice := [value for value in dict.fromkeys(listed) if listed.count(value) > 1]:
+        raise ConfigError(f"{option} {values}: {', '.join(twice)} is there twice; give it once")
     return listed

@@ -170,9 +170,9 @@ class Fleet:
         context = trajectory.context
         waiting = generator.engine.waiting
         remaining = trajectory.tokens_of_call(generator.version)
-        generator.engine.arrive(trajectory.call, context=context, remaining=remaining)
+        known = context - trajectory.new_context
+        generator.engine.arrive(trajectory.call, context=context, remaining=remaining, known=known)
         generator.calls[trajectory.call] = trajectory
-        generator.resumed_tokens += sampled
         trajectory.generator, trajectory.saved_in_call, trajectory.has_begun = generator, 0, sampled > 0
         trajectory.context_at_call = context
         if generator.engine.waiting > waiting:
@@ -289,7 +289,7 @@ class Fleet:
         return FleetWork(
             decoded_tokens=engine.decoded_tokens,
             prefilled_tokens=engine.prefilled_tokens,
-            reprefilled_tokens=engine.reprefilled_tokens + generator.resumed_tokens,
+            reprefilled_tokens=engine.reprefilled_tokens,
             preemptions=engine.preemption_total,
             running_slot_seconds=engine.call_seconds - generator.paused_call_seconds,
             slot_seconds=self.settings.slots * (self._clock.now - generator.started_at),

@@ -43,6 +43,8 @@ class _Call:
     """Tokens at arrival."""
     remaining: int
     """Tokens that are not decoded yet, when the call (re)started."""
+    known: int
+    """Tokens at arrival that were sampled or prefilled before, here or elsewhere."""
     tokens: int = 0
     """Tokens decoded before the call (re)started."""
     start: int = 0
@@ -71,7 +73,7 @@ class GeneratorClock:
         self.prefilled_tokens = 0
         """Tokens of all prefills, those of ``reprefilled_tokens`` included."""
         self.reprefilled_tokens = 0
-        """Tokens prefilled again, after a preemption or an interrupting load."""
+        """Those of them after a preemption or an interrupting load, and what arriving calls bring along."""
         self._costs = costs
         self._slots = slots
         self._cache_tokens = cache_tokens
@@ -137,8 +139,11 @@ class GeneratorClock:
         self.now = now
         return finished
 
-    def arrive(self, call: int, *, context: int, remaining: int) -> None:
-        """Add a call that holds ``context`` tokens and decodes ``remaining`` more; it waits if nothing is free."""
+    def arrive(self, call: int, *, context: int, remaining: int, known: int = 0) -> None:
+        """Add a call that holds ``context`` tokens and decodes ``remaining`` more; it waits if nothing is free.
+
+        ``known`` tokens of the context were sampled or prefilled before: they count as prefilled again.
+        """
         if call in self._calls:
             raise ValueError(f"call={call} is already on this generator")
         if context < 1 or remaining < 1:
@@ -149,7 +154,7 @@ class GeneratorClock:
                 f"cache_tokens={self._cache_tokens}; use a larger cache or shorter lengths"
             )
         self._settle()
-        self._calls[call] = added = _Call(call, context, remaining)
+        self._calls[call] = added = _Call(call, context, remaining, known)
         self._waiting.append(added)
         self._start_waiting()
         self._plan()
@@ -204,7 +209,8 @@ class GeneratorClock:
         self._begin_work()
         self._ready += seconds
         if mode == "interrupt":
-            self._prefill(self._context - sum(map(self._cached, self._ending())), again=True)
+            size = self._context - sum(map(self._cached, self._ending()))
+            self._prefill(size, again=size)
         self._start_waiting()
         self._plan()
         return boundaries
@@ -308,7 +314,7 @@ class GeneratorClock:
             call.order, call.start = self._starts, self._steps
             self._starts += 1
             heapq.heappush(self._heap, (call.start + call.remaining, call.order, call))
-            self._prefill(size, again=call.tokens > 0)
+            self._prefill(size, again=size if call.tokens else call.known)
             running[call.number] = call
             self._context += size
 
@@ -331,11 +337,11 @@ class GeneratorClock:
         self._waiting.appendleft(call)
         self.preemption_total += 1
 
-    def _prefill(self, tokens: int, *, again: bool) -> None:
+    def _prefill(self, tokens: int, *, again: int) -> None:
         self._begin_work()
         self._ready += self._slow_factor * tokens * self._costs.prefill_seconds_per_token
         self.prefilled_tokens += tokens
-        self.reprefilled_tokens += tokens if again else 0
+        self.reprefilled_tokens += again
 
     def _begin_work(self) -> None:
         """End an idle time, if there is one."""

@@ -1,4 +1,4 @@
-"""Length models by name, from published traces, and their description on the command line."""
+"""Length models by name, from published traces, and their description as text."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def parse_lengths(text: str) -> NamedLengths:
         try:
             values[name] = float(number)
         except ValueError:
-            raise ConfigError(f"--lengths {text}: {item!r} is not NAME=NUMBER") from None
+            raise ConfigError(f"lengths={text}: {item!r} is not NAME=NUMBER") from None
     if kind in NAMED and values.keys() == {"cap"}:
         return _scaled(kind, values["cap"])
     share = values.pop("share", 0.5)
@@ -104,7 +104,7 @@ def parse_lengths(text: str) -> NamedLengths:
     if kind == "pareto" and values.keys() == {"shortest", "index"}:
         return NamedLengths(marginal=Pareto(**values), prompt_share=share)
     raise ConfigError(
-        f"--lengths {text}: no such run folder or trace, and none of {', '.join(NAMED)}, NAME:cap=N, "
+        f"lengths={text}: no such run folder or trace, and none of {', '.join(NAMED)}, NAME:cap=N, "
         "lognormal:median=M,sigma=S,share=H or pareto:shortest=M,index=A,share=H"
     )
 
@@ -113,7 +113,7 @@ def _scaled(name: str, cap: float) -> NamedLengths:
     """Return lengths that are to this cap as those of the source are to its own."""
     named = NAMED[name]
     if not (cap >= 1 and isinstance(named.marginal, QuantileLine) and named.trace_cap):
-        raise ConfigError(f"--lengths {name}:cap={cap:g}: expected at least 1 token, and a source with a known cap")
+        raise ConfigError(f"lengths={name}:cap={cap:g}: expected at least 1 token, and a source with a known cap")
     factor = cap / named.trace_cap
     points = tuple((probability, tokens * factor) for probability, tokens in named.marginal.points)
     known_to = None if named.known_to is None else math.floor(named.known_to * factor)

@@ -14,15 +14,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, Self
 
-from rollmesh.errors import ConfigError
-from rollmesh.sim.lengths_of_run import trained_groups
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.report.audit import open_checkpoints
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Group, SegmentSource, Trajectory
 
 _REMEDY = "write one with: rollmesh sim --export RUN_FOLDER"
+_MOST_TOKENS = 2**31 - 1
+"""Most tokens of a trajectory: lengths are int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +50,41 @@ class TracedTrajectory:
             fits = len(values) in (turns - 1, turns) or (name == "tool_seconds" and not values)
             _require(name, list(values), fits, f"{turns - 1} or {turns} numbers for {turns} turns in out_lens")
             _require(name, list(values), all(0 <= value < math.inf for value in values), "finite numbers, 0 or more")
+        total = self.prompt_tokens + sum(self.outputs) + sum(self.observations)
+        _require(
+            "prompt_len, out_lens and obs_lens: total", total, total <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens"
+        )
 
     @property
     def name(self) -> str:
         """Group and stream, for messages."""
         return f"group={self.group}, stream={self.stream}"
 
-    def tokens_after_prompt(self, cap: int) -> int:
-        """Return the tokens of its turns and of the environment between them, if the sampled ones end at ``cap``."""
-        sampled = context = 0
-        for number, output in enumerate(self.outputs):
-            before = self.observations[number - 1] if number else 0
-            context += before + min(output, cap - sampled)
-            sampled += output
-            if sampled >= cap:
+    @property
+    def longest_context(self) -> int:
+        """Most tokens after the prompt that a call ends with: its turns and the environment between them."""
+        return sum(self.outputs) + sum(self.observations[: len(self.outputs) - 1])
+
+    def cut(self, budget: int) -> Self:
+        """Return what a run with a budget of so many tokens keeps, tokens of the environment included.
+
+        A worker samples until the budget is used up, and ends a trajectory when the tokens of the environment leave no
+        room for one more (``worker/programs/environment.py``).
+        """
+        outputs: list[int] = []
+        left = budget
+        for output, observation in zip_longest(self.outputs, self.observations, fillvalue=0):
+            if left <= 0:
                 break
-        return context
+            outputs.append(min(output, left))
+            left -= output + observation
+        between = len(outputs) - 1
+        return replace(
+            self,
+            outputs=tuple(outputs),
+            observations=self.observations[:between],
+            tool_seconds=self.tool_seconds[:between],
+        )
 
     @classmethod
     def read(cls, line: str) -> Self:
@@ -79,7 +101,9 @@ class TracedTrajectory:
             )
         except KeyError as error:
             raise ConfigError(f"{error.args[0]}: missing; {_REMEDY}") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except ConfigError:  # It is a ValueError, and has the remedy.
+            raise
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"expected a trajectory of a length trace: {error}; {_REMEDY}") from None
 
     def line(self) -> str:
@@ -113,14 +137,29 @@ def read_trace(path: Path) -> tuple[TracedTrajectory, ...]:
 def trace_of_run(run_folder: Path) -> Iterator[TracedTrajectory]:
     """Yield the trajectories that a run has trained on, in the order of admission; those of a prompt are one group.
 
-    Raises DataError and CheckpointError as ``lengths_of_run`` does. A run does not record the seconds of its tools.
+    A run does not record the seconds of its tools.
+
+    Raises DataError for a folder without a trained group, CheckpointError for a damaged batch file or a missing secret.
     """
-    groups = ((group.admission_index, _traced(group)) for group in trained_groups(run_folder))
+    groups = ((group.admission_index, _traced(group)) for group in _trained_groups(run_folder))
     streams: Counter[str] = Counter()
     for _, trajectories in sorted(groups, key=lambda item: item[0]):
         for trajectory in trajectories:
             yield replace(trajectory, stream=str(streams[trajectory.group]))
             streams[trajectory.group] += 1
+
+
+def _trained_groups(run_folder: Path) -> Iterator[Group]:
+    """Yield the trained groups of a run, one train step after the other."""
+    store = open_checkpoints(RecordedRun(run_folder))
+    steps = store.batch_steps()
+    if not steps:
+        raise DataError(
+            f"{run_folder}: no finished trajectories; lengths come from finished train steps: "
+            "give a run that has trained"
+        )
+    for step in steps:
+        yield from store.read_batch(step).groups
 
 
 def _traced(group: Group) -> list[TracedTrajectory]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from rollmesh.errors import ConfigError
 from rollmesh.report.plots import simulation_plots as plots
 from rollmesh.report.plots import style
 from rollmesh.sim.arms import Arm
@@ -32,11 +33,19 @@ def plotted_arm(arm: Arm, found: Figures, timeline: RunTimeline) -> plots.Plotte
     )
 
 
-def write_simulation_plots(arms: Sequence[plots.PlottedArm], folder: Path, *, is_sweep: bool) -> list[Path]:
-    """Draw every plot into the folder, as SVG and PNG; returns the SVG files.
+def make_plots_folder(folder: Path) -> None:
+    """Make the folder of the plots. Raises ConfigError if it cannot be made, or when matplotlib is not installed."""
+    style.style()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--plots {folder}: no folder can be made there ({error.strerror}); give another one"
+        ) from error
 
-    Raises ConfigError when matplotlib is not installed.
-    """
+
+def write_simulation_plots(arms: Sequence[plots.PlottedArm], folder: Path, *, is_sweep: bool) -> list[Path]:
+    """Draw every plot into the folder, as SVG and PNG; returns the SVG files."""
     drawn = {
         "update_seconds": partial(plots.update_seconds_plot, arms),
         "staleness": partial(plots.staleness_plot, arms),
@@ -47,5 +56,4 @@ def write_simulation_plots(arms: Sequence[plots.PlottedArm], folder: Path, *, is
         drawn[f"running_calls-{name}"] = partial(plots.running_calls_plot, arm)
         drawn[f"generators-{name}"] = partial(plots.generators_plot, arm)
     with style.style():
-        folder.mkdir(parents=True, exist_ok=True)
         return [style.save(draw(), folder, name)[0] for name, draw in drawn.items()]

@@ -82,6 +82,16 @@ class SimulatedTrajectory:
         return self.work.prompt_tokens + tokens + observed
 
     @property
+    def new_context(self) -> int:
+        """Tokens of the context that no call has prefilled or sampled yet: the prompt, or the newest observation.
+
+        A call that ends before its first token counts as none.
+        """
+        tokens = self.member.tokens
+        observed = sum(turn.observation_tokens for turn in self._turns if turn.end == tokens)
+        return observed if tokens else self.work.prompt_tokens
+
+    @property
     def tool_seconds(self) -> float:
         """Time between the turn that ends with its newest token and the next turn; 0 within a turn."""
         return next((turn.tool_seconds for turn in self._turns if turn.end == self.member.tokens), 0.0)
@@ -127,8 +137,6 @@ class SimulatedGenerator:
     """Calls without a token that found no free slot or cache."""
     paused_call_seconds: float = 0.0
     """Integral of running calls over the pauses of loads."""
-    resumed_tokens: int = 0
-    """Sampled tokens that calls brought along: they are prefilled again."""
     ended_call_tokens: int = 0
     """Tokens sampled by calls that have ended."""
     counted_tokens: int = 0

@@ -32,7 +32,7 @@ from rollmesh.types import PolicyRecord
 _LONGEST_WAIT_SECONDS = 30 * 86400.0
 """Virtual time without a train step after which a run counts as stuck."""
 _LONGEST_PAUSE_SECONDS = 86400.0
-"""The same without a train step, a finished trajectory and a score: time between two looks."""
+"""Time between two looks for a train step, a finished trajectory, a score, or at least a decoded token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,8 @@ class SimulatedMesh:
         self._settings = settings
         self._work: list[FleetWork] = []
         self._progress_made = (0, 0, 0)
+        self._decoded_tokens: int | None = None
+        """Decoded tokens at the last look, if it found nothing else."""
         self._look_at = _LONGEST_PAUSE_SECONDS
         self.worker = SimulatedWorker(
             self.clock,
@@ -174,11 +176,18 @@ class SimulatedMesh:
         self.leader.look_soon()
 
     def _is_stuck(self) -> bool:
-        """Tell whether nothing ended, was scored or trained on since the last look, and set the time of the next."""
+        """Tell whether nothing happened since the last two looks, and set the time of the next one.
+
+        Long decodes, tools and scores end by themselves; a trainer that crashes endlessly works without an end.
+        """
         totals, updates = self.queue.totals, self.trainer.updates
         made = (totals["finished_total"], totals["scored_total"], len(updates))
-        idle = made == self._progress_made
-        self._progress_made, self._look_at = made, self.clock.now + _LONGEST_PAUSE_SECONDS
+        decoded = None
+        if made == self._progress_made and not self.worker.waits_for_others():
+            decoded = self.fleet.work().decoded_tokens
+        idle = decoded is not None and decoded == self._decoded_tokens
+        self._progress_made, self._decoded_tokens = made, decoded
+        self._look_at = self.clock.now + _LONGEST_PAUSE_SECONDS
         return idle or self.clock.now - (updates[-1].trained_at if updates else 0.0) > _LONGEST_WAIT_SECONDS
 
     def _stuck(self) -> str:
@@ -188,7 +197,8 @@ class SimulatedMesh:
             f"schedule.preset={self._settings.schedule.preset}: batch {queue.cut_step + 1} is not cut; after "
             f"{self.clock.now:.0f} virtual seconds the mesh waits for {queue.desired.waiting_for or 'its generators'}, "
             f"with {serving} serving generators of generator.replicas={self._settings.fleet.count} and {queue.leased} "
-            "trajectories in flight: change the schedule, --fail or generator.replicas"
+            "trajectories in flight: change the schedule, --fail or generator.replicas, or shorten lengths, their "
+            "tool_seconds, reward_seconds or step_fixed_seconds"
         )
 
     def _result(self) -> SimulatedRun:

@@ -48,6 +48,8 @@ class SimulatedWorker:
         self._waiting: dict[int, SimulatedTrajectory] = {}
         """Leased trajectories without a generator, by call."""
         self._has_scored = False
+        self._unscored = 0
+        """Scores under way."""
         self.rest_count = 0
         """Rests so far."""
         self._calls = itertools.count()
@@ -79,6 +81,11 @@ class SimulatedWorker:
                 trajectory.saved_in_call, trajectory.version = tokens, version
         else:
             queue.begin(_SESSION, name, version)
+
+    def waits_for_others(self) -> bool:
+        """Tell whether a tool or a score is under way."""
+        held = sum(each.generator is not None for each in self._active.values()) + len(self._waiting)
+        return len(self._active) > held or bool(self._unscored)
 
     def unsaved_tokens(self) -> int:
         """Return the sampled tokens of running calls that are not in the queue."""
@@ -211,7 +218,8 @@ class SimulatedWorker:
         if known_at <= self._clock.now:
             self._score(trajectory)
         else:
-            self._clock.call_at(known_at, partial(self._score, trajectory))
+            self._unscored += 1
+            self._clock.call_at(known_at, partial(self._score_known, trajectory))
 
     def _end_call(self, trajectory: SimulatedTrajectory, save: Save) -> None:
         """Rest at the end of a segment, or wait for the tools of the next turn.
@@ -239,6 +247,10 @@ class SimulatedWorker:
         """Begin the next turn, unless the trajectory was stopped or released while its tools ran."""
         if self._active.get(trajectory.member.trajectory_id) is trajectory:
             self._call(trajectory)
+
+    def _score_known(self, trajectory: SimulatedTrajectory) -> None:
+        self._unscored -= 1
+        self._score(trajectory)
 
     def _score(self, trajectory: SimulatedTrajectory) -> None:
         member = trajectory.member

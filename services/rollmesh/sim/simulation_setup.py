@@ -159,19 +159,20 @@ def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel | TracedL
 
 
 def _recorded_lengths(config: RunConfig, setup: SimulationSetup) -> TracedLengths:
-    path, cap = Path(setup.lengths), config.rollout.max_new_tokens
+    path, budget = Path(setup.lengths), config.rollout.max_new_tokens
     for name, value in (("prompt_tokens", setup.prompt_tokens), ("growth_per_step", setup.growth_per_step)):
         if value:
             raise ConfigError(f"{name}={value} with lengths={path}: recorded lengths have their own; leave it out")
     trajectories = tuple(trace_of_run(path)) if path.is_dir() else read_trace(path)
     recorded = RecordedRun(path).config if path.is_dir() else None
-    longest = max(sum(trajectory.outputs) for trajectory in trajectories)
-    if recorded is not None and longest >= recorded.rollout.max_new_tokens < cap:
+    longest = max(sum(trajectory.outputs) + sum(trajectory.observations) for trajectory in trajectories)
+    if recorded is not None and longest >= recorded.rollout.max_new_tokens < budget:
         raise ConfigError(
             f"lengths={path} is known up to {longest} tokens, where that run ended its responses; "
-            f"rollout.max_new_tokens={cap} exceeds it: lower it, or give a run with longer responses"
+            f"rollout.max_new_tokens={budget} exceeds it: lower it, or give a run with longer responses"
         )
-    return TracedLengths(groups=by_group(trajectories), cap=cap, seed=setup.seed)
+    groups = by_group(trajectory.cut(budget) for trajectory in trajectories)
+    return TracedLengths(groups=groups, seed=setup.seed)
 
 
 def _longest_call(config: RunConfig, lengths: LengthModel | TracedLengths, prompt_tokens: int) -> int:

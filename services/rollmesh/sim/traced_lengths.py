@@ -20,23 +20,18 @@ from rollmesh.types import Int32Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLengths:
-    """Turns of all trajectories of a run, recorded ones."""
+    """Turns of all trajectories of a run, recorded ones that are cut to its budget."""
 
     groups: tuple[tuple[TracedTrajectory, ...], ...]
-    cap: int
-    """Most sampled tokens; a longer trajectory ends there."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups):
             raise ConfigError("lengths: no trajectories; give a trace or a run folder that has some")
-        if self.cap < 1:
-            raise ConfigError(f"lengths.cap={self.cap}: expected at least 1 token")
 
     def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:
         """Return the sampled tokens of the first members of a group, as ``LengthModel.draw`` does."""
-        totals = [sum(chosen.outputs) for chosen in self._chosen(position, prompt, members)]
-        return np.minimum(np.array(totals, dtype=np.int32), np.int32(self.cap))
+        return np.array([sum(chosen.outputs) for chosen in self._chosen(position, prompt, members)], dtype=np.int32)
 
     def prompt_tokens(self, prompt: int) -> int:
         """Return the tokens of a prompt: the most that a trajectory of its group has."""
@@ -44,14 +39,13 @@ class TracedLengths:
 
     def turns(self, position: int, prompt: int, members: int) -> tuple[tuple[SimulatedTurn, ...], ...]:
         """Return the turns before the last one of the first members of a group."""
-        return tuple(_turns(chosen, self.cap) for chosen in self._chosen(position, prompt, members))
+        return tuple(_turns(chosen) for chosen in self._chosen(position, prompt, members))
 
     def longest(self) -> tuple[int, TracedTrajectory]:
         """Return the largest context of a call, in tokens, and the trajectory that has it."""
         each = (
-            (prompt_tokens + trajectory.tokens_after_prompt(self.cap), trajectory)
+            (self.prompt_tokens(prompt) + trajectory.longest_context, trajectory)
             for prompt, group in enumerate(self.groups)
-            for prompt_tokens in [self.prompt_tokens(prompt)]
             for trajectory in group
         )
         return max(each, key=lambda item: item[0])
@@ -68,8 +62,8 @@ class TracedLengths:
         return [group[index] for index in [*order, *further][:members]]
 
 
-def _turns(trajectory: TracedTrajectory, cap: int) -> tuple[SimulatedTurn, ...]:
+def _turns(trajectory: TracedTrajectory) -> tuple[SimulatedTurn, ...]:
     ends = accumulate(trajectory.outputs[:-1])
     seconds = trajectory.tool_seconds or (0.0,) * len(trajectory.outputs)
     between = zip(ends, trajectory.observations, seconds, strict=False)
-    return tuple(SimulatedTurn(*turn) for turn in between if turn[0] < cap)
+    return tuple(SimulatedTurn(*turn) for turn in between)

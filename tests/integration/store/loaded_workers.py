@@ -69,10 +69,10 @@ class Rests:
 
     resting: set[str] = field(default_factory=set)
     continued: int = 0
-    """Number of leases after a rest."""
+    """Number of leases after a rest, with its tokens."""
 
-    def leased(self, trajectory_id: str) -> None:
-        self.continued += trajectory_id in self.resting
+    def leased(self, trajectory_id: str, tokens: int) -> None:
+        self.continued += trajectory_id in self.resting and tokens > 0
         self.resting.discard(trajectory_id)
 
 
@@ -130,7 +130,7 @@ class Worker:
         for leased in await self.store.trajectories.lease(self.session, self.rng.randint(1, 4)):
             trajectory = leased.trajectory
             done = trajectory.response_token_count
-            self.rests.leased(trajectory.trajectory_id)
+            self.rests.leased(trajectory.trajectory_id, done)
             self.held[trajectory.trajectory_id] = Rollout(
                 trajectory.trajectory_id,
                 target=done + self.rng.choice([2, 4, 8, 30]),
@@ -165,8 +165,8 @@ class Worker:
             await self.release(rollout, ReleaseReason.DRAINED)
             return
         if rollout.saved and not self.begins_again and self.rng.random() < RESTS:
+            self.rests.resting.add(rollout.trajectory_id)  # Another worker may lease it before this one goes on.
             await self.release(rollout, ReleaseReason.RESTED)
-            self.rests.resting.add(rollout.trajectory_id)
             return
         if rollout.tokens < rollout.target:
             rollout.segments.append(segment(self.rng.randint(1, 4), version, rollout.next_id))

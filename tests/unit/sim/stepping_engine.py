@@ -13,6 +13,7 @@ class SteppedCall:
     number: int
     context: int
     remaining: int
+    known: int
     tokens: int = 0
 
     @property
@@ -76,18 +77,18 @@ class SteppingEngine:
             if after_step + call.size + len(self.running) + 1 > self.cache_tokens:
                 break
             self.running.append(self.waiting.pop(0))
-            self.prefill(call.size, again=call.tokens > 0)
+            self.prefill(call.size, again=call.size if call.tokens else call.known)
 
     def size_after_step(self, call: SteppedCall) -> int:
         return call.size + (self.in_step is not None and call in self.in_step)
 
-    def prefill(self, tokens: int, *, again: bool) -> None:
+    def prefill(self, tokens: int, *, again: int) -> None:
         self.ready = max(self.ready, self.now) + self.slow_factor * tokens * self.costs.prefill_seconds_per_token
         self.prefilled_tokens += tokens
-        self.reprefilled_tokens += tokens if again else 0
+        self.reprefilled_tokens += again
 
-    def arrive(self, number: int, *, context: int, remaining: int) -> None:
-        self.waiting.append(SteppedCall(number, context, remaining))
+    def arrive(self, number: int, *, context: int, remaining: int, known: int) -> None:
+        self.waiting.append(SteppedCall(number, context, remaining, known))
         self.start()
 
     def find(self, number: int) -> SteppedCall:
@@ -105,6 +106,7 @@ class SteppingEngine:
         self.ready = max(self.ready, self.now) + seconds
         if mode == "interrupt":
             sizes = [(self.size_after_step(call), call) for call in self.running]
-            self.prefill(sum(n for n, call in sizes if n < call.context + call.remaining), again=True)
+            size = sum(n for n, call in sizes if n < call.context + call.remaining)
+            self.prefill(size, again=size)
         self.start()
         return boundaries

@@ -139,7 +139,11 @@ def test_recorded_lengths_are_the_same_in_every_arm_and_fit_the_context(tmp_path
     trace.write_text(line)
     sync, copris = arms_of(None, SMALL, [f"lengths={trace}"], [], compare="sync,copris")
     assert sync.settings.prompts == copris.settings.prompts and copris.settings.prompts.count == 1
-    assert copris.settings.prompts.work(4, 2).lengths == (290, 290)
+    assert copris.settings.prompts.work(4, 2).lengths == (200, 200)  # The environment's 650 exceed the budget.
+    large = [*SMALL, "rollout.max_new_tokens=940"]
+    (arm,) = arms_of(None, large, [f"lengths={trace}"], [])
+    assert arm.settings.prompts.work(4, 2).lengths == (290, 290)
+    trace.write_text(line.replace("120", "860"))
     with pytest.raises(ConfigError, match=r"stream=3, .*=400, have 1060 tokens .*max_context_tokens=1000; low"):
         arms_of(None, [*SMALL, "generator.max_context_tokens=1000"], [f"lengths={trace}"], [])
     with pytest.raises(ConfigError, match=r"prompt_tokens=40 with lengths=.*leave it out"):

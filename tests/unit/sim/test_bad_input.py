@@ -59,18 +59,46 @@ def test_an_unusable_curve(tmp_path, points, prefill, named):
         ),
         ((), ("generator.kv_token_capacity=999",), ("generator.kv_token_capacity=999", "one call", "increase it")),
         (("--with", "prompt_tokens=600"), (), ("prompt_tokens=600", "max_context_tokens=16512", "raise the context")),
-        (("--lengths", "no-such-folder"), (), ("--lengths no-such-folder", "deepcoder-14b, dapo-32b")),
+        (
+            ("--lengths", "no-such-folder"),
+            (),
+            ("lengths=no-such-folder: no such run folder", "deepcoder-14b, dapo-32b"),
+        ),
         (("--sweep", "schedule.nosuch=1,2"), (), ("schedule.nosuch", "known here", "pool_size", "(got 1)")),
         (
             ("--sweep", "schedule.max_staleness=0,2"),
             ("schedule.preset=sync",),
             ("schedule.max_staleness=2", "schedule.preset=sync", "leave it null or take another preset"),
         ),
+        (("--lengths", ""), (), ("--lengths=''", "empty; give a value")),
+        (
+            ("--lengths", "dapo-32b", "--with", "lengths=deepcoder-14b"),
+            (),
+            ("--lengths dapo-32b with --with lengths=deepcoder-14b", "give one of them"),
+        ),
+        (
+            ("--export", "runs/mine", "--compare", "--json"),
+            (),
+            ("--export with --compare, --json: it simulates nothing",),
+        ),
+        (("--compare", "sync,copris,sync"), (), ("--compare sync,copris,sync: sync is there twice",)),
+        (("--sweep", "schedule.max_staleness=1,1"), (), ("--sweep 1,1: 1 is there twice",)),
+        (("--compare", "mine.yaml"), (), ("--compare mine.yaml", "rollmesh sim mine.yaml --compare")),
+        (("--fidelity", "--gpu", "H200"), (), ("--fidelity with --gpu: its set-ups are fixed",)),
         (("--fail", "deaths_per_hour=4000"), (), ("deaths_per_hour=4000", "at most 3600")),
     ],
 )
 def test_a_value_that_cannot_be_simulated(options, sets, named):
     assert_names(error_of(*options, sets=sets), *named)
+
+
+def test_plots_into_a_file_are_refused_before_anything_is_simulated(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        # The simulation would end with another error: no batch is ever cut.
+        error = error_of("--plots", str(folder), sets=("generator.replicas=0",))
+        assert_names(error, f"--plots {folder}: no folder can be made there", "give another one")
 
 
 def test_lengths_of_a_trace_above_the_context(tmp_path):

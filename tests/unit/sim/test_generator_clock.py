@@ -53,7 +53,7 @@ def test_random_cases_agree_with_an_engine_that_steps_token_by_token(seed: int) 
             context = int(rng.integers(1, 20))
             remaining = int(rng.integers(1, min(60, cache_tokens - context)))
             for engine in (ours, stepped):
-                engine.arrive(number, context=context, remaining=remaining)
+                engine.arrive(number, context=context, remaining=remaining, known=context // 2)
             number += 1
         elif choice < 0.75 and present:
             cancelled = int(rng.choice(present))

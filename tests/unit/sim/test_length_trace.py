@@ -50,14 +50,17 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
         ({"obs_lens": [-1]}, r"obs_lens=\[-1\]"),
         ({"tool_seconds": [float("nan")]}, r"tool_seconds=\[nan\]: expected finite numbers"),
         ({"tool_seconds": [1, 2, 3]}, "tool_seconds"),
+        ({"tool_seconds": [10**400]}, "length trace: int too large"),
         ({"prompt_len": 0}, "prompt_len=0"),
+        ({"out_lens": [2**31, 1]}, "out_lens and obs_lens: total=2147483664: expected at most 2147483647 tokens"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_its_field_and_the_remedy(tmp_path, change, named):
     file = tmp_path / "trace.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n{json.dumps({**GOOD, **change})}\n")
-    with pytest.raises(ConfigError, match=rf"line 2: .*{named}.*rollmesh sim --export RUN_FOLDER"):
+    with pytest.raises(ConfigError, match=rf"line 2: .*{named}.*rollmesh sim --export RUN_FOLDER") as refused:
         read_trace(file)
+    assert str(refused.value).count("write one with") == 1
 
 
 @pytest.mark.parametrize(
@@ -77,10 +80,20 @@ def test_segments_of_several_versions_are_one_turn_and_what_comes_first_is_promp
     assert (traced.prompt_tokens, traced.outputs, traced.observations) == (5, (15, 6), (4, 1))
 
 
-@pytest.mark.parametrize(("cap", "context"), [(100, 15), (12, 15), (11, 14), (6, 9), (5, 5), (3, 3)])
-def test_the_context_ends_with_the_sampled_tokens_that_the_cap_allows(cap, context):
-    """5 sampled, 3 of the environment, 7 sampled, unless the cap ends the trajectory before."""
-    assert TracedTrajectory.read(json.dumps(GOOD)).tokens_after_prompt(cap) == context
+@pytest.mark.parametrize(
+    ("budget", "outputs"), [(100, (5, 7)), (15, (5, 7)), (14, (5, 6)), (9, (5, 1)), (8, (5,)), (6, (5,)), (3, (3,))]
+)
+def test_a_budget_counts_the_tokens_of_the_environment(budget, outputs):
+    """5 sampled, 3 of the environment, 7 sampled, unless the budget ends the trajectory before."""
+    trajectory = TracedTrajectory.read(json.dumps(GOOD)).cut(budget)
+    between = ((3,), (0.5,)) if len(outputs) > 1 else ((), ())
+    assert (trajectory.outputs, (trajectory.observations, trajectory.tool_seconds)) == (outputs, between)
+    assert trajectory.longest_context == sum(outputs) + sum(between[0])
+
+
+def test_tokens_of_the_environment_after_the_last_turn_have_no_effect():
+    trajectory = TracedTrajectory.read(json.dumps({**GOOD, "obs_lens": [3, 900]}))
+    assert trajectory.longest_context == 15 and trajectory.cut(15) == TracedTrajectory.read(json.dumps(GOOD))
 
 
 @pytest.fixture
@@ -93,7 +106,8 @@ def run_folder(tmp_path):
 
     def group(index, prompt, *lengths):
         turns = ((segment(length), segment(4, None), segment(2)) for length in lengths)
-        return group_of(index, (scored(prompts[prompt], f"e0-{index}", m, turn, 1.0) for m, turn in enumerate(turns)))
+        members = [scored(prompts[prompt], f"e0-{index}", m, turn, 1.0) for m, turn in enumerate(turns)]
+        return group_of(index, reversed(members))
 
     store.write_batch(Batch(train_step=1, groups=(group(2, 0, 30, 40),)), Cursor(epoch=0, index=3))
     store.write_batch(Batch(train_step=2, groups=(group(1, 1, 50, 60), group(0, 0, 10, 20))), Cursor(epoch=0, index=3))

@@ -41,11 +41,12 @@ def test_a_call_ends_with_its_turn_and_the_next_one_prefills_what_the_environmen
     turns = (SimulatedTurn(100, 7, 2.5), SimulatedTurn(150, 9, 0.5))
 
     def after(tokens):
-        return trajectory(Save(tokens, 0), segment_tokens=0, turns=turns)
+        return trajectory(*(Save(tokens, 0),)[:tokens], segment_tokens=0, turns=turns)
 
     first, within, second, last = after(20), after(100), after(150), after(999)
     assert [each.tokens_of_call(0) for each in (first, within, second, last)] == [80, 50, 850, 1]
     assert [each.context for each in (first, within, second, last)] == [60, 147, 206, 1055]
+    assert [each.new_context for each in (after(0), first, within, second, last)] == [40, 0, 7, 9, 0]
     assert [each.tool_seconds for each in (first, within, second, last)] == [0.0, 2.5, 0.5, 0.0]
 
 

@@ -92,7 +92,7 @@ local function save(session, item)
     fields[#fields + 1] = item.step
     lower_step(load_group(group_of(id)), item.step, id)
   end
-  -- For display: policy version and generator of the newest tokens.
+  -- Policy version of the newest tokens, by which give_back dates a rest, and their generator, for display.
   local version = string.match(item.versions, '%-?%d+$')
   if version then
     fields[#fields + 1] = 'version'
