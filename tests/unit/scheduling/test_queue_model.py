@@ -1,5 +1,6 @@
-"""The queue model where no server is needed: order of queues, groups of one, refusals, and the cost of a view."""
+"""The queue model where no server is needed: order of queues and views, groups of one, refusals, cost of a view."""
 
+import math
 import random
 import timeit
 
@@ -103,6 +104,78 @@ def test_a_cut_over_the_staleness_bound_is_refused():
     model.report_trained()
     with pytest.raises(Conflict, match="e0-1 has staleness 1, over the bound of 0"):
         model.cut(2, ["e0-1"])
+
+
+def train(model, *names):
+    model.cut(model.cut_step + 1, names)
+    model.confirm_batch_file()
+    model.report_trained()
+    model.announce(model.trained_step)
+
+
+def stale(group):
+    return math.inf if group.step is None else group.step, group.group_id
+
+
+def listed(model, shortest):
+    """Ready and open groups of a view, from the records of all groups."""
+    bound, oldest = 2 * model.limits.groups_per_batch, model.trained_step - model.limits.max_staleness
+
+    def row(group):
+        step = max(group.step, oldest) if model.limits.mask_old_segments and group.step is not None else group.step
+        return group.group_id, group.index, step, group.scored_tokens if group.state is GroupState.READY else 0
+
+    ready, opened = (
+        sorted(model.groups[state].values(), key=lambda group: group.index)
+        for state in (GroupState.READY, GroupState.OPEN)
+    )
+    named = [*ready[:bound], *sorted(ready, key=stale)[:bound]]
+    if shortest:
+        named += sorted(ready, key=lambda group: (group.scored_tokens, group.group_id))[:bound]
+    stalest = [group for group in sorted(opened, key=stale) if group.step is not None][:bound]
+    if len(stalest) < bound:
+        stalest += [group for group in opened[:bound] if group.step is None]
+    return [row(group) for group in dict.fromkeys(named)], [row(group) for group in stalest]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_view_lists_the_first_the_stalest_and_the_shortest_groups_whatever_happened_before(mask):
+    model, rng = queue(mask_old_segments=mask, train_steps=1000), random.Random(9)
+    most = {GroupState.OPEN: 0, GroupState.READY: 0, GroupState.ASIDE: 0}
+    for index in range(2000):
+        held = sorted(model.held["worker"])
+        member = model.members[rng.choice(held)] if held else None
+        match rng.choices(range(7), [6, 6, 12, 1, 1, 1, 1])[0]:
+            case 0 if len(model.groups[GroupState.OPEN]) < 12:
+                model.admit(f"e{rng.randrange(100)}-{index}", 2)
+            case 1:
+                model.lease("worker", rng.randrange(4))
+            case 2 if member:
+                model.finish("worker", member.trajectory_id, Save(rng.randrange(1, 50), model.policy_version))
+                model.score("worker", member.trajectory_id, rng.choice([0.0, 1.0, 1.0, None]))
+            case 3 if member:
+                model.begin("worker", member.trajectory_id, rng.randrange(model.policy_version + 1))
+                model.release("worker", member.trajectory_id, free_attempt=True)
+            case 4 if not mask:
+                model.begin_again([*model.groups[GroupState.READY], *model.groups[GroupState.OPEN]][:9], aside=True)
+            case 5:
+                model.recall(model.cut_step + 1, model.recalled_groups + 1)
+            case 6 if len(model.groups[GroupState.READY]) > 8:
+                evicted, chosen = rng.sample(sorted(model.groups[GroupState.READY].values(), key=stale), 2)
+                model.evict([evicted.group_id], "straggler")
+                if mask or chosen.step >= model.cut_step - 1:
+                    train(model, chosen.group_id)
+        for shortest in (False, True):
+            view = model.view(shortest=shortest)
+            found = [
+                [(g.group_id, g.admission_index, g.min_train_step, g.token_count) for g in groups]
+                for groups in (view.ready, view.stalest_open)
+            ]
+            assert found == list(listed(model, shortest))
+        most = {state: max(count, len(model.groups[state])) for state, count in most.items()}
+    # More than a view lists, of each kind.
+    assert min(most[GroupState.OPEN], most[GroupState.READY]) > 2 * model.limits.groups_per_batch
+    assert model.trained_step and (mask or most[GroupState.ASIDE])
 
 
 def test_a_view_without_single_groups_costs_the_same_with_64000_trajectories_in_flight():

@@ -16,7 +16,10 @@ class QueueModel(WorkerOperations, RestartOperations):
     """The queue of one run."""
 
     def view(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
-        """Return a view of the mesh: O(1) without single groups, else O(groups in the queue)."""
+        """Return a view of the mesh: O(1) without single groups, else O(groups of a batch).
+
+        With ``shortest`` groups it is O(ready groups).
+        """
         return read_view(self, listed=groups, shortest=shortest)
 
     # -- leader ----------------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ class QueueModel(WorkerOperations, RestartOperations):
             start_rank=start_rank,
             admitted_at=self.now,
         )
-        self.groups[GroupState.OPEN][group_id] = group
+        self.add_group(group)
         for _ in range(needed + spare):
             self.add_member(group)
         self.totals["admitted_total"] += 1

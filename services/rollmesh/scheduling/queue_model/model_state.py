@@ -6,6 +6,7 @@ from collections import Counter
 
 from rollmesh.mesh import Desired, RunLimits
 from rollmesh.scheduling.queue_model.model_history import ModelHistory
+from rollmesh.scheduling.queue_model.model_listed import ListedGroups
 from rollmesh.scheduling.queue_model.model_places import length_bucket, resume_place, start_place
 from rollmesh.scheduling.queue_model.model_records import (
     ENDED_WITHOUT_SCORE,
@@ -52,6 +53,8 @@ class QueueState:
         self.batch_is_confirmed = False
         # Groups by state, each in the order in which the groups came into it.
         self.groups: dict[GroupState, dict[str, ModelGroup]] = {state: {} for state in GroupState}
+        self.listed = {GroupState.OPEN: ListedGroups(), GroupState.READY: ListedGroups()}
+        """Open and ready groups in the orders of the scheduler's view."""
         self.half_gone: dict[str, DroppedGroup] = {}
         self.returning: dict[str, GroupReset] = {}
         """Large groups, open or aside, whose members are being reset."""
@@ -223,8 +226,12 @@ class QueueState:
         self._set_step(group, None)
 
     def _set_step(self, group: ModelGroup, step: int | None) -> None:
+        if step == group.step:
+            return
         self._count_unclaimed(group, -1)
+        self.listed[group.state].leave(group)
         group.step = step
+        self.listed[group.state].enter(group)
         self._count_unclaimed(group, 1)
 
     def _count_unclaimed(self, group: ModelGroup, by: int) -> None:
@@ -235,13 +242,24 @@ class QueueState:
             del self.unclaimed[group.step]
 
     # -- groups ----------------------------------------------------------------------------------------------------
+    def add_group(self, group: ModelGroup) -> None:
+        """Add a group to those of its state."""
+        self.groups[group.state][group.group_id] = group
+        if group.state in self.listed:
+            self.listed[group.state].enter(group)
+
+    def _remove_group(self, group: ModelGroup) -> None:
+        del self.groups[group.state][group.group_id]
+        if group.state in self.listed:
+            self.listed[group.state].leave(group)
+
     def move_group(self, group: ModelGroup, state: GroupState) -> None:
         """Change the state of a group; the groups of a cut are claimed."""
-        del self.groups[group.state][group.group_id]
+        self._remove_group(group)
         if (group.state is GroupState.CUT) != (state is GroupState.CUT):
             self._count_unclaimed(group, -1 if state is GroupState.CUT else 1)
         group.state = state
-        self.groups[state][group.group_id] = group
+        self.add_group(group)
 
     def settle(self, group: ModelGroup) -> None:
         """Close an open group once every member has ended, or once the needed ones are scored if it has spare ones."""
@@ -281,7 +299,7 @@ class QueueState:
 
     def drop(self, group: ModelGroup, reason: str) -> None:
         """Remove an open or ready group from the queue for a reason."""
-        del self.groups[group.state][group.group_id]
+        self._remove_group(group)
         self._count_unclaimed(group, -1)
         self.ended[group.group_id] = reason
         self.drops[reason] += 1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable
-from heapq import nsmallest
+from collections.abc import Iterable
+from dataclasses import replace
 
 from rollmesh.mesh import GroupView, MeshView
-from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup
+from rollmesh.scheduling.queue_model.model_records import GroupState
 from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
 from rollmesh.scheduling.queue_model.model_state import QueueState
 from rollmesh.types import TrajectoryState
@@ -17,8 +16,8 @@ _STEPS = 256
 
 
 def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> MeshView:
-    """Return the view; without single groups it costs the same at every number of groups and trajectories."""
-    opened, ready = state.groups[GroupState.OPEN], state.groups[GroupState.READY]
+    """Return the view; it costs O(1) without single groups, O(ready groups) with the shortest ones."""
+    opened, ready = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
     totals, counts = state.totals, state.counts
     saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
     unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.resting) + len(state.pending)
@@ -32,11 +31,11 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
         policy_version=state.policy_version,
         policy_train_step=state.version_steps[-1] if state.version_steps else 0,
         admitted_unconsumed=state.admitted_unconsumed,
-        open_groups=len(opened),
-        ready_groups=len(ready),
+        open_groups=len(state.groups[GroupState.OPEN]),
+        ready_groups=len(state.groups[GroupState.READY]),
         listed=listed,
-        ready=_views(state, _ready(ready.values(), bound, shortest)),
-        stalest_open=_views(state, _stalest(opened.values(), bound)),
+        ready=_views(state, ready.in_order(bound, shortest=shortest)),
+        stalest_open=_views(state, opened.stalest(bound)),
         unclaimed_by_step=_unclaimed(state),
         pending=len(state.pending),
         partial=len(state.partial),
@@ -69,44 +68,15 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
     )
 
 
-def _ready(groups: Collection[ModelGroup], bound: int, shortest: bool) -> list[ModelGroup]:
-    """Return the first groups in admission order, then the stalest of the others, then those with the fewest tokens."""
-    listed = [*nsmallest(bound, groups, key=_by_index), *nsmallest(bound, groups, key=_by_step)]
-    if shortest:
-        listed += nsmallest(bound, groups, key=_by_tokens)
-    return list({group.group_id: group for group in listed}.values())
-
-
-def _stalest(groups: Collection[ModelGroup], bound: int) -> list[ModelGroup]:
-    """Return the open groups with the smallest step, then the first ones without tokens."""
-    stalest = nsmallest(bound, (group for group in groups if group.step is not None), key=_by_step)
-    if len(stalest) < bound:
-        stalest += (group for group in nsmallest(bound, groups, key=_by_index) if group.step is None)
-    return stalest
-
-
-def _by_index(group: ModelGroup) -> int:
-    return group.index
-
-
-def _by_tokens(group: ModelGroup) -> tuple[int, str]:
-    return group.scored_tokens, group.group_id
-
-
-def _by_step(group: ModelGroup) -> tuple[float, str]:
-    return math.inf if group.step is None else group.step, group.group_id
-
-
-def _views(state: QueueState, groups: Iterable[ModelGroup]) -> tuple[GroupView, ...]:
+def _views(state: QueueState, groups: Iterable[GroupView]) -> tuple[GroupView, ...]:
+    if not state.limits.mask_old_segments:
+        return tuple(groups)
     # Tokens older than the bound are masked out of the loss, so they do not count.
-    oldest = state.trained_step - state.limits.max_staleness if state.limits.mask_old_segments else None
+    oldest = state.trained_step - state.limits.max_staleness
     return tuple(
-        GroupView(
-            group_id=group.group_id,
-            admission_index=group.index,
-            min_train_step=group.step if group.step is None or oldest is None else max(group.step, oldest),
-            token_count=group.scored_tokens if group.state is GroupState.READY else 0,
-        )
+        group
+        if group.min_train_step is None or group.min_train_step >= oldest
+        else replace(group, min_train_step=oldest)
         for group in groups
     )
 
