@@ -55,8 +55,8 @@ PAGE = Page(
             ),
             curve(
                 "Oldest rest",
-                "Announced policies for which the oldest resting trajectory has not continued: 0 or 1, unless "
-                "trajectories wait for a place in the pool.",
+                "Train steps from the newest tokens of the oldest resting trajectory to the newest policy: 0 or 1, "
+                "unless trajectories wait for a place in the pool.",
                 rule("oldest_rest_steps:max"),
                 limits=above(2, RED),
             ),

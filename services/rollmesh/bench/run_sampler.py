@@ -15,7 +15,7 @@ import psutil
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.sim.core_shares import Samples, Strangers
-from rollmesh.sim.run_records import EngineWork, ProcessorUse
+from rollmesh.sim.run_records import ProcessorUse, RecordedWork
 
 _STATE, _NICE = 0, 16
 """Places of the state and of the niceness in /proc/PID/task/TID/stat, after the name (man 5 proc_pid_stat)."""
@@ -66,10 +66,10 @@ class RunSampler:
                 first = self._seconds.get(pid, ("", seconds, seconds))[1]
                 self._seconds[pid] = (parts.get(pid, "services"), first, seconds)
 
-    def work(self) -> tuple[EngineWork, ...]:
+    def work(self) -> tuple[RecordedWork, ...]:
         """Return the work of each generator between two samples."""
         return tuple(
-            EngineWork(
+            RecordedWork(
                 steps=after[pid]["decode_steps"] - before[pid]["decode_steps"],
                 tokens=after[pid]["generated_tokens"] - before[pid]["generated_tokens"],
                 prefill_tokens=after[pid]["prefill_tokens"] - before[pid]["prefill_tokens"],

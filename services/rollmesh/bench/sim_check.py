@@ -31,7 +31,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.sim.calibrated_mesh import Machine, calibrated_settings, updates_per_second, with_latencies
+from rollmesh.sim.calibrated_mesh import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
 
 CALIBRATED_ON = "sync"
 ARMS = ("copris", "areal", "pipeline", "rollpacker")
@@ -149,7 +149,7 @@ def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int)
         data = run_file(arm, cell, seed, updates, folder / "run")
         config = write_run_file(folder / "run.yaml", data)
         found = real_run(folder, data, *sides(cell, cores))
-        machine = Machine(cores=len(cores), is_shared=cell.is_shared)
+        machine = SimulatedMachine(cores=len(cores), is_shared=cell.is_shared)
         calibration = calibration or with_latencies(config, found, machine)
         settings = calibrated_settings(config, calibration, machine, found.strangers)
         yield Pair(

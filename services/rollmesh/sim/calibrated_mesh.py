@@ -17,15 +17,17 @@ _UNBOUNDED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Machine of a mesh."""
+class SimulatedMachine:
+    """Machine of a simulated mesh."""
 
     cores: int
     is_shared: bool
     """True if generators and trainer share the cores; otherwise each side has half of them."""
 
 
-def calibrated_settings(config: RunConfig, records: RunRecords, machine: Machine, strangers: Samples) -> MeshSettings:
+def calibrated_settings(
+    config: RunConfig, records: RunRecords, machine: SimulatedMachine, strangers: Samples
+) -> MeshSettings:
     """Return the settings of a run file's simulation with all times and lengths from the records of another run.
 
     ``strangers`` are the processes outside of the mesh in the run that is simulated.
@@ -49,7 +51,7 @@ def calibrated_settings(config: RunConfig, records: RunRecords, machine: Machine
     )
 
 
-def with_latencies(config: RunConfig, records: RunRecords, machine: Machine) -> RunRecords:
+def with_latencies(config: RunConfig, records: RunRecords, machine: SimulatedMachine) -> RunRecords:
     """Add what the simulation of the recorded run itself lacks between a policy and the next cut to the reward's time.
 
     ``config`` is the run file of that run, whose generators and trainer take turns.

@@ -11,7 +11,7 @@ import numpy as np
 from rollmesh.errors import DataError
 from rollmesh.sim.core_shares import CoreShares
 from rollmesh.sim.decode_curve import EngineCosts
-from rollmesh.sim.run_records import EngineWork, RunRecords, TrainedUpdate
+from rollmesh.sim.run_records import RecordedWork, RunRecords, TrainedUpdate
 from rollmesh.sim.trainer_model import TrainerModel
 from rollmesh.sim.update_record import UpdateRecord
 from rollmesh.types import Float64Array
@@ -21,7 +21,7 @@ _FORWARD_SHARE = 1 / 3
 two thirds of the operations."""
 
 
-def engine_costs(work: Sequence[EngineWork], slots: int) -> EngineCosts:
+def engine_costs(work: Sequence[RecordedWork], slots: int) -> EngineCosts:
     """Fit seconds = a * steps + b * tokens + p * prefill tokens, none of them below 0, and the sum as measured.
 
     A step of r calls then takes a + b * r; the cost of the context is part of b. Raises DataError without a step.

@@ -9,7 +9,7 @@ from rollmesh.sim.core_shares import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWork:
+class RecordedWork:
     """Work of one generator in an interval."""
 
     steps: float
@@ -53,7 +53,7 @@ class RunRecords:
     """Run folder, with the lengths."""
     updates: tuple[TrainedUpdate, ...]
     """Train steps in their order, two or more."""
-    work: tuple[EngineWork, ...]
+    work: tuple[RecordedWork, ...]
     generators: int
     use: ProcessorUse
     reward_seconds: float

@@ -17,7 +17,11 @@ class TrajectoryHistory:
     is_aside: bool = False
     """True while its group waits for a long round."""
     worker_restarts: int = 0
-    """Restarts by its worker, since its group last began."""
+    """Restarts by its worker, since its group last began.
+
+    A lower bound in a group of over 100 members that began again: it is reset in several scripts, and its first members
+    have an older incarnation than the group.
+    """
     rests_since_step: int | None = None
     """Train step of the policy of its newest tokens while it rests; else None."""
     is_surplus: bool = False

@@ -56,6 +56,7 @@ class Rollout:
     speed: int
     digest: TokenDigest
     """Of the saved tokens."""
+    incarnation: int = 0
 
 
 @dataclass
@@ -134,6 +135,7 @@ class Feeder:
             held.clear()
             return
         await self._lease(number)
+        await self._restart_slow(session, [r for r in held.values() if r.speed < 12 and r.saved and not r.incarnation])
         ended = [r for r in held.values() if r.saved + r.speed >= r.target]
         running = [r for r in held.values() if r.saved + r.speed < r.target]
         appends = [Append(**self._write(r)) for r in running]
@@ -154,7 +156,15 @@ class Feeder:
                     saved=item.trajectory.response_token_count,
                     speed=self.rng.randint(6, 30),
                     digest=TokenDigest().extended(item.trajectory.segments),
+                    incarnation=item.incarnation,
                 )
+
+    async def _restart_slow(self, session: str, slow: Sequence[Rollout]) -> None:
+        """Restart rollouts, so that the history of some is not empty."""
+        incarnations = await self.store.trajectories.restart(session, [r.trajectory_id for r in slow])
+        for rollout, incarnation in zip(slow, incarnations, strict=True):
+            if incarnation is not None:
+                rollout.saved, rollout.digest, rollout.incarnation = 0, TokenDigest(), incarnation
 
     async def _finish(self, session: str, held: dict[str, Rollout], ended: Sequence[Rollout]) -> None:
         finishes = [
@@ -185,6 +195,7 @@ class Feeder:
             "token_offset": rollout.saved,
             "segments": segments,
             "digest": before,
+            "incarnation": rollout.incarnation,
         }
 
     def _segments(self, rollout: Rollout) -> list[Segment]:

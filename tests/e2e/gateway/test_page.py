@@ -127,7 +127,7 @@ def test_the_viewer_tells_of_every_token_who_wrote_it(window: Open, at_rest: Sce
 
 
 def test_the_viewer_shows_versions_rewards_and_the_words_of_an_environment_apart(window: Open, at_rest: Scene) -> None:
-    wanted = _mixed_trajectory(at_rest)
+    wanted = _first(at_rest, "scored", lambda item: _is_mixed(at_rest, item))
     page = window().open()
     page.fill("#trajectory-id", wanted)
     page.press("#trajectory-id", "Enter")
@@ -147,22 +147,32 @@ def test_the_viewer_shows_versions_rewards_and_the_words_of_an_environment_apart
     assert (dialog.locator(".tokens .policy .t").first.text_content() or "").isdecimal()
 
 
-def _mixed_trajectory(at_rest: Scene) -> str:
-    """A scored trajectory with tokens of two versions and of the environment; as long as there is none, the queue moves
-    on."""
+def test_the_viewer_shows_the_history_of_a_trajectory(window: Open, at_rest: Scene) -> None:
+    wanted = _first(at_rest, "leased", lambda item: bool(at_rest.get(f"trajectories/{item['id']}")["history"]))
+    page = window().open()
+    page.fill("#trajectory-id", wanted)
+    page.press("#trajectory-id", "Enter")
+    facts = page.locator("#viewer dl").first
+    facts.locator("dt", has_text="history").first.wait_for()
+    shown = facts.locator("dt:text-is('history') + dd").all_text_contents()
+    assert shown == at_rest.get(f"trajectories/{wanted}")["history"] == ["restarted once by its worker"]
+
+
+def _first(at_rest: Scene, state: str, wanted: Callable[[dict[str, Any]], bool]) -> str:
+    """Return the first wanted trajectory in a state; as long as there is none, the queue moves on."""
     for _ in range(20):
-        found = next((item["id"] for item in _scored(at_rest) if _is_mixed(at_rest, item)), None)
+        found = next((item["id"] for item in _listed(at_rest, state) if wanted(item)), None)
         if found is not None:
             return str(found)
         before = at_rest.get("overview")["train_step"]
         at_rest.go_on()
         until(lambda before=before: at_rest.get("overview")["train_step"] > before, "another train step")
         at_rest.hold()
-    raise AssertionError("no scored trajectory with two versions and an environment")
+    raise AssertionError(f"no {state} trajectory of the wanted kind")
 
 
-def _scored(at_rest: Scene) -> Iterator[dict[str, Any]]:
-    path, cursor = "trajectories?state=scored&limit=100", ""
+def _listed(at_rest: Scene, state: str) -> Iterator[dict[str, Any]]:
+    path, cursor = f"trajectories?state={state}&limit=100", ""
     while cursor is not None:
         page = at_rest.get(f"{path}&cursor={quote(cursor)}" if cursor else path)
         yield from page["items"]

@@ -55,6 +55,7 @@ def overview(**changes: Any) -> Overview:
         "groups": {"open": 6, "ready": 2},
         "staleness": Staleness(bound=4, queue=[StalenessBin(staleness=1, count=9)], trained=[]),
         "drops": [DropView(reason="straggler_timeout", groups=3, tokens=99)],
+        "waste": (),
         "generators": [generator],
         "generator_count": 40,
         "evaluations": [],

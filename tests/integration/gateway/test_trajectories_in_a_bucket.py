@@ -89,9 +89,8 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
         begun = time.monotonic()
         asked = [asyncio.create_task(client.get(f"api/v1/trajectories/e0-{n}.0")) for n in range(2 * STEPS)]
         states, looked_since = set(), False
-        async with asyncio.timeout(
-            DEADLINE_SECONDS
-        ):  # clients are answered and looks go on while the bucket stands still
+        # Clients are answered and looks go on while the bucket stands still.
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while not (looked_since and all(task.done() for task in asked)):
                 asking = time.monotonic()
                 overview = (await client.get("api/v1/overview")).json()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
-import sys
 import time
 
 import pytest
@@ -19,19 +20,23 @@ otel = pytest.importorskip("rollmesh.runtime.otel")
 
 
 async def test_an_unreachable_collector_is_logged_once_and_delays_no_service(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(otel, "_EXPORT_SECONDS", 90.0)  # how long the SDK tries again
     config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{free_port()}")
-    configure_logging(config, service="reward-0", run="run", stream=sys.stderr)
+    log = io.StringIO()
+    configure_logging(config, service="reward-0", run="run", stream=log)
     async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:
         for index in range(20):
             spans.span("score", traceparent_of("run", f"e0-{index}.0")).end()
+        async with asyncio.timeout(60.0):
+            while "traces_not_delivered" not in log.getvalue():
+                await asyncio.sleep(0.05)
         started = time.monotonic()
     assert time.monotonic() - started < 45.0, "the service waits for three seconds, not for the SDK"
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
     said = [line for line in lines if line["event"] == "traces_not_delivered"]
     assert said
     assert all(line["level"] == "warning" for line in said)

@@ -31,6 +31,7 @@ def overview(**changes: Any) -> Overview:
         "groups": {"open": 6, "ready": 2, "cut": 0},
         "staleness": Staleness(bound=4, queue=[], trained=[]),
         "drops": [],
+        "waste": (),
         "generators": [],
         "generator_count": 0,
         "evaluations": [],

@@ -10,17 +10,17 @@ import pytest
 from rollmesh.errors import DataError
 from rollmesh.sim.core_shares import Strangers
 from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
-from rollmesh.sim.run_records import EngineWork, ProcessorUse, RunRecords, TrainedUpdate
+from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
 from rollmesh.sim.update_record import update_record
 
 PROMPTS = 100
 """Tokens of the prompts of a batch."""
 
 
-def work(steps: float, tokens: float, prefill: float, *, noise: float = 0.0) -> EngineWork:
+def work(steps: float, tokens: float, prefill: float, *, noise: float = 0.0) -> RecordedWork:
     """2 ms a step, 0.1 ms a token, 0.05 ms a token of a prefill."""
     seconds = 0.002 * steps + 0.0001 * tokens + 0.00005 * prefill + noise
-    return EngineWork(steps=steps, tokens=tokens, prefill_tokens=prefill, busy_seconds=seconds)
+    return RecordedWork(steps=steps, tokens=tokens, prefill_tokens=prefill, busy_seconds=seconds)
 
 
 def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> TrainedUpdate:
@@ -60,8 +60,8 @@ def test_the_costs_of_steps_tokens_and_prefills_are_told_apart() -> None:
 def test_the_fitted_seconds_add_up_to_the_measured_ones_and_none_is_negative() -> None:
     """More tokens took less time here, so only steps have a cost: 1.2 s over 200 steps."""
     busy = [
-        EngineWork(steps=100, tokens=5000, prefill_tokens=300, busy_seconds=0.4),
-        EngineWork(steps=100, tokens=100, prefill_tokens=0, busy_seconds=0.8),
+        RecordedWork(steps=100, tokens=5000, prefill_tokens=300, busy_seconds=0.4),
+        RecordedWork(steps=100, tokens=100, prefill_tokens=0, busy_seconds=0.8),
     ]
     costs = engine_costs(busy, slots=4)
     assert costs.base[1:] == pytest.approx((0.006,) * 4)

@@ -195,7 +195,7 @@ class Overview(ApiModel):
     """Staleness histograms."""
     drops: list[DropView]
     """Dropped groups by reason."""
-    waste: tuple[WasteView, ...] = ()
+    waste: tuple[WasteView, ...]
     """Other wasted tokens by reason."""
     generators: list[GeneratorView]
     """Live generators, serving ones first; at most 256."""

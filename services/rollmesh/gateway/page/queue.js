@@ -68,7 +68,7 @@ export class QueuePanels {
   }
 
   // Dropped groups first, then groups that began again and members without a score or cut off.
-  #renderDrops(drops, waste = []) {
+  #renderDrops(drops, waste) {
     const dropped = drops.map((drop) => ({ reason: drop.reason, n: drop.groups, tokens: drop.tokens }));
     const wasted = waste.map((one) => ({ reason: one.reason, n: one.count, tokens: one.tokens }));
     const byNumber = (all) => all.filter((one) => one.n > 0).sort((a, b) => b.n - a.n);

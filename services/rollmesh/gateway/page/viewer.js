@@ -113,7 +113,7 @@ export class Viewer {
       fact("birth version", version(detail.birth_version)),
       fact("batch", detail.train_step === null ? "none yet" : `step ${count(detail.train_step)}`),
       fact("worker", detail.worker || NOTHING),
-      detail.history.map((sentence) => fact("history", sentence)),
+      detail.history.flatMap((sentence) => fact("history", sentence)),
       detail.traceparent ? fact("trace", el("code", null, detail.traceparent)) : null,
     );
   }

@@ -21,13 +21,13 @@ from rollmesh.trainer.learner.step_report import BatchStats, StepReport
 from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
+_DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
 
 
 class TrainerMetrics:
     """Counters, gauges and histograms of one trainer process."""
 
     def __init__(self, m: Metrics) -> None:
-        deciles = {"length_decile": [str(decile) for decile in range(DECILES)]}
         self.train_step = m.gauge("rollmesh_trainer_train_step", "Batches the policy has been trained on.")
         self.committed_step = m.gauge("rollmesh_trainer_committed_step", "Train step of the newest committed state.")
         self.policy_version = m.gauge("rollmesh_trainer_policy_version", "Newest announced policy version.")
@@ -51,13 +51,13 @@ class TrainerMetrics:
         self.groups = m.counter(
             "rollmesh_trainer_groups_total",
             "Groups trained on, by length decile of their longest trajectory.",
-            deciles,
+            _DECILES,
         )
         self._dropped = Growth(
             m.counter(
                 "rollmesh_trainer_dropped_groups_total",
                 "Groups that left the queue untrained while this trainer ran, by length decile.",
-                deciles,
+                _DECILES,
             )
         )
         self._wasted = Growth(
