@@ -68,7 +68,9 @@ LEAST_MEAN_TOKENS = 16
 The worst token of a correct engine moves the mean over 16 tokens by less than half of the bound.
 """
 MOST_EXCUSED_SHARE = 1e-2
-"""Maximum share of the scored tokens over the bound by rounding."""
+"""Maximum share of the scored tokens over the bound by rounding, of a run and of each version."""
+FEW_EXCUSED = 20
+"""Number of tokens over the bound by rounding that a version may have in any case: a share of few tokens is chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rollmesh.report.audit_result import (
+    FEW_EXCUSED,
     GAP_BOUNDS,
     LEAST_MEAN_TOKENS,
     LEAST_SCORED_SHARE,
@@ -108,8 +109,14 @@ def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
             )
         elif version.tokens >= LEAST_MEAN_TOKENS and (version.mean_gap or 0.0) > bounds.mean:
             yield f"{name}: mean gap of {version.mean_gap:.3g} nats to its checkpoint (bound {bounds.mean:g})"
+        elif version.unresolvable > max(FEW_EXCUSED, MOST_EXCUSED_SHARE * version.tokens):
+            yield f"{name}: {_too_many_excused(version.unresolvable, version.tokens, bounds.token)}"
     if rescoring.unresolvable > MOST_EXCUSED_SHARE * rescoring.tokens:
-        yield (
-            f"{rescoring.unresolvable} of {rescoring.tokens:,} tokens are over the bound of {bounds.token:g} nats by "
-            f"float32 rounding: rounding does not explain more than {100 * MOST_EXCUSED_SHARE:g}%"
-        )
+        yield _too_many_excused(rescoring.unresolvable, rescoring.tokens, bounds.token)
+
+
+def _too_many_excused(excused: int, tokens: int, bound: float) -> str:
+    return (
+        f"{excused} of {tokens:,} tokens are over the bound of {bound:g} nats by float32 rounding: rounding does not "
+        f"explain more than {100 * MOST_EXCUSED_SHARE:g}%"
+    )

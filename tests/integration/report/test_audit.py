@@ -354,6 +354,17 @@ def test_more_than_one_percent_of_excused_tokens_is_red_and_their_share_and_size
     assert f"4 tokens over the bound, {share} and up to 0.0003 nats, lie within" in rescoring_claim(rescoring)
 
 
+@pytest.mark.parametrize(("excused", "red"), [(20, False), (21, True)])
+def test_excused_tokens_of_one_version_are_red_however_few_they_are_of_the_run(
+    audited: Any, excused: int, red: bool
+) -> None:
+    found = audit_run(audited.folder).rescoring
+    assert found is not None
+    faulty = dataclasses.replace(found.versions[0], tokens=2_000, unresolvable=excused, largest_unresolvable=3e-4)
+    rescoring = dataclasses.replace(found, tokens=100_000, versions=(faulty, *found.versions[1:]))
+    assert bool(list(rescoring_problems(rescoring))) is red
+
+
 def test_a_doubted_trajectory_is_judged_in_float64_with_what_the_last_bit_of_the_weights_does(
     audited: Any, hf_logprobs: Callable[..., Any]
 ) -> None:
