@@ -101,7 +101,11 @@ def run(
     updates: int | None = None,
     output: Path | None = None,
 ) -> list[Measure]:
-    """Measure; ``quick``: one seed and three train steps. ``output`` keeps the run folders and the pairs."""
+    """Measure; ``quick``: one seed and three train steps. ``output`` keeps the run folders and the pairs.
+
+    Raises ConfigError, before a run, for an arm that is no preset or that the simulator is calibrated on.
+    """
+    _refuse_other_arms(arms)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     seeds = seeds or (_QUICK_SEEDS if quick else SEEDS)
     updates = updates or (_QUICK_UPDATES if quick else UPDATES)
@@ -138,6 +142,16 @@ def _row(name: str, pairs: Sequence[Pair], bars: tuple[Bar, ...] = ()) -> Measur
         ratio=statistics.median(pair.ratio for pair in pairs),
         bars=bars,
     )
+
+
+def _refuse_other_arms(arms: Sequence[str]) -> None:
+    """Raise ConfigError for an arm that is no preset, or that the simulator is calibrated on."""
+    for arm in arms:
+        if arm == CALIBRATED_ON:
+            raise ConfigError(f"--arm {arm}: the simulator is calibrated on its runs; give a preset that it predicts")
+        if arm not in PRESETS:
+            known = ", ".join(name for name in PRESETS if name != CALIBRATED_ON)
+            raise ConfigError(f"--arm {arm}: no such preset; known are {known}")
 
 
 def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int) -> Iterator[Pair]:

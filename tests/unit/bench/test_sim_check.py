@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.bench.measure import missed
 from rollmesh.bench.processes import write_run_file
-from rollmesh.bench.sim_check import ARMS, CELLS, Pair, measures_of, run_file, sides
+from rollmesh.bench.sim_check import ARMS, CELLS, Pair, measures_of, run, run_file, sides
 from rollmesh.errors import ConfigError
 
 CELL = CELLS[0]
@@ -40,6 +40,13 @@ def test_every_arm_has_a_run_file_that_is_read_back(tmp_path: Path, arm: str, ce
     assert (config.generator.pace is not None) == cell.is_paced
     assert (config.generator.on_new_version == "keep_kv") == (arm == "pipeline")
     assert (config.trainer.algorithm.loss == "decoupled_ppo") == (arm == "areal")
+
+
+@pytest.mark.parametrize(("arm", "reason"), [("nosuch", "known are .*copris"), ("sync", "calibrated")])
+def test_an_arm_that_cannot_be_predicted_is_refused_before_the_first_run(tmp_path: Path, arm: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--arm {arm}: .*{reason}"):
+        run(arms=["copris", arm], output=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_sides_share_all_cores_or_have_half_of_them_each() -> None:
