@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmesh.sim.arms import Arm, arms_of
@@ -22,7 +22,10 @@ SWITCHES: Mapping[str, str] = {
     "every 4th version": "generator.reload_every_versions=4",
 }
 """Field of the run file by switch."""
-_GROUPS, _MEMBERS, _GENERATORS = 32, 8, 4
+GENERATORS = 4
+REPEAT_UPDATES = 5
+"""Updates after which a prompt comes again, as ``longest_expected`` needs."""
+_GROUPS, _MEMBERS = 32, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,11 @@ class RecommendationSetup:
     title: str
     longest: int
     """Most tokens of a response."""
-    settings: Sequence[str]
-    """Fields of ``SimulationSetup``."""
+    model: str
+    """Name in ``sim.model_sizes``."""
+    devices: int = 1
+    """Devices of a generator; the trainer has as many as all generators."""
+    lengths: str
 
     def arm(self, seed: int, *overrides: str) -> Arm:
         """Return the run of ``copris`` with overrides of its run file."""
@@ -42,12 +48,18 @@ class RecommendationSetup:
             f"generator.max_context_tokens={self.longest + 512}",
             f"schedule.groups_per_batch={_GROUPS}",
             f"schedule.group_size={_MEMBERS}",
-            f"generator.replicas={_GENERATORS}",
+            f"generator.replicas={GENERATORS}",
             # Room for the largest pool: the pool decides, not the slots.
-            f"generator.slots={int(max(POOL_RATIOS) * _GROUPS * _MEMBERS) // _GENERATORS}",
+            f"generator.slots={int(max(POOL_RATIOS) * _GROUPS * _MEMBERS) // GENERATORS}",
         )
-        # Prompts come again after 5 updates, as longest_expected needs.
-        settings = [*self.settings, f"seed={seed}", f"prompts={5 * _GROUPS}"]
+        settings = (
+            f"model={self.model}",
+            f"tensor_parallel={self.devices}",
+            f"trainer_devices={GENERATORS * self.devices}",
+            f"lengths={self.lengths}",
+            f"prompts={REPEAT_UPDATES * _GROUPS}",
+            f"seed={seed}",
+        )
         (arm,) = arms_of(None, [*sizes, *overrides], settings, [])
         return arm
 
@@ -57,21 +69,19 @@ class RecommendationSetup:
 
 
 SETUPS = (
-    RecommendationSetup(title="7B, 16k", longest=16_000, settings=("model=7b", "trainer_devices=4")),
+    RecommendationSetup(title="7B, 16k", longest=16_000, model="7b", lengths="deepcoder-14b"),
     RecommendationSetup(
         title="32B, 32k",
         longest=32_000,
-        settings=(
-            "model=32b",
-            "tensor_parallel=4",
-            "trainer_devices=16",
-            "lengths=lognormal:median=10000,sigma=0.8,share=0.9",
-        ),
+        model="32b",
+        devices=4,
+        lengths="lognormal:median=10000,sigma=0.8,share=0.9",
     ),
     RecommendationSetup(
         title="1.5B, 8k",
         longest=8000,
-        settings=("model=1.5b", "trainer_devices=4", "lengths=lognormal:median=2500,sigma=0.8,share=0.9"),
+        model="1.5b",
+        lengths="lognormal:median=2500,sigma=0.8,share=0.9",
     ),
 )
-"""Four generators each, on H100, and a trainer with as many devices as the generators."""
+"""Setups of the tables; all else is the simulator's default."""

@@ -9,8 +9,18 @@ from statistics import median
 
 from rollmesh.sim.arms import Arm
 from rollmesh.sim.figures import Figures, figures
-from rollmesh.sim.recommendation_arms import PLAIN_RATIO, POOL_RATIOS, SEEDS, SETUPS, SWITCHES, RecommendationSetup
+from rollmesh.sim.recommendation_arms import (
+    GENERATORS,
+    PLAIN_RATIO,
+    POOL_RATIOS,
+    REPEAT_UPDATES,
+    SEEDS,
+    SETUPS,
+    SWITCHES,
+    RecommendationSetup,
+)
 from rollmesh.sim.simulated_mesh import SimulatedMesh
+from rollmesh.sim.simulation_setup import SimulationSetup
 
 DOCUMENT = "simulated-pools.md"
 Results = Mapping[tuple[str, str], Sequence[Figures]]
@@ -20,22 +30,22 @@ _TEXT = """\
 <!-- Generated: make sim-recommend -->
 # Simulated pools and switches
 
-`make sim-recommend` simulates `copris` at three setups and writes this file: pools from half a batch to four, and each
-switch beyond the paper alone against the plain preset. Numbers are medians of the seeds {seeds}; the range of the seeds
-stands behind the tokens per second.
+`make sim-recommend` simulates `copris` at each setup below and writes this file: pools of {smallest:g} to {largest:g}
+batches, and each switch beyond the paper alone against the plain preset. Numbers are medians of the seeds {seeds}; the
+range of the seeds stands behind the tokens per second.
 
-Each setup has 4 generators on H100, a trainer with as many devices, 32 groups of 8 per update, 20 updates, slots for
-the largest pool, a prompt of 256 tokens, and 160 prompts, so that a prompt comes again after 5 updates. All other
-settings are the defaults of the [simulator](simulator.md#settings).
+Each setup has {generators} generators on {gpu}, a trainer with as many devices, {batch} groups of {group} per update,
+{updates} updates, slots for the largest pool, a prompt of {prompt_tokens} tokens, and {prompts} prompts, so that a
+prompt comes again after {repeat} updates. All other settings are the defaults of the
+[simulator](simulator.md#settings).
 
-| setup | generator | lengths |
+| setup | devices of a generator | lengths |
 |---|---|---|
-| 7B, 16k | 1 device | `deepcoder-14b`, from a public trace |
-| 32B, 32k | 4 devices | lognormal, median 10,000, sigma 0.8, 0.9 between prompts: assumed |
-| 1.5B, 8k | 1 device | lognormal, median 2,500, sigma 0.8, 0.9 between prompts: assumed |
+{setups}
 
-Tokens are trained ones. `preempted` counts per update, staleness is that of the oldest token of a trajectory, and the
-trainer waits for a share of the time. [Schedules](schedules.md#which-pool) draws the conclusions.
+[Lengths](simulator.md#lengths) with a name are from a public trace; the lognormal ones are assumed. Tokens are trained
+ones. `preempted` counts per update, staleness is that of the oldest token of a trajectory, and the trainer waits for a
+share of the time. [Schedules](schedules.md#which-pool) draws the conclusions.
 
 {limits}
 """
@@ -44,8 +54,7 @@ _LIMITS = """\
 **The simulator does not know** learning: it cannot tell what a stale token costs, so a row with more tokens per second
 and more staleness is no recommendation by itself. It does not know memory limits of an engine other than its cache,
 prefixes shared by a group, network contention, environments, or lengths that change with training. Its constants are
-assumed ([limits](simulator.md#limits)). 20 updates hold a start and an end: large pools have not been full for all of
-them."""
+assumed ([limits](simulator.md#limits)). A run holds a start and an end: large pools have not always been full."""
 
 
 def simulate_all() -> Results:
@@ -58,7 +67,7 @@ def simulate_all() -> Results:
 
 def recommendation_document(results: Results) -> str:
     """Return the document."""
-    parts = [_TEXT.format(seeds=", ".join(map(str, SEEDS)), limits=_LIMITS)]
+    parts = [_introduction()]
     parts.append("\n## Pools\n\n`N' / (B n)` is the pool over the trajectories of an update.\n")
     for setup in SETUPS:
         rows = {f"{ratio:g}": results[setup.title, f"{ratio:g}"] for ratio in POOL_RATIOS}
@@ -74,6 +83,25 @@ def recommendation_document(results: Results) -> str:
 def write_recommendation_document(folder: Path) -> None:
     """Simulate, and write the document into a folder."""
     (folder / DOCUMENT).write_text(recommendation_document(simulate_all()), encoding="utf-8")
+
+
+def _introduction() -> str:
+    settings = SETUPS[0].arm(SEEDS[0]).settings
+    return _TEXT.format(
+        smallest=min(POOL_RATIOS),
+        largest=max(POOL_RATIOS),
+        seeds=", ".join(map(str, SEEDS)),
+        generators=GENERATORS,
+        gpu=SimulationSetup().gpu,
+        batch=settings.schedule.groups_per_batch,
+        group=settings.schedule.group_size,
+        updates=settings.limits.train_steps,
+        prompt_tokens=settings.prompts.prompt_tokens,
+        prompts=settings.prompts.count,
+        repeat=REPEAT_UPDATES,
+        setups="\n".join(f"| {setup.title} | {setup.devices} | `{setup.lengths}` |" for setup in SETUPS),
+        limits=_LIMITS,
+    )
 
 
 def _rows(setup: RecommendationSetup) -> dict[str, Callable[[int], Arm]]:
