@@ -80,11 +80,11 @@ class RunSampler:
         )
 
     def use(self) -> ProcessorUse:
-        """Return the processor seconds between the first and the last sample."""
+        """Return the processor seconds between the first and the last sample, without those of the trainer."""
         sums = dict.fromkeys(("generators", "trainer", "services"), 0.0)
         for part, first, last in self._seconds.values():
             sums[part] += last - first
-        return ProcessorUse(**sums)
+        return ProcessorUse(generators=sums["generators"], services=sums["services"])
 
     def strangers(self) -> Samples:
         """Return the runnable threads of other programs at each sample, by their weight."""

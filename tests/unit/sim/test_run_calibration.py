@@ -42,7 +42,7 @@ RECORDS = RunRecords(
     updates=(update(0.0), update(12.75), update(25.5)),
     work=(work(400, 20_000, 1000), work(400, 4000, 0)),
     generators=2,
-    use=ProcessorUse(generators=1.3, trainer=5.0, services=4.0),
+    use=ProcessorUse(generators=1.3, services=4.0),
     reward_seconds=0.1,
     fetch_seconds=0.02,
     swap_seconds=0.01,
