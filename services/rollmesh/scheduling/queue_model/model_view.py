@@ -16,7 +16,11 @@ _STEPS = 256
 
 
 def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> MeshView:
-    """Return the view; it costs O(1) without single groups, O(ready groups) with the shortest ones."""
+    """Return the view.
+
+    It costs O(1) without single groups, else O(groups of a batch and groups aside), with the shortest ones
+    O(ready groups).
+    """
     opened, ready = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
     totals, counts = state.totals, state.counts
     saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
