@@ -43,9 +43,9 @@ class Assumptions:
     """Constants that no source of a row states."""
 
     gpu: str = "H800"
-    """Where a source names no GPU: most rows that name one have it."""
+    """Where a source names no GPU: AReaL, RollPacker and RollArt have it, APRIL H100, verl H20."""
     prompt_tokens: int = 256
-    """Mean of the public traces: 161 to 485 for math and code."""
+    """Between the mean prompts of the public traces: 161 (math) and 485 (code)."""
     slots: int = 256
     """Calls of a generator at the same time: the default of vLLM."""
     train_steps: int = 20
