@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.agents import AgentsConfig
 from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import DataConfig
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.gateway import GatewayConfig
@@ -43,6 +44,8 @@ class RunConfig(Section):
     """The policy before training."""
     data: DataConfig = Field(default_factory=DataConfig)
     """Prompts."""
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Choice of prompts, rounds of rollouts, group rewards and budgets."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Program and limits of a rollout."""
     reward: RewardConfig = Field(default_factory=RewardConfig)

@@ -1,0 +1,61 @@
+"""Curriculum section: prompts, rounds, group rewards and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from rollmesh.config.budget_methods import BUDGET_METHODS
+from rollmesh.config.methods import Method, check_name, complete_options
+from rollmesh.config.planner_methods import PLANNER_METHODS
+from rollmesh.config.sampler_methods import SAMPLER_METHODS
+from rollmesh.config.section import Section
+from rollmesh.config.shaper_methods import SHAPER_METHODS
+
+_POINTS: Mapping[str, Mapping[str, Method]] = {
+    "sampler": SAMPLER_METHODS,
+    "planner": PLANNER_METHODS,
+    "group_shaper": SHAPER_METHODS,
+    "token_budget": BUDGET_METHODS,
+    "turn_budget": BUDGET_METHODS,
+}
+
+
+class CurriculumConfig(Section):
+    """Which prompt a group gets, how many rollouts, what its answers are worth, and how long they may be."""
+
+    sampler: str = Field(default="order", json_schema_extra={"examples": [*SAMPLER_METHODS, "module:function"]})
+    """Choice of the prompt of each group, or ``module:function`` of your code."""
+    sampler_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the sampler; ``rollmesh methods`` lists them."""
+    planner: str = Field(default="single", json_schema_extra={"examples": [*PLANNER_METHODS, "module:function"]})
+    """Rounds of rollouts of each group, or ``module:function`` of your code."""
+    planner_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the planner; ``rollmesh methods`` lists them."""
+    group_shaper: str = Field(default="none", json_schema_extra={"examples": [*SHAPER_METHODS, "module:function"]})
+    """Shaping of rewards that compares the members of a group, before the zero-variance filter; or ``module:function``
+    of your code."""
+    group_shaper_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the group shaper; ``rollmesh methods`` lists them."""
+    token_budget: str = Field(default="constant", json_schema_extra={"examples": [*BUDGET_METHODS, "module:function"]})
+    """Token budget of a trajectory by the train step of its first policy, at most rollout.max_new_tokens; or
+    ``module:function`` of your code."""
+    token_budget_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the token budget; ``rollmesh methods`` lists them."""
+    turn_budget: str = Field(default="constant", json_schema_extra={"examples": [*BUDGET_METHODS, "module:function"]})
+    """Turns of a multi-turn trajectory by the train step of its first policy; or ``module:function`` of your code."""
+    turn_budget_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the turn budget; ``rollmesh methods`` lists them."""
+
+    @model_validator(mode="after")
+    def _names_and_options_are_known(self) -> Self:
+        for field, methods in _POINTS.items():
+            name = getattr(self, field)
+            try:
+                check_name(name, methods)
+            except ValueError as error:
+                raise ValueError(f"{field}={name}: {error}") from None
+            complete_options(name, getattr(self, f"{field}_options"), methods, f"{field}_options")
+        return self

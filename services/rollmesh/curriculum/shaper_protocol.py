@@ -1,0 +1,23 @@
+"""Protocol of group shapers: the rewards of a group once all its members have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rollmesh.curriculum.group_outcome import GroupOutcome
+from rollmesh.prompt_history import PromptRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What a group shaper makes of a group; one value per scored member, in the order of ``GroupOutcome.members``."""
+
+    shaped_rewards: tuple[float, ...]
+    kept_tokens: tuple[int, ...] | None = None
+    """Tokens after the prompt that stay of each trajectory, which then ends there; None keeps all."""
+
+
+GroupShaper = Callable[[GroupOutcome, Mapping[str, PromptRecord]], Closing]
+"""Shaper of a group; the mapping has the records of the group's prompt (by its id), of its domain
+(``domain:<name>``) and of all prompts (``all``) where the prompt history has them."""
