@@ -12,6 +12,7 @@ from rollmesh.store.evaluation_requests import Evaluations
 from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.store.inspection import Inspection
 from rollmesh.store.leadership import Leadership
+from rollmesh.store.group_rounds import GroupRounds
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.payload import PromptCache
@@ -51,6 +52,7 @@ class TrajectoryStore:
         self.trajectories = TrajectoryQueue(connection, self.limits, prompts)
         self.leadership = Leadership(connection, self.limits, self.sessions, prompts)
         self.restarted = RestartedGroups(connection, self.limits)
+        self.rounds = GroupRounds(connection)
         self.mesh = MeshReader(connection, self.limits, self.settings)
         self.ledger = DropLedger(connection)
         self.prompt_records = PromptRecords(connection, self.limits)
