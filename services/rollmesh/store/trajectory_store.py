@@ -10,9 +10,9 @@ from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.drop_ledger import DropLedger
 from rollmesh.store.evaluation_requests import Evaluations
 from rollmesh.store.generator_registry import GeneratorRegistry
+from rollmesh.store.group_rounds import GroupRounds
 from rollmesh.store.inspection import Inspection
 from rollmesh.store.leadership import Leadership
-from rollmesh.store.group_rounds import GroupRounds
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.payload import PromptCache
