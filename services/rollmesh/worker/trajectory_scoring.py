@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from rollmesh.algorithms.shaping import overlong_penalty
 from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.shapers.overlong import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
