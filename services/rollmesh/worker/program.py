@@ -39,6 +39,8 @@ class RolloutContext:
     """Operation that drops all tokens, including saved ones."""
     keep_snapshot: Callable[[ActiveTrajectory, bytes], Awaitable[None]]
     """Operation that makes the state of the environment durable."""
+    turns: int | None = None
+    """Most turns of the trajectory; None for those of the program."""
     pinned_version: int | None = None
 
     @property

@@ -257,11 +257,13 @@ class Worker:
 
     async def _run_program(self, active: ActiveTrajectory) -> None:
         deps = self._deps
+        budget = await deps.budgets.of(active.trajectory)
         rollout = RolloutContext(
             active=active,
             caller=deps.caller,
             params=self._settings.params,
-            budget=self._settings.budget,
+            budget=budget.tokens,
+            turns=budget.turns,
             save=deps.saver.save,
             report_first_token=deps.saver.report_first_token,
             restart=deps.saver.restart,
@@ -285,7 +287,8 @@ class Worker:
     async def _score(self, active: ActiveTrajectory, trajectory: Trajectory, known: RewardOutcome | None) -> None:
         with tracer().span("reward", active.traceparent, kind="client") as span:
             traced = replace(trajectory, traceparent=span.traceparent) if span.traceparent else trajectory
-            result = await self._deps.scorer.score(traced, known)
+            budget = await self._deps.budgets.of(trajectory)
+            result = await self._deps.scorer.score(traced, known, budget.tokens)
             span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
         active.check_lost()
         if result.dead:
