@@ -186,7 +186,8 @@ class StoreCounts:
     """Dropped groups by reason."""
     dropped_tokens: Mapping[str, int]
     """Saved tokens that are never trained on, by reason (WASTE_REASONS). Tokens of members without a score count as
-    ``unscorable``, ``dead`` or ``surplus``, and those after the end by a group shaper as ``shortened``, even when their group is dropped or trained. Each token counts once."""
+    ``unscorable``, ``dead`` or ``surplus``, and those after the end by a group shaper as ``shortened``, even when their
+    group is dropped or trained. Each token counts once."""
     drop_deciles: Mapping[str, int]
     """Dropped groups by ``<reason>:<length decile>``."""
     scoring_queue: int
