@@ -109,7 +109,7 @@ async def test_groups_of_two_rounds_are_trained_with_the_members_of_both(store: 
 async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_and_lose_nothing(
     store: TrajectoryStore,
 ) -> None:
-    """Replicas are cut off without a word, one after the other, while groups wait for a decision or run their rounds."""
+    """Every other replica dies without a word while groups wait for a decision or run their second round."""
     steps = 6
     plan = schedule(train_steps=steps)
     slow = ScriptedGenerator("a", slots=64, seconds_per_token=0.001)

@@ -9,12 +9,6 @@ local gid = ARGV[2]
 local group = undecided_group(gid, ARGV[3])
 if not group then return 0 end
 
-local function shorten(id, tokens, kept)
-  call('HSET', trajectory_key(id), 'kept', kept)
-  call('HINCRBY', K.drops, 'tokens:shortened', tokens - kept)
-  count('shortened_total', 1)
-end
-
 -- Every member is checked before the first write.
 local members = {}
 for at = 4, #ARGV, 3 do
@@ -25,6 +19,12 @@ for at = 4, #ARGV, 3 do
 end
 if #members > 0 and #members ~= group.scored then
   fail('CONFLICT', 'group ' .. gid .. ' has ' .. group.scored .. ' scored members, not ' .. #members)
+end
+
+local function shorten(id, tokens, kept)
+  call('HSET', trajectory_key(id), 'kept', kept)
+  call('HINCRBY', K.drops, 'tokens:shortened', tokens - kept)
+  count('shortened_total', 1)
 end
 
 if #members > 0 then group.low, group.high, group.facts = nil, nil, nil end
