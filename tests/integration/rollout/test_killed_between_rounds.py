@@ -15,7 +15,7 @@ from .process_run import process_run
 pytestmark = pytest.mark.slow
 
 SIZE, MORE = 4, 4
-"""Members of the first round, and of the second one of a group that nobody has solved."""
+"""Members of the first round, and of the second one of a group without a right answer."""
 
 
 async def test_leaders_and_workers_that_are_killed_between_rounds_launch_nothing_twice_and_lose_nothing(
@@ -45,7 +45,9 @@ async def test_leaders_and_workers_that_are_killed_between_rounds_launch_nothing
 
         async def kill_before_a_decision() -> None:
             async def waits() -> bool:
-                return (await run.store.mesh.view()).undecided_groups > 0 or await extended() > before
+                view = await run.store.mesh.view()
+                at_rest = view.unfinished + view.finished == 0
+                return view.undecided_groups > 0 or at_rest or await extended() > before
 
             before = await extended()
             await run.until("a group that waits for a decision", waits)
@@ -53,7 +55,9 @@ async def test_leaders_and_workers_that_are_killed_between_rounds_launch_nothing
 
         async def kill_in_a_second_round() -> None:
             async def has_begun() -> bool:
-                return await extended() > before
+                view = await run.store.mesh.view()
+                at_rest = view.unfinished + view.finished + view.undecided_groups == 0
+                return at_rest or await extended() > before
 
             before = await extended()
             await run.until("a second round", has_begun)
@@ -74,16 +78,16 @@ async def test_leaders_and_workers_that_are_killed_between_rounds_launch_nothing
         prompts = [group.trajectories[0].prompt.prompt_id for group in groups]
         records = await run.store.prompt_records.read(prompts)
     assert len({group.group_id for group in groups}) == 2 * steps
-    assert counts.totals["round_members_total"] == MORE * counts.totals["groups_extended_total"]
+    assert counts.totals["groups_extended_total"] > 0
+    assert counts.totals["round_members_total"] <= MORE * counts.totals["groups_extended_total"]
     assert counts.totals.get("replacements_total", 0) == counts.dead_letters == 0
     assert counts.totals["admitted_total"] == 2 * steps + len(drops), "every group was trained or is in the ledger"
     assert {drop.reason for drop in drops} <= {"run_complete"}
     for group, prompt in zip(groups, prompts, strict=True):
         members = group.trajectories
         solved = sum(_is_solved(t) for t in members[:SIZE])
-        assert [t.member_index for t in members] == list(
-            range(SIZE + (0 if solved >= 2 else MORE if not solved else 2))
-        )
+        second = {0: MORE, 1: 2}.get(solved, 0)
+        assert [t.member_index for t in members] == list(range(SIZE + second)), "each member was launched once"
         assert (records[prompt].groups, records[prompt].members) == (1, len(members))
         assert records[prompt].token_sum == sum(t.response_token_count for t in members)
         assert records[prompt].reward_sum == pytest.approx(sum(t.shaped_reward for t in members), abs=1e-6)
