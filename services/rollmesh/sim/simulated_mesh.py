@@ -215,7 +215,7 @@ class SimulatedMesh:
             work=tuple(self._work),
             seconds=self.clock.now,
             wasted_tokens={reason: tokens for reason, tokens in sorted(wasted.items()) if tokens},
-            in_flight_tokens=sum(m.tokens for m in members if not m.is_wasted) + self.worker.unsaved_tokens(),
+            in_flight_tokens=sum(m.tokens - m.wasted_tokens for m in members) + self.worker.unsaved_tokens(),
             dropped_groups=dict(sorted(queue.drops.items())),
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],

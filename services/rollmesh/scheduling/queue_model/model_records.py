@@ -82,6 +82,18 @@ class ModelMember:
         return self.group.index * ORDERS_PER_GROUP + self.number
 
     @property
+    def kept_saves(self) -> list[Save]:
+        """Saves up to the kept tokens, as a batch has them."""
+        if self.kept_tokens is None:
+            return self.saves
+        found, left = list[Save](), self.kept_tokens
+        for save in self.saves:
+            if left > 0:
+                found.append(save._replace(token_count=min(left, save.token_count)))
+            left -= save.token_count
+        return found
+
+    @property
     def wasted_tokens(self) -> int:
         """Tokens that were counted as wasted before its group is dropped."""
         if self.is_wasted:
@@ -129,6 +141,8 @@ class ModelGroup:
     scored: int = 0
     scored_tokens: int = 0
     """Tokens of the scored members."""
+    cut_tokens: int = 0
+    """Those after the kept tokens of their members, which no batch has."""
     terminal: int = 0
     step: int | None = None
     """Smallest train_step among the tokens of its members that are in the loss."""

@@ -122,7 +122,7 @@ class RestartOperations(QueueState):
         return forgotten
 
     def _begin_fresh(self, group: ModelGroup) -> None:
-        group.scored = group.scored_tokens = 0
+        group.scored = group.scored_tokens = group.cut_tokens = 0
         group.terminal = _lost(group)
         if group.state is GroupState.OPEN:
             for member in group.members:

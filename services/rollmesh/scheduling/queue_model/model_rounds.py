@@ -70,6 +70,7 @@ class RoundOperations(QueueState):
             member.reward, member.worker_reward = reward, member.reward
         if kept < member.tokens:
             member.kept_tokens = kept
+            member.group.cut_tokens += member.tokens - kept
             self.dropped_tokens["shortened"] += member.tokens - kept
             self.totals["shortened_total"] += 1
 
