@@ -1,4 +1,4 @@
-"""Planners and group shapers in a simulated mesh: the leader takes the path of the real one, with every invariant on."""
+"""Planners and group shapers in a simulated mesh: its leader takes the path of the real one, with all invariants on."""
 
 from dataclasses import dataclass, replace
 
