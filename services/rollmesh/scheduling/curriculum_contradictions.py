@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.budget_methods import largest_budget
-from rollmesh.config.planner_methods import DarsOptions, most_planned_members, planner_method
+from rollmesh.config.planner_methods import (
+    PLANNER_METHODS,
+    DarsOptions,
+    QuorumOptions,
+    most_planned_members,
+    planner_method,
+)
 from rollmesh.config.shaper_methods import DapOptions, DotOptions, largest_z_score
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.schedule_bounds import Bounds
@@ -67,7 +73,12 @@ def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"members of a group with schedule.group_size={size}; set curriculum.most_members={least} or null, or "
             "another curriculum.planner"
         )
-    options = method.options.model_validate(section.planner_options) if section.planner == "dars" else None
+    options = method.options.model_validate(section.planner_options) if section.planner in PLANNER_METHODS else None
+    if isinstance(options, QuorumOptions) and options.needed(size) < min(2, size):
+        yield (
+            f"curriculum.planner_options.share={options.share:g} with schedule.group_size={size} completes a group with "
+            "one scored member, which has nothing to compare it with; raise share"
+        )
     if isinstance(options, DarsOptions) and options.largest_group <= size:
         yield (
             f"curriculum.planner_options.most_members={options.largest_group} with schedule.group_size={size} leaves "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -42,6 +42,11 @@ class RolloutContext:
     turns: int | None = None
     """Most turns of the trajectory; None for those of the program."""
     pinned_version: int | None = None
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """Plan of the round that launched the trajectory, JSON values by a rollout planner; empty without one."""
+        return self.active.plan
 
     @property
     def remaining_tokens(self) -> int:

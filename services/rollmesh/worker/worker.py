@@ -182,6 +182,7 @@ class Worker:
             snapshot=leased.snapshot,
             incarnation=leased.incarnation,
             first_lease_time=leased.first_lease_time,
+            plan=leased.plan,
         )
         active.set_floors(start=self._desired.start_at_version, call=self._desired.interrupt_below_version)
         if not active.finished and (self._draining.is_set() or self._desired.paused):

@@ -118,6 +118,11 @@ DRPO = {
             {"trainer": MEAN},
             "planner_options.most_members=8 with schedule.group_size=8 leaves no room for a second round",
         ),
+        (
+            {"planner": "quorum", "planner_options": {"share": 0.1}},
+            {},
+            "planner_options.share=0.1 with schedule.group_size=8 completes a group with one scored member",
+        ),
         (DOT, {}, "alpha=3 with groups of at most 8: .*2.475 or more .*set alpha=2.23 or less"),
         (
             DOT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmesh.curriculum.group_outcome import GroupOutcome, MemberOutcome
+from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 
 
 def group_of(

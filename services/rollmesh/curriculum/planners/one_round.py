@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollmesh.config.planner_methods import PlannerOptions, QuorumOptions
-from rollmesh.curriculum.group_outcome import GroupOutcome
 from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.planner_methods import PLANNER_METHODS
-from rollmesh.curriculum.group_outcome import GroupOutcome
 from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
 from rollmesh.curriculum.planners.dars import DarsPlanner
 from rollmesh.curriculum.planners.one_round import OneRoundPlanner
 from rollmesh.errors import ConfigError, DataError
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 from rollmesh.user_code import load_function
 

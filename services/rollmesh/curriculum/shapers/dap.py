@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollmesh.curriculum.group_outcome import GroupOutcome
 from rollmesh.curriculum.shaper_protocol import Closing
 from rollmesh.curriculum.shapers.overlong import overlong_penalty
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

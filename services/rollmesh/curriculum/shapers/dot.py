@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from rollmesh.curriculum.group_outcome import GroupOutcome
 from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

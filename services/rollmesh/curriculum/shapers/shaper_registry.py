@@ -10,11 +10,11 @@ from typing import Any
 
 from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.shaper_methods import SHAPER_METHODS
-from rollmesh.curriculum.group_outcome import GroupOutcome
 from rollmesh.curriculum.shaper_protocol import Closing, GroupShaper
 from rollmesh.curriculum.shapers.dap import dap
 from rollmesh.curriculum.shapers.dot import dot
 from rollmesh.errors import DataError
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 from rollmesh.user_code import load_function
 
