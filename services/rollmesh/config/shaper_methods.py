@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollmesh.config.methods import Method
 from rollmesh.config.section import Section
@@ -23,6 +24,14 @@ class DapOptions(Section):
     """Power of the share of right answers that weighs the penalty of a right answer."""
     failure_scale: float = Field(default=1.0, ge=0)
     """Weight of the penalty of a wrong answer."""
+
+    @model_validator(mode="after")
+    def _the_buffer_fits(self) -> Self:
+        if self.buffer_tokens > self.longest_tokens:
+            raise ValueError(
+                f"buffer_tokens={self.buffer_tokens} is above longest_tokens={self.longest_tokens}; lower it"
+            )
+        return self
 
 
 class DotOptions(Section):

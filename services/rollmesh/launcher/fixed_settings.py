@@ -25,6 +25,8 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),
         *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature"),
+        *("curriculum.token_budget", "curriculum.token_budget_options"),
+        *("curriculum.turn_budget", "curriculum.turn_budget_options"),
         *("curriculum.planner", "curriculum.planner_options", "curriculum.most_members"),
         "generator.engine",
     ),

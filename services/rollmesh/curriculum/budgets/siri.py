@@ -27,7 +27,8 @@ def stair_cosine(train_step: int, *, shortest: int, longest: int, period: int) -
 
 def stair(train_step: int, *, shortest: int, longest: int, period: int, compression: float) -> int:
     """Return L_min for the share ``compression`` of each period, then L_max. Source: arXiv 2509.25176."""
-    return shortest if train_step % period < compression * period else longest
+    # 0.07 * 100 is a little above 7 in floating point.
+    return shortest if train_step % period < compression * period - 1e-9 else longest
 
 
 def _wave(phase: float, shortest: int, longest: int) -> int:

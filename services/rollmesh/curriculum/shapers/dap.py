@@ -31,6 +31,6 @@ def dap(
         scale = rate**gamma if member.outcome > 0 else failure_scale
         if member.truncated and member.token_count >= longest_tokens:
             scale = 1.0
-        penalty = overlong_penalty(member.token_count, longest_tokens, min(buffer_tokens, longest_tokens))
+        penalty = overlong_penalty(member.token_count, longest_tokens, buffer_tokens)
         shaped.append(member.shaped_reward + scale * penalty)
     return Closing(shaped_rewards=tuple(shaped))
