@@ -125,6 +125,16 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "state, and a replay cannot compute them again"
         )
     yield from _advantage_problems(config)
+    if config.trainer.replay is not None and algorithm.old_logprobs in ("sampler", "stage_end"):
+        reason = (
+            "sampler leaves nothing to correct the age of replayed groups with"
+            if algorithm.old_logprobs == "sampler"
+            else "the log-probabilities of a stage are kept for one batch only"
+        )
+        yield (
+            f"trainer.replay with trainer.algorithm.old_logprobs={algorithm.old_logprobs}: {reason}; set "
+            "old_logprobs=recompute, current, snapshot, loglinear or ewma, or trainer.replay=null"
+        )
     yield from _loss_problems(config.trainer)
     recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
     if recomputed and config.generator.on_new_version == "keep_kv":

@@ -10,6 +10,7 @@ from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
 from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS, MaskConfig
 from rollmesh.config.methods import check_name, complete_options
+from rollmesh.config.replay import ReplayConfig
 from rollmesh.config.section import Section
 from rollmesh.config.update_scales import UPDATE_SCALES
 
@@ -133,3 +134,6 @@ class TrainerConfig(Section):
     """Completions recorded per train step for inspection."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, old-logprob source, loss."""
+    replay: ReplayConfig | None = None
+    """Groups of earlier batches in every batch; null for none. It needs old_logprobs recompute, current, snapshot,
+    loglinear or ewma."""

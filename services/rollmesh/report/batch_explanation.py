@@ -229,7 +229,7 @@ def _batch(store: CheckpointStore, train_step: int) -> Batch:
     if train_step not in steps:
         available = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
         raise DataError(f"train step {train_step}: no batch file ({available})")
-    return store.read_batch(train_step)
+    return store.training_batch(train_step)
 
 
 def _chosen(batch: Batch, trajectory_id: str | None, limit: int) -> list[Trajectory]:

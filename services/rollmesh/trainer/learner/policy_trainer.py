@@ -142,13 +142,18 @@ class PolicyTrainer:
         return step_settings(self._config, self._recipe, train_step)
 
     def train(
-        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+        self,
+        batch: Batch,
+        train_step_of_version: Mapping[int, int],
+        settings: StepSettings | None = None,
+        replayed: Collection[str] = (),
     ) -> StepReport:
         """Train on one batch and return its report; afterwards ``train_step == batch.train_step``.
 
         ``train_step_of_version`` maps every version that wrote tokens of the batch to its train step. ``settings`` are
-        the settings in the batch file, which may be older than the run file; None uses the run file's. Raises DataError
-        if the batch does not follow the last one or cannot be trained on; the weights are then unchanged.
+        the settings in the batch file, which may be older than the run file; None uses the run file's. ``replayed`` are
+        the groups of earlier batches, which the report counts apart. Raises DataError if the batch does not follow the
+        last one or cannot be trained on; the weights are then unchanged.
         """
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
@@ -168,6 +173,7 @@ class PolicyTrainer:
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
         results = _results(loss, flat, columns, done)
+        again = np.array([group.group_id in replayed for group in batch.groups])[flat.group_index]
         return StepReport(
             train_step=batch.train_step,
             loss=done.loss,
@@ -180,7 +186,9 @@ class PolicyTrainer:
             microbatches=done.microbatches,
             forward_tokens=done.forward_tokens,
             groups_before_cut=early,
-            batch=batch_stats(flat),
+            replayed_share=float(again.mean()),
+            batch=batch_stats(flat.subset(~again)),
+            replay=batch_stats(flat.subset(again)) if again.any() else None,
             policy=policy_stats(
                 flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
             ),

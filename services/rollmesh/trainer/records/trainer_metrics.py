@@ -33,8 +33,13 @@ class TrainerMetrics:
         self.policy_version = m.gauge("rollmesh_trainer_policy_version", "Newest announced policy version.")
         self.steps = m.counter("rollmesh_trainer_steps_total", "Train steps, replays included.")
         self.replays = m.counter("rollmesh_trainer_replayed_steps_total", "Train steps replayed after a restart.")
-        self.tokens = m.counter("rollmesh_trainer_trained_tokens_total", "Tokens in the numerator of the loss.")
-        self.trajectories = m.counter("rollmesh_trainer_trajectories_total", "Trajectories trained on.")
+        self.replayed_groups = m.counter(
+            "rollmesh_trainer_replayed_groups_total", "Groups of earlier batches that were trained on again."
+        )
+        self.tokens = m.counter(
+            "rollmesh_trainer_trained_tokens_total", "Tokens of fresh groups in the numerator of the loss."
+        )
+        self.trajectories = m.counter("rollmesh_trainer_trajectories_total", "Trajectories of fresh groups trained on.")
         self.skipped = m.counter("rollmesh_trainer_skipped_updates_total", "Updates skipped for a non-finite gradient.")
         self.fallbacks = m.counter(
             "rollmesh_trainer_old_logprob_fallbacks_total",
@@ -107,6 +112,8 @@ class TrainerMetrics:
                 self.staleness.observe(int(staleness))
         for phase, seconds in report.seconds.items():
             self.phase_seconds.labels(phase=phase).observe(seconds)
+        if report.replay is not None:
+            self.replayed_groups.inc(report.replay.groups)
         for metric, gauge in self._gauges:
             gauge.set(metric.value(line))
 
