@@ -52,6 +52,10 @@ _NOT_AS_TRAINED: Mapping[str, str] = {
         "the weights of their versions are pruned by now; if the training still had them, its old, ratio, weight and "
         "result are different"
     ),
+    "average_not_kept": (
+        "the average of the weights is kept for the next step only, so old, ratio, weight and result differ from those "
+        "of the training"
+    ),
     "mixed_cache": "no weights reproduce tokens that attended to another version's cache; the training did the same",
 }
 """Explanations of the fallbacks of the old logprob, for the notes."""

@@ -82,9 +82,6 @@ def test_a_candidate_has_the_oldest_policy_and_the_mean_reward_of_its_scored_ans
     found = replay_candidates(Batch(train_step=5, groups=groups), {1: 0, 2: 1, 3: 2, 4: 3})
     facts = [(c.train_step, c.group_id, c.oldest, c.reward) for c in found]
     assert facts == [(5, "e0-0", 1, 0.75), (5, "e0-3", 3, 1.0)]
-        (5, "e0-0", 1, 0.75),
-        (5, "e0-3", 3, 1.0),
-    ]
 
 
 def _counts(found: list[ReplayCandidate], count: int, *, by: str) -> Counter[str]:

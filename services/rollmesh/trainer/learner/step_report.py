@@ -125,6 +125,8 @@ class StepReport:
     """Groups whose gradient was computed before the batch was cut (schedule.part_groups)."""
     seconds: Mapping[str, float]
     """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
+    average_reset: bool
+    """True if the average of old_logprobs ewma began again with the weights after the step."""
     replayed_share: float
     """Share of the trajectories that are of replayed groups."""
     batch: BatchStats
