@@ -97,8 +97,6 @@ STEP_METRICS: tuple[StepMetric, ...] = (
                gauge="learning_rate_factor_ratio"),
     StepMetric("replayed_share", "ratio", "Share of the batch's trajectories that are of replayed groups.",
                gauge="replayed_ratio"),
-    StepMetric("replay.trajectory_staleness.mean", "train steps", "Mean staleness of the replayed trajectories.",
-               gauge="replay_staleness_mean_steps"),
     StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy",
                panel=Panel(plot="drift", label="entropy\nnats")),
     StepMetric("policy.kl_behavior_k3", "nats", "k3 KL(behavior || policy) per token.",

@@ -1,4 +1,4 @@
-"""Command ``rollmesh methods``: every advantage, loss, mask and old-logprob source with options and deviations."""
+"""Command ``rollmesh methods``: every method of the trainer with options and deviations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.replay import REPLAY_METHODS
 from rollmesh.config.update_scales import UPDATE_SCALES
 
 POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
@@ -22,13 +23,14 @@ POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
         "masks": MASK_METHODS,
         "old_logprobs": OLD_LOGPROB_METHODS,
         "update_scale": UPDATE_SCALES,
+        "replay": REPLAY_METHODS,
     }
 )
-"""Methods by the field of ``trainer.algorithm`` that names them."""
+"""Methods by the field of ``trainer.algorithm`` that names them; replay by ``trainer.replay``."""
 
 
 def methods() -> None:
-    """Print the methods that `trainer.algorithm` names: options with their defaults, source, deviation.
+    """Print the methods of `trainer.algorithm` and `trainer.replay`: options with their defaults, source, deviation.
 
     Advantage, loss and masks also take `module:function` of your code.
     """

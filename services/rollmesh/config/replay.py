@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field
 
+from rollmesh.config.methods import Method
 from rollmesh.config.section import Section
 
 MOST_BATCHES = 64
@@ -22,3 +25,18 @@ class ReplayConfig(Section):
     by: Literal["uniform", "reward"] = "uniform"
     """Weight of a group in the draw, which is without replacement: uniform, or exp of the mean shaped reward of its
     answers (reward)."""
+
+
+REPLAY_METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "uniform": Method(
+            source="Rollout Replay, with DOTS",
+            deviation="from the last batches instead of a buffer of prompts, and within max_staleness",
+        ),
+        "reward": Method(
+            source="TBA, arXiv 2503.18929",
+            deviation="whole groups by their mean reward; no share for the newest policy",
+        ),
+    }
+)
+"""Draws by their name in ``trainer.replay.by``; ``curriculum/replay.py`` has the function."""
