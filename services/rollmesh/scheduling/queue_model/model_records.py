@@ -134,6 +134,8 @@ class GroupReset:
     """Reason for which the tokens are wasted."""
     left: int
     """Number of members to reset."""
+    longest: int = 0
+    """Most saved tokens of a member that was reset."""
 
 
 class ScoredSet:

@@ -46,7 +46,7 @@ class RestartOperations(QueueState):
         if self._forget_spare_members(reset.group, most) == most:
             return True
         del self.returning[group_id]
-        self._begin_fresh(reset.group)
+        self._end_reset(reset)
         return False
 
     def recall(self, train_step: int, count: int) -> int:
@@ -87,7 +87,11 @@ class RestartOperations(QueueState):
             return
         self._reset_members(reset, reset.left, incarnation)
         self._forget_spare_members(group, len(group.members))
-        self._begin_fresh(group)
+        self._end_reset(reset)
+
+    def _end_reset(self, reset: GroupReset) -> None:
+        self.begun_again_deciles[f"{reset.reason}:{self.length_decile(reset.longest)}"] += 1
+        self._begin_fresh(reset.group)
 
     def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
         """Reset the last members that are left; a member that ended without a score stays as it is."""
@@ -96,6 +100,7 @@ class RestartOperations(QueueState):
             if member.state in ENDED_WITHOUT_SCORE:
                 continue
             self.dropped_tokens[reset.reason] += 0 if member.is_wasted else member.tokens
+            reset.longest = max(reset.longest, member.tokens)
             self.forget_member(member)
             fresh = ModelMember(group, member.trajectory_id, member.number, incarnation=incarnation)
             group.members[member.number] = self.members[member.trajectory_id] = fresh
