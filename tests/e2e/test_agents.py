@@ -66,6 +66,7 @@ def test_an_outside_agent_trains_a_run_to_its_end_through_two_kills_of_its_servi
         rollout={"program": "agent", "max_new_tokens": 256, "partial_save_tokens": 16},
         trainer={"train_steps": STEPS},
         agents={"port": port},
+        gateway={"enabled": True},
         store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 4.0},
         evaluation={"before_and_after": False},
     )

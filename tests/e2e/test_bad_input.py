@@ -115,7 +115,6 @@ def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_o
         model={"path": "model"},
         generator={"replicas": 1},
         evaluation={"before_and_after": False},
-        gateway={"enabled": False},
     )
     model = line.run_file.parent / "model"
     shutil.copytree(recipe_file("countdown", "model"), model)
@@ -135,6 +134,7 @@ def test_a_bad_row_ends_the_run_at_once_and_the_person_reads_its_line(tmp_path: 
         tmp_path,
         data={"source": {"type": "jsonl", "path": "rows.jsonl"}},
         reward={"verifier": "exact"},
+        generator={"replicas": 1},
         evaluation={"before_and_after": False},
     )
     done = line.run("up", str(line.run_file))

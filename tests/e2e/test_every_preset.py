@@ -17,8 +17,8 @@ from .conftest import environment
 pytestmark = pytest.mark.slow
 
 UPDATES = 2
-GROUPS = [tuple(PRESETS)[first : first + 4] for first in range(0, len(PRESETS), 4)]
-"""Presets by test: each test has a deadline of its own."""
+GROUPS = [tuple(PRESETS)[first : first + 8] for first in range(0, len(PRESETS), 8)]
+"""Presets by test: each test has a deadline of its own, and one start of Python."""
 SMALL = {
     "schedule.groups_per_batch": 8,
     "rollout.max_new_tokens": 64,

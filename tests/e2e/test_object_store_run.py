@@ -26,7 +26,9 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             line = small_run(
-                checkpoints={**section, "keep_last": 64}, evaluation={"before_and_after": False}, gateway={"port": port}
+                checkpoints={**section, "keep_last": 64},
+                evaluation={"before_and_after": False},
+                gateway={"enabled": True, "port": port},
             )
             done = line.run("up", str(line.run_file))
         assert done.returncode == 0, done.stdout + done.stderr

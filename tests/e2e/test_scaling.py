@@ -45,7 +45,10 @@ def launched(line: Any) -> Iterator[subprocess.Popen[str]]:
 
 def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_run, wait_until) -> None:
     line = small_run(
-        generator={"replicas": 1, "slots": 32}, trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False}
+        generator={"replicas": 1, "slots": 32},
+        trainer={"train_steps": ENDLESS},
+        evaluation={"before_and_after": False},
+        gateway={"enabled": True},
     )
     with launched(line) as process:
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)

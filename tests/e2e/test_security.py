@@ -93,6 +93,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_refuses_all_others(
         trainer={"train_steps": ENDLESS},
         evaluation={"before_and_after": False},
         agents={"enabled": True},
+        gateway={"enabled": True},
         security={"tls": mesh.section(), "token_file": str(token_file)},
         store={
             "url": guarded_redis,

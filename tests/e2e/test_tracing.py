@@ -57,6 +57,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         line, process = started(
             trainer={"train_steps": ENDLESS},
             telemetry={"otlp_endpoint": received.url},
+            gateway={"enabled": True},
             evaluation={"before_and_after": False},
             store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 5.0},
             # Slow enough for the kill to meet trajectories that have saved tokens.

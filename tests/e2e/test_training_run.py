@@ -80,7 +80,10 @@ class Training:
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """A run of every service that never ends by itself; the last test of this file kills it."""
     line = write_small_run(
-        tmp_path_factory.mktemp("training"), trainer={"train_steps": ENDLESS}, agents={"enabled": True}
+        tmp_path_factory.mktemp("training"),
+        trainer={"train_steps": ENDLESS},
+        agents={"enabled": True},
+        gateway={"enabled": True},
     )
     output = line.run_file.with_name("up.log")
     with output.open("w") as log:

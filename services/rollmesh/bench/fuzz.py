@@ -99,16 +99,19 @@ def run(*, requests: int = 100_000, seed: int = SEED, quick: bool = False) -> li
     console = output_console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="rollmesh-fuzz-") as temporary:
         fuzzed = TrainingRun(Path(temporary))
-        traffic = asyncio.run(_fuzz(fuzzed, 1_000 if quick else requests, seed, console))
+        run_file = fuzzed_config(fuzzed.folder, quick=quick)
+        traffic = asyncio.run(_fuzz(fuzzed, run_file, 1_000 if quick else requests, seed, console))
         _print(traffic, console)
         if not traffic.green or traffic.exit_status != _STOPPED_STATUS:
             console.print(fuzzed.output[-2_000:], markup=False, highlight=False)
         return _measures(traffic)
 
 
-async def _fuzz(fuzzed: TrainingRun, requests: int, seed: int, console: Console) -> Traffic:
+async def _fuzz(
+    fuzzed: TrainingRun, run_file: Mapping[str, Any], requests: int, seed: int, console: Console
+) -> Traffic:
     folder = fuzzed.folder
-    with fuzzed.up(fuzzed_config(folder)) as process:
+    with fuzzed.up(run_file) as process:
         await _two_more_steps(fuzzed, process)
         fresh = await service_states(folder)
         async with AsyncExitStack() as stack:

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 _NAME = "fuzz"
 _ENDLESS = 1_000_000
+_QUICK_PACE = [[1, 0.05]]
+"""Seconds of a decode step, at least."""
 _MAX_MESSAGE: list[tuple[str, Any]] = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 """Options of our channels: they remove the client's limit, so that the server's limit applies."""
 _ADMIN_DOCUMENT: Mapping[str, Any] = {"paths": {path: {"get": {}} for path in ("/metrics", "/healthz", "/readyz")}}
@@ -78,10 +80,16 @@ class ServiceState:
     """Lines of its log with a traceback."""
 
 
-def fuzzed_config(folder: RunFolder) -> dict[str, Any]:
-    """Return the run file: a short run with the demo's batches, with the agents service and without an end."""
+def fuzzed_config(folder: RunFolder, *, quick: bool = False) -> dict[str, Any]:
+    """Return the run file: a short run with the demo's batches, with the agents service and without an end.
+
+    A ``quick`` one has small batches and paced generators: requests get the processor, and few steps are audited.
+    """
     data = short_run_config(folder.path, 0)
-    data["schedule"] |= {"groups_per_batch": 16, "group_size": 8, "pool_size": 192}
+    if quick:
+        data["generator"] |= {"pace": _QUICK_PACE}
+    else:
+        data["schedule"] |= {"groups_per_batch": 16, "group_size": 8, "pool_size": 192}
     data["trainer"] |= {"train_steps": _ENDLESS}
     data["checkpoints"] |= {"keep_last": 10_000}
     return {**data, "agents": {"enabled": True}, "name": _NAME}

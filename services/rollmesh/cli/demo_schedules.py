@@ -55,6 +55,9 @@ def demo_schedules(
             )
             results.append(_result(path, name, updates, accepted=accepted, continued=continued))
         console.print(preset_table(results))
+        for result in results:
+            for sentence in result.waste:
+                console.print(f"{result.preset}: {sentence}", highlight=False, soft_wrap=True)
         passed = sum(result.passed for result in results)
         style = "bold green" if passed == len(results) else "bold red"
         console.print(f"{passed} of {len(results)} schedules: all updates, audit green", style=style, highlight=False)

@@ -34,8 +34,8 @@ POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
         "replay": REPLAY_METHODS,
     }
 )
-"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them; budget is its two budgets, and replay
-is ``trainer.replay``."""
+"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them; budget is its two budgets,
+and replay is ``trainer.replay``."""
 
 
 def methods() -> None:

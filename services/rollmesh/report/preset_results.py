@@ -10,6 +10,7 @@ from rich.table import Table
 
 from rollmesh.report.formats import count, percent
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.sentences import lengths_of_waste
 from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import summarise
 
@@ -39,6 +40,8 @@ class PresetResult:
     """Rate between the ends of the first and the last train step; None with fewer than two."""
     audit: str
     """Verdict of the audit; ``none`` without one, ``refused`` if the run was not started."""
+    waste: tuple[str, ...] = ()
+    """Sentences on dropped and repeated groups and on surplus members, by length decile."""
 
     @property
     def passed(self) -> bool:
@@ -65,6 +68,7 @@ def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
         off_policy_share=summary.off_policy_share,
         updates_per_second=_rate([float(record["time"]) for record in records]),
         audit="none" if summary.audit is None else summary.audit.verdict.value,
+        waste=tuple(lengths_of_waste(summary)),
     )
 
 

@@ -141,18 +141,28 @@ def _drops(summary: RunSummary) -> Iterator[Sentence]:
     if dropped:
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
         yield Sentence(text=f"Groups dropped without being trained, by reason: {reasons}.")
+    yield from (Sentence(text=text) for text in lengths_of_waste(summary))
+
+
+def lengths_of_waste(summary: RunSummary) -> Iterator[str]:
+    """Yield sentences on dropped groups, on groups that began again and on surplus members, by length decile."""
     if any(summary.dropped_share):
         shares = ", ".join("none ended" if s is None else f"{100 * s:.0f}%" for s in summary.dropped_share)
-        yield Sentence(text=f"Share of dropped groups by length decile, the shortest first: {shares}.")
+        yield f"Share of dropped groups by length decile, the shortest first: {shares}."
     if summary.begun_again:
         kinds = " and ".join(f"{number:,} {kind}" for kind, number in summary.begun_again.items())
-        yield Sentence(text=f"Groups that lost their tokens and began again: {kinds}.")
+        yield f"Groups that lost their tokens and began again: {kinds}."
+    for kind, numbers in summary.begun_again_by_decile.items():
+        yield f"Groups {kind}, by length decile of the longest member, the shortest first: {_joined(numbers)}."
     if any(summary.surplus_by_decile):
-        counts = ", ".join(map(str, summary.surplus_by_decile))
-        yield Sentence(
-            text=f"Members cut off as surplus, with {summary.surplus_tokens:,} saved tokens, by length decile at that "
-            f"time, the shortest first: {counts}."
+        yield (
+            f"Members cut off as surplus, with {summary.surplus_tokens:,} saved tokens, by length decile at that time, "
+            f"the shortest first: {_joined(summary.surplus_by_decile)}."
         )
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _audit(summary: RunSummary) -> Iterator[Sentence]:

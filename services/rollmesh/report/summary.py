@@ -79,6 +79,9 @@ class RunSummary:
     dropped_share: tuple[float | None, ...] = ()
     """Share of the groups that were dropped rather than trained, by length decile, the shortest first; None where no
     group has left the queue. Empty in runs of older releases."""
+    begun_again_by_decile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The same groups by kind and by length decile of their longest member, the shortest first. Empty in runs of older
+    releases."""
     surplus_by_decile: tuple[int, ...] = ()
     """Members that were cut off by length decile, the shortest first."""
     masked_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -228,9 +231,15 @@ def _fates(folder: RecordedRun) -> dict[str, Any]:
     mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
     totals = mesh.get("totals", {})
     kinds = {"restarted": totals.get("groups_restarted_total", 0), "set aside": totals.get("groups_set_aside_total", 0)}
+    again = mesh.get("groups_begun_again_by_reason_and_length_decile", {})
     trained = mesh.get("trained_share_by_length_decile", ())
     return {
         "begun_again": {kind: count for kind, count in kinds.items() if count},
+        "begun_again_by_decile": {
+            kind: tuple(again.get(f"{kind.replace(' ', '_')}:{decile}", 0) for decile in range(10))
+            for kind, count in kinds.items()
+            if count and again
+        },
         "surplus_tokens": mesh.get("wasted_tokens", {}).get("surplus", 0),
         "dropped_share": tuple(None if share is None else 1 - share for share in trained),
         "surplus_by_decile": tuple(mesh.get("surplus_members_by_length_decile", ())),

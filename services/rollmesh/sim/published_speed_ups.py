@@ -85,6 +85,7 @@ class PublishedSpeedUp:
 
 
 _RECOMPUTE = "trainer.algorithm.old_logprobs=recompute"
+_CURRENT = "trainer.algorithm.old_logprobs=current"
 
 
 def _synchronous(gpus: int) -> PublishedArm:
@@ -170,7 +171,7 @@ def _april() -> Iterator[PublishedSpeedUp]:
                     groups_per_batch=32,
                     group_size=8,
                     response_tokens=16_384,
-                    method=PublishedArm(preset="april", generator_gpus=8),
+                    method=PublishedArm(preset="april", generator_gpus=8, settings=(_CURRENT,)),
                     baseline=_synchronous(8),
                 ),
                 remark="nothing in the simulator tells the data sets apart",

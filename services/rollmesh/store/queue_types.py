@@ -199,6 +199,9 @@ class StoreCounts:
     """0 without a limit."""
     finished_lengths: Mapping[int, int] = field(default_factory=dict)
     """Finished trajectories by length bucket, floor(4 log2(tokens + 1))."""
+    begun_again_deciles: Mapping[str, int] = field(default_factory=dict)
+    """Groups that began again by ``<reason>:<length decile>`` of the longest member that lost its tokens; a large
+    group counts once its last member is reset."""
     surplus_deciles: Mapping[str, int] = field(default_factory=dict)
     """Surplus members by length decile at the time when they were cut off."""
     oldest_rest_step: int | None = None

@@ -105,6 +105,7 @@ class MeshReader:
             drops={name.removeprefix("groups:"): n for name, n in drops.items() if name.startswith("groups:")},
             dropped_tokens={name.removeprefix("tokens:"): n for name, n in drops.items() if name.startswith("tokens:")},
             drop_deciles={name.removeprefix("decile:"): n for name, n in drops.items() if name.startswith("decile:")},
+            begun_again_deciles={n.removeprefix("again:"): v for n, v in drops.items() if n.startswith("again:")},
             surplus_deciles={n.removeprefix("surplus:"): v for n, v in drops.items() if n.startswith("surplus:")},
             scoring_queue=raw["scoring"],
             sessions=raw["sessions"],

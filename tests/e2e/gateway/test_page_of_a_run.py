@@ -17,7 +17,9 @@ Open = Callable[..., Window]
 def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
-    line, process = started(trainer={"train_steps": ENDLESS}, generator={"replicas": 1, "slots": 32})
+    line, process = started(
+        trainer={"train_steps": ENDLESS}, generator={"replicas": 1, "slots": 32}, gateway={"enabled": True}
+    )
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
     shown = window(read_endpoints(line.folder, "gateway")[0].url)

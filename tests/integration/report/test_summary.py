@@ -76,6 +76,7 @@ def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of
     lines[-1]["mesh"] |= {
         "totals": {"groups_set_aside_total": 5, "groups_restarted_total": 0},
         "trained_share_by_length_decile": [1.0, None, *[1.0] * 7, 0.75],
+        "groups_begun_again_by_reason_and_length_decile": {"set_aside:3": 1, "set_aside:9": 4},
         "surplus_members_by_length_decile": [0, 3, *[0] * 7, 4],
         "wasted_tokens": {"surplus": 1234},
     }
@@ -84,6 +85,7 @@ def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of
     shares = f"0%, none ended, {'0%, ' * 7}25%."
     assert f"Share of dropped groups by length decile, the shortest first: {shares}" in words
     assert "Groups that lost their tokens and began again: 5 set aside." in words
+    assert "Groups set aside, by length decile of the longest member, the shortest first: 0, 0, 0, 1, 0, 0" in words
     assert "cut off as surplus, with 1,234 saved tokens" in words
     assert "the shortest first: 0, 3, 0, 0, 0, 0, 0, 0, 0, 4." in words
 

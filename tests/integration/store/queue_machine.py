@@ -415,6 +415,7 @@ class QueueMachine(QueueWorkers):
         assert counts.drops == model.drops
         assert +Counter(counts.dropped_tokens) == +model.dropped_tokens
         assert counts.drop_deciles == model.drop_deciles
+        assert counts.begun_again_deciles == model.begun_again_deciles
         assert counts.surplus_deciles == model.surplus_deciles
         assert counts.finished_lengths == model.finished_lengths
         assert (counts.scoring_queue, counts.sessions) == (len(model.scoring), len(self.sessions))

@@ -13,6 +13,8 @@ from rollmesh.store.trajectories import load_chunks
 
 HELD = ("leased", "finished")
 COUNTED = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
+QUEUES = ("pending", "partial", "resting", "scoring")
+SORTED_STATES = ("open", "ready", "aside")
 DISCARDED = ("dead", "surplus")
 """States without tokens in the queue."""
 NOT_IN_LOSS = ("unscorable", *DISCARDED)
@@ -50,20 +52,22 @@ class _Reader:
         self.keys = store.connection.keys
         self.truth = Truth()
 
-    async def names(self, command: str, name: str) -> list[str]:
-        arguments = (0, -1) if command == "ZRANGE" else ()
-        raw = await self.connection.command(command, self.keys.single(name), *arguments)
-        return [item.decode() for item in raw]
+    async def names(self) -> dict[str, list[str]]:
+        """Return the ids in every queue and state; one exchange, because the state machine reads them at every step."""
+        ranges = [("ZRANGE", self.keys.single(name), 0, -1) for name in (*QUEUES, *SORTED_STATES, "tombstones")]
+        raw = await self.connection.commands([*ranges, ("HKEYS", self.keys.single("cut"))])
+        names = (*QUEUES, *SORTED_STATES, "tombstones", "cut")
+        return {name: [item.decode() for item in items] for name, items in zip(names, raw, strict=True)}
 
     async def read(self) -> Truth:
-        truth = self.truth
-        queues = {name: await self.names("ZRANGE", name) for name in ("pending", "partial", "resting", "scoring")}
-        for state, command in (("open", "ZRANGE"), ("ready", "ZRANGE"), ("aside", "ZRANGE"), ("cut", "HKEYS")):
-            for gid in await self.names(command, state):
+        truth, names = self.truth, await self.names()
+        queues = {name: names[name] for name in QUEUES}
+        for state in (*SORTED_STATES, "cut"):
+            for gid in names[state]:
                 if gid in truth.groups:
                     truth.problems.append(f"{gid} is {truth.groups[gid]} and {state}")
                 truth.groups[gid] = state
-        truth.tombstones = set(await self.names("ZRANGE", "tombstones"))
+        truth.tombstones = set(names["tombstones"])
         for gid in sorted(truth.tombstones & truth.groups.keys()):
             truth.problems.append(f"{gid} is {truth.groups[gid]} and gone")
         truth.undecided = set(await self.names("ZRANGE", "undecided"))
@@ -71,9 +75,7 @@ class _Reader:
         placed = Counter(i for ids in queues.values() for i in ids)
         truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
         returning = await self.read_returning()
-        for gid in truth.groups:
-            if gid not in returning:
-                await self.read_group(gid, queues)
+        await self.read_groups([gid for gid in truth.groups if gid not in returning], queues)
         await self.read_half_gone()
         truth.problems += [f"{i} waits, but its group is gone" for i in placed if i not in truth.members]
         await self.check_leases(queues["scoring"])
@@ -82,22 +84,44 @@ class _Reader:
         await self.check_ready_tokens()
         return truth
 
-    async def read_group(self, gid: str, queues: dict[str, list[str]]) -> None:
-        truth, state = self.truth, self.truth.groups[gid]
-        raw = await self.connection.command("HGETALL", self.keys.of("group", gid))
-        group = {k.decode(): v.decode() for k, v in raw.items()}
-        if not group:
-            await self.check_missing_record(gid)
-            return
+    async def read_groups(self, gids: list[str], queues: dict[str, list[str]]) -> None:
+        raw = await self.connection.commands([("HGETALL", self.keys.of("group", gid)) for gid in gids])
+        groups = {
+            gid: {k.decode(): v.decode() for k, v in fields.items()} for gid, fields in zip(gids, raw, strict=True)
+        }
+        ids = {
+            gid: [f"{gid}.{member}" for member in range(int(group["launched"]))]
+            for gid, group in groups.items()
+            if group
+        }
+        members = [i for of_group in ids.values() for i in of_group]
+        hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in members])
+        lists = await self.connection.commands([("LRANGE", self.keys.of("segments", i), 0, -1) for i in members])
+        segments = dict(zip(members, lists, strict=True))
+        chunks = await load_chunks(self.connection, segments)
+        fields = dict(zip(members, hashes, strict=True))
+        for gid, group in groups.items():
+            if not group:
+                await self.check_missing_record(gid)
+                continue
+            records = {i: _record(fields[i]) for i in ids[gid]}
+            for i, record in records.items():
+                record.digest = TokenDigest().extended(decode_segments(segments[i], chunks[i]))
+            self.check_group(gid, group, records, {i: fields[i] for i in ids[gid]}, queues)
+
+    def check_group(
+        self,
+        gid: str,
+        group: dict[str, str],
+        records: dict[str, Record],
+        fields_of: dict[str, dict[bytes, bytes]],
+        queues: dict[str, list[str]],
+    ) -> None:
+        truth, state, ids = self.truth, self.truth.groups[gid], list(records)
+        truth.members |= records
         states: Counter[str] = Counter()
-        ids = [f"{gid}.{member}" for member in range(int(group["launched"]))]
-        hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in ids])
-        lists = await self.connection.commands([("LRANGE", self.keys.of("segments", i), 0, -1) for i in ids])
-        chunks = await load_chunks(self.connection, dict(zip(ids, lists, strict=True)))
-        for trajectory_id, fields, elements in zip(ids, hashes, lists, strict=True):
-            record = _record(fields)
-            record.digest = TokenDigest().extended(decode_segments(elements, chunks[trajectory_id]))
-            truth.members[trajectory_id] = record
+        for trajectory_id, record in records.items():
+            fields = fields_of[trajectory_id]
             states[record.state] += 1
             for queue in ("pending", "partial", "resting"):
                 if (trajectory_id in queues[queue]) != (record.state == queue and state != "aside"):
@@ -166,9 +190,10 @@ class _Reader:
         truth = self.truth
         held: dict[str, str] = {}
         pattern = self.keys.of("held", "*").replace("{", "\\{").replace("}", "\\}")
-        for key in await self.connection.command("KEYS", pattern):
+        keys = await self.connection.command("KEYS", pattern)
+        for key, members in zip(keys, await self.connection.commands([("SMEMBERS", k) for k in keys]), strict=True):
             session = key.decode().rpartition(":")[2]
-            for trajectory_id in await self.connection.command("SMEMBERS", key):
+            for trajectory_id in members:
                 if trajectory_id.decode() in held:
                     truth.problems.append(f"{trajectory_id.decode()} is held twice")
                 held[trajectory_id.decode()] = session

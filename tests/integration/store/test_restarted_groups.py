@@ -46,6 +46,8 @@ async def test_a_restarted_group_loses_every_token_and_begins_again_under_its_ol
     assert (view.open_groups, view.ready_groups, view.pending, view.leased, view.finished) == (3, 0, 4, 2, 0)
     assert view.unclaimed_by_step == ((1, 1),)
     assert (counts.dropped_tokens["restarted"], counts.totals["groups_restarted_total"]) == (17, 2)
+    assert sum(counts.begun_again_deciles.values()) == 2
+    assert {name.partition(":")[0] for name in counts.begun_again_deciles} == {"restarted"}
     assert await truth_of(store) == {"e0-2": "open", "e0-3": "open", "e0-4": "open"}
     again = await store.trajectories.lease(mesh.session, 2)
     assert [i.trajectory.trajectory_id for i in again] == ["e0-2.0", "e0-2.1"]

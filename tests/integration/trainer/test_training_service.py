@@ -112,7 +112,7 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
     async with opened_run(config) as run:
-        process = run.start(fresh=True)
+        process = run.start()
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             (endpoint,) = read_endpoints(run.folder, "trainer")
@@ -125,7 +125,7 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
             assert stopped is not None
             assert stopped.train_step >= 2
             assert read_endpoints(run.folder, "trainer") == []
-            run.start(fresh=True)
+            run.start()
             await run.until_finished(START_SECONDS)
         assert [r.train_step for r in await run.store.policies.announced()] == [0, 1, 2, 3, 4]
         assert read_ledger(run.checkpoints).committed_step == 4

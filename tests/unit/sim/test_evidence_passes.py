@@ -13,7 +13,8 @@ from rollmesh.sim.arms import arms_of
         ("copris", 4, 0),  # sampler: the log-probabilities of the engine
         ("areal", 1, 0),  # recompute: the pass of the gradient has them
         ("areal", 4, 1),
-        ("april", 4, 1),  # current
+        ("april", 4, 0),  # sampler
+        ("ulorl", 4, 1),  # current
         ("copris_paper", 1, 1),  # stage_end
     ],
 )

@@ -167,9 +167,10 @@ def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
 
 def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
     """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
-    # The layout does not depend on the format: compute it once. With a layout engine, even "none", every file would
-    # be drawn twice.
-    figure.draw_without_rendering()
+    # The layout does not depend on the format: compute it once, without a drawing. With a layout engine, even "none",
+    # every file would be drawn twice.
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
     figure.set_layout_engine(None)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     figure.savefig(svg, format="svg", metadata={"Date": None})

@@ -36,8 +36,9 @@ ADVICE = {
     "april": Advice(
         "Generators and trainer on the same devices, with a long tail: twice the prompts start, and a batch takes the "
         "first complete ones.",
-        "Long answers are completed over several policies, so they are the off-policy ones. The source does not "
-        "correct for them: on the demo `old_logprobs: sampler` learned as `copris` did, `current` 5 to 10 points less.",
+        "Long answers are completed over several policies, so they are the off-policy ones, which the importance "
+        "ratio corrects: on the demo it learned as `copris` did. The source's code has truncated importance sampling "
+        "as an option: `loss: tis` with `old_logprobs: current`.",
     ),
     "sorted": Advice(
         "On-policy training with uneven lengths, where answers are short enough to begin again, and the advantage "

@@ -185,6 +185,8 @@ class GroupReset:
     """Number of members to reset."""
     fresh: int
     """Unfinished members that it gets; the last ones beyond them are forgotten."""
+    longest: int = 0
+    """Most saved tokens of a member that was reset."""
 
 
 class ScoredSet:

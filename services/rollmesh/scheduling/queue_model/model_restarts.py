@@ -48,8 +48,7 @@ class RestartOperations(QueueState):
         if self._forget_last_members(reset, most) == most:
             return True
         del self.returning[group_id]
-        _renew_spare(reset.group)
-        self._begin_fresh(reset.group)
+        self._end_reset(reset)
         return False
 
     def recall(self, train_step: int, count: int) -> int:
@@ -94,8 +93,12 @@ class RestartOperations(QueueState):
             return
         self._reset_members(reset, reset.left, incarnation)
         self._forget_last_members(reset, len(group.members))
-        _renew_spare(group)
-        self._begin_fresh(group)
+        self._end_reset(reset)
+
+    def _end_reset(self, reset: GroupReset) -> None:
+        self.begun_again_deciles[f"{reset.reason}:{self.length_decile(reset.longest)}"] += 1
+        _renew_spare(reset.group)
+        self._begin_fresh(reset.group)
 
     def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
         """Reset the last members that are left; a member that ended without a score stays as it is."""
@@ -104,6 +107,7 @@ class RestartOperations(QueueState):
             if member.state in ENDED_WITHOUT_SCORE:
                 continue
             self.dropped_tokens[reset.reason] += member.tokens - member.wasted_tokens
+            reset.longest = max(reset.longest, member.tokens)
             self.forget_member(member)
             fresh = ModelMember(group, member.trajectory_id, member.number, incarnation=incarnation)
             group.members[member.number] = self.members[member.trajectory_id] = fresh

@@ -86,6 +86,8 @@ class QueueState:
         """Saved tokens that are never trained on, by reason."""
         self.drop_deciles: Counter[str] = Counter()
         """Dropped groups by ``<reason>:<length decile>``."""
+        self.begun_again_deciles: Counter[str] = Counter()
+        """Groups that began again by ``<reason>:<length decile>``."""
         self.surplus_deciles: Counter[str] = Counter()
         """Trajectories cut off by length decile."""
         self.finished_lengths: Counter[int] = Counter()
@@ -306,7 +308,7 @@ class QueueState:
             member.session, member.step, member.is_wasted = None, None, True
             self.totals["surplus_total"] += 1
             self.dropped_tokens["surplus"] += member.tokens
-            self.surplus_deciles[str(self._length_decile(member.tokens))] += 1
+            self.surplus_deciles[str(self.length_decile(member.tokens))] += 1
             group.terminal += 1
         self.recompute_step(group)
 
@@ -346,10 +348,10 @@ class QueueState:
 
     def _note_drop(self, gone: DroppedGroup) -> None:
         self.dropped_tokens[gone.reason] += sum(m.tokens - m.wasted_tokens for m in gone.members)
-        decile = self._length_decile(max(m.tokens for m in gone.members))
+        decile = self.length_decile(max(m.tokens for m in gone.members))
         self.drop_deciles[f"{gone.reason}:{decile}"] += 1
 
-    def _length_decile(self, tokens: int) -> int:
+    def length_decile(self, tokens: int) -> int:
         """Return the decile of a length among the finished trajectories."""
         bucket, total = length_bucket(tokens), self.finished_lengths.total()
         below = sum(count for length, count in self.finished_lengths.items() if length < bucket)

@@ -272,6 +272,7 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
         "trained_groups_by_length_decile": list(trained),
         "trained_share_by_length_decile": trained_share(trained, dropped),
         "wasted_tokens": dict(counts.dropped_tokens),
+        "groups_begun_again_by_reason_and_length_decile": dict(counts.begun_again_deciles),
         "surplus_members_by_length_decile": [counts.surplus_deciles.get(str(d), 0) for d in range(DECILES)],
         "totals": dict(counts.totals),
     }

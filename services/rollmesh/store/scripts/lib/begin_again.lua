@@ -1,4 +1,4 @@
--- uses: core counters drop group payload places
+-- uses: core counters drop group lengths payload places
 -- A group that begins again loses all tokens of its members and keeps its admission index. It opens again, or waits
 -- aside for a recall with `needed` members. A member without a score (dead, unscorable) stays as it is. A group with
 -- rounds begins again with its first one.
@@ -36,6 +36,7 @@ local function reset_members(r, most)
     else
       local tokens, wasted = take_out_member(id, keys)
       dropped = dropped + tokens - wasted
+      r.longest = math.max(r.longest or 0, tokens)
       fresh[#fresh + 1] = id
     end
   end
@@ -85,6 +86,7 @@ local function write_fresh_group(r)
     if r[field] then call('HSET', group_key(r.id), field, r[field]) end
   end
   if not r.aside then queue_members(r.id, r.index, r.launched, r.lost, r.rank) end
+  call('HINCRBY', K.drops, 'again:' .. r.reason .. ':' .. length_decile(r.longest or 0), 1)
 end
 
 -- Continues a reset that is in K.returning; returns 1 while another call is needed.
@@ -118,7 +120,7 @@ local function begin_group_again(group, reason, aside)
   group.gone = true
   local r = {
     id = gid, index = group.index, needed = group.needed, launched = group.launched, members = group.launched,
-    left = group.launched, lost = {}, reason = reason, aside = aside,
+    left = group.launched, lost = {}, longest = 0, reason = reason, aside = aside,
   }
   for at, value in ipairs(call('HMGET', group_key(gid), unpack(KEPT_FIELDS))) do r[KEPT_FIELDS[at]] = value or nil end
   if aside then r.spare = nil end
