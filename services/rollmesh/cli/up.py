@@ -104,6 +104,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
+    from rollmesh.report.model_export import trained_model_lines
     from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise
 
@@ -132,6 +133,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
     console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    for line in trained_model_lines(folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0 if green else 1
 
 
