@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,31 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.cli.main import app
+from rollmesh.config.recipes import resolve_model
 from rollmesh.report.model_export import trained_model_lines
+from rollmesh.text import Tokenizer
 
 from .made_checkpoints import STEPS, MadeRun, make_audited_run
+
+NEWEST = STEPS + 1
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
-    return make_audited_run(tmp_path_factory.mktemp("export") / "run")
+    """A made run whose newest policy is the recipe's model, with a tokenizer of its own."""
+    run = make_audited_run(tmp_path_factory.mktemp("export") / "run")
+    record = run.store.publish(
+        session="s7",
+        policy_version=NEWEST,
+        train_step=STEPS,
+        parent=STEPS,
+        write=lambda folder: shutil.copytree(resolve_model("recipe:countdown"), folder, dirs_exist_ok=True) and None,
+        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
+    )
+    run.store.mark_announced(record)
+    return run
 
 
 def export(run: MadeRun, out: Path, *options: str) -> str:
@@ -33,9 +50,13 @@ def weights(folder: Path) -> torch.Tensor:
 
 def test_the_newest_policy_is_exported_and_loads_with_its_tokenizer(run: MadeRun, tmp_path: Path) -> None:
     out = tmp_path / "model"
-    assert f"policy version {STEPS}" in export(run, out)
+    assert f"policy version {NEWEST}" in export(run, out)
     assert torch.equal(weights(out), weights(run.folder / "checkpoints" / "latest"))
-    assert AutoTokenizer.from_pretrained(out)("w3 w7")["input_ids"] == [3, 7]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("1 2 5 > 7 :", return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == Tokenizer(out).encode("1 2 5 > 7 :").tolist()
+    answer = AutoModelForCausalLM.from_pretrained(out).generate(ids, max_new_tokens=4, do_sample=False)
+    assert answer.shape == (1, ids.shape[1] + 4)
     assert not (out / "manifest.json").exists()
     card = (out / "README.md").read_text()
     for fact in ("| Run | audited |", f"| Train step | {STEPS} of {STEPS} |", "`countdown`", "sha256 `"):
