@@ -17,6 +17,7 @@ from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, PoliciesRefused
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
+from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_up import RunResult, run_up
@@ -111,6 +112,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     if inline:
         check_inline(config)
     check_run(config)
+    for note in check_inputs(config):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:
         result = _run(config, folder, console, inline_services() if inline else None)
