@@ -90,7 +90,7 @@ class BucketStore(CheckpointStore):
         """Write the marker into the bucket, and into the cached folder."""
         self.objects.write(f"{record.path}/{ANNOUNCED_FILE}", b"")
         if (self.root / record.path).exists():
-            super().mark_announced(record)
+            policies.mark_announced(self.root, record)
 
     def _manifests(self) -> Iterable[FoundManifest]:
         """Return every manifest in the bucket, and an entry for every announced folder without one."""

@@ -3,6 +3,7 @@
     <root>/policies/<step>-<session>/   Hugging Face folder and manifest.json, written last
     <root>/batches/<step>.pb            batch of each train step
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
+    <root>/latest                       link to the newest policy, for people; a bucket has none
     <root>/lineage                      identity of the store, which the queue records
 
 ``CheckpointStore`` is a folder that all services share. ``BucketStore`` (``bucket.py``) is the same store in an object
@@ -94,8 +95,9 @@ class CheckpointStore:
         return policies.verify(self.root, self._secret, record)
 
     def mark_announced(self, record: PolicyRecord) -> None:
-        """Mark the policy as accepted by the registry."""
+        """Mark the policy as accepted by the registry, and let ``latest`` name it."""
         policies.mark_announced(self.root, record)
+        policies.link_latest(self.root, record)
 
     def _manifests(self) -> Iterable[FoundManifest]:
         """Return every manifest, and an entry for every announced folder without one."""

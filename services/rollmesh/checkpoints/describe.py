@@ -26,6 +26,7 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 _MAX_HEADER_BYTES = 100 << 20
+_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,34 @@ def _weights(folder: Path) -> tuple[str, int]:
     if not elements.total():
         raise CheckpointError(f"{folder}: the safetensors files contain no weights")
     return elements.most_common(1)[0][0], elements.total()
+
+
+def check_weights(folder: Path) -> None:
+    """Check that the weights are complete, from their headers and sizes, and that the embedding matches the config.
+
+    Raises CheckpointError with the file and the remedy.
+    """
+    vocab_size = read_json(folder / "config.json").get("vocab_size")
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as content:
+            if content.read(len(_POINTER)) == _POINTER:
+                raise CheckpointError(f"{file}: a git-lfs pointer, not weights; run git lfs pull in {folder}")
+        header = _safetensors_header(file)
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        with file.open("rb") as content:
+            expected = 8 + struct.unpack("<Q", content.read(8))[0] + end
+        if file.stat().st_size < expected:
+            raise CheckpointError(
+                f"{file}: {file.stat().st_size} of {expected} bytes; copy or download it again",
+                reason=Reason.TRUNCATED,
+            )
+        embedding = tensors.get("model.embed_tokens.weight")
+        if embedding is not None and isinstance(vocab_size, int) and embedding["shape"][0] != vocab_size:
+            raise CheckpointError(
+                f"{file}: the embedding has {embedding['shape'][0]} rows, but vocab_size={vocab_size} in config.json; "
+                "use weights and config of the same model"
+            )
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +23,7 @@ from rollmesh.checkpoints.durable import (
     regular_files,
     remove_tree,
     sha256_of,
+    sync_folder,
     sync_tree,
     write_new_file,
 )
@@ -37,9 +40,12 @@ from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 
 FOLDER = "policies"
+LATEST_LINK = "latest"
+"""Name of the symbolic link, in the store's folder, to the newest announced policy: for people, not for readers."""
 ANNOUNCED_FILE = "ANNOUNCED"
 """Name of the empty marker of an accepted folder: a hint for recovery, which readers do not require."""
 
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 _NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
 
 
@@ -150,6 +156,35 @@ def mark_announced(root: Path, record: PolicyRecord) -> None:
         if full_disk(error):
             raise disk_full_error(folder, ANNOUNCED_FILE, error) from error
         raise
+
+
+def link_latest(root: Path, record: PolicyRecord) -> None:
+    """Let ``latest`` name this policy, unless it names a newer one. Atomic and idempotent.
+
+    A file system without symbolic links gets none. Raises CheckpointError (disk_full) on a full disk.
+    """
+    link = root / LATEST_LINK
+    if _linked_version(link) >= record.policy_version:
+        return
+    temporary = root / f".{LATEST_LINK}-{uuid.uuid4().hex}"
+    try:
+        temporary.symlink_to(record.path, target_is_directory=True)
+        os.replace(temporary, link)
+        sync_folder(root)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if full_disk(error):
+            raise disk_full_error(root, LATEST_LINK, error) from error
+        if error.errno not in _NO_LINKS:
+            raise
+
+
+def _linked_version(link: Path) -> int:
+    """Return the version of the policy that ``latest`` names; -1 without a readable one."""
+    try:
+        return parse_manifest((link / MANIFEST_FILE).read_bytes(), str(link)).policy_version
+    except (OSError, CheckpointError):
+        return -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import yaml
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError
+from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
 from rollmesh.report.console import output_console
 
@@ -25,6 +26,7 @@ app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=
 def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = False, with_: With = None) -> None:
     """Check a run file and print the estimate of the run: pool, expected staleness, memory of the queue.
 
+    It opens the model, reads the first rows, and scores one answer with the verifier, like the start of `rollmesh up`.
     With `--simulate` also updates per second, staleness and the trainer's wait on a virtual clock.
     """
     with clear_errors():
@@ -32,10 +34,13 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
             raise ConfigError(f"--with {with_[0]}: a setting of the simulation; add --simulate")
         config = load_run_config(run, set_ or ())
         table = check_run(config).table()
+        notes = check_inputs(config)
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
     console.print(f"{run}: valid", highlight=False)
     console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if predicted is not None:
         console.print(predicted, markup=False, highlight=False, soft_wrap=True)
 

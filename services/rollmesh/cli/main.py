@@ -16,6 +16,7 @@ with many_imports():
         configuration,
         dead_letters,
         demo_schedules,
+        exports,
         method_table,
         replicas,
         run_commands,
@@ -46,7 +47,7 @@ serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
 _add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
-_add("Runs", replicas.scale, backups.backup, schedule_table.schedules, method_table.methods)
+_add("Runs", exports.export, replicas.scale, backups.backup, schedule_table.schedules, method_table.methods)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")

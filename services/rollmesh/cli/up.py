@@ -17,6 +17,7 @@ from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, PoliciesRefused
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
+from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_up import RunResult, run_up
@@ -104,12 +105,15 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
+    from rollmesh.report.model_export import trained_model_lines
     from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise
 
     if inline:
         check_inline(config)
     check_run(config)
+    for note in check_inputs(config):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:
         result = _run(config, folder, console, inline_services() if inline else None)
@@ -132,6 +136,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
     console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    for line in trained_model_lines(folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0 if green else 1
 
 

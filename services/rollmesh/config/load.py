@@ -29,6 +29,13 @@ _REMOVED: Mapping[tuple[str, str], tuple[object, str]] = {
     ("model", "trust_remote_code"): (False, "only model code of transformers is used"),
 }
 """Removed fields: the value that earlier run folders contain, which is ignored, and a hint for any other value."""
+_SENTENCES: Mapping[tuple[str, str], str] = {
+    ("name", "string_pattern_mismatch"): "expected 1 to 63 lower-case letters, digits, - or _, with a letter or digit "
+    "first, for example my-run",
+    ("data.source", "union_tag_not_found"): "has no type; write type: with a space after the colon, and one of "
+    "countdown, jsonl, parquet, reasoning_gym, python",
+}
+"""Words for errors of pydantic that name no remedy, by field and error type."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
 
 
@@ -55,27 +62,35 @@ def load_run_config(
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected a mapping of sections at the top, got {type(data).__name__}")
+    origins: dict[tuple[str, ...], str] = {}
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            origins[tuple(keys)] = f"the environment variable {name}"
             _set(data, keys, value if keys[-1] in _SECRETS else _value(value, name), name)
     for item in overrides:
         dotted, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item}: expected a.b=value")
         keys = dotted.strip().split(".")
+        origins[tuple(keys)] = f"--set {dotted.strip()}"
         _set(data, keys, value if keys[-1] in _SECRETS else _value(value, f"--set {dotted}"), f"--set {dotted}")
-    return validate_run_config(data, str(file))
+    return validate_run_config(data, str(file), origins)
 
 
-def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
-    """Validate a parsed run file; ``origin`` begins the error message."""
+def validate_run_config(
+    data: Mapping[str, Any], origin: str, origins: Mapping[tuple[str, ...], str] | None = None
+) -> RunConfig:
+    """Validate a parsed run file; ``origin`` begins the error message.
+
+    ``origins`` maps the keys of values from elsewhere, such as the environment, to their place.
+    """
     try:
         return RunConfig.model_validate(_without_removed(data))
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
-            lines.append(f"  {_problem(problem)}")
+            lines.append(f"  {_problem(problem)}{_place(problem, origins or {})}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -89,10 +104,19 @@ def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _place(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str]) -> str:
+    """Name the place of a value that the run file does not contain."""
+    keys = tuple(str(part) for part in problem["loc"])
+    found = [origin for path, origin in origins.items() if keys[: len(path)] == path or path[: len(keys)] == keys]
+    return f", set by {' and '.join(found)}" if found and keys else ""
+
+
 def _problem(problem: ErrorDetails) -> str:
     """Format a problem: the field, the problem, and the value unless it is a secret or a whole section."""
     keys = [str(part) for part in problem["loc"]]
     where = ".".join(keys) or "(combination)"
+    if sentence := _SENTENCES.get((where, problem["type"])):
+        return f"{where}: {sentence} (got {problem.get('input')!r})"
     value = problem.get("input")
     hidden = isinstance(value, dict) or bool(_SECRETS.intersection(keys))
     seen = "" if hidden else f" (got {value!r})"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from pathlib import Path
 
 from rollmesh.errors import ConfigError
 
 _SCHEME = "recipe:"
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+"""Name of a model on the Hugging Face Hub, for example Qwen/Qwen3-0.6B."""
 
 
 def resolve_model(path: str) -> Path:
@@ -17,10 +20,13 @@ def resolve_model(path: str) -> Path:
     """
     folder = recipe_file(path.removeprefix(_SCHEME), "model") if path.startswith(_SCHEME) else Path(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path={path}: {folder} contains no config.json; "
-            "set a Hugging Face folder on this machine, or recipe:NAME"
+        name = folder.name
+        remedy = (
+            f"download it first: hf download {path} --local-dir models/{name}; then set model.path: models/{name}"
+            if _HUB_NAME.match(path) and not folder.exists()
+            else "set a Hugging Face folder on this machine, or recipe:NAME"
         )
+        raise ConfigError(f"model.path={path}: {folder} contains no config.json; {remedy}")
     return folder
 
 

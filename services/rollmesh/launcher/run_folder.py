@@ -13,6 +13,7 @@ timeline.jsonl      the mesh, about once a second
 evaluations.jsonl   evaluations by policy version
 failure.json        reason of a failed run; absent for any other run
 plots/ report.html audit.json
+untrained-N/        files of a start with other settings that cut no batch
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
+from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
 
 _REFUSED = (
@@ -100,8 +103,8 @@ def make_run_folder(config: RunConfig) -> RunFolder:
 def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
 
-    Raises ConfigError when the folder cannot be created, when another launcher holds it, or when it belongs to a run
-    with other settings.
+    A run that has cut no batch may change every setting: its files are set aside. Raises ConfigError when the folder
+    cannot be created, when another launcher holds it, or when it belongs to a trained run with other settings.
     """
     folder = make_run_folder(config)
     with (folder.path / "lock").open("a+") as lock:
@@ -131,12 +134,32 @@ def _recorded_settings(folder: RunFolder) -> RunConfig:
 
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     refused = refused_changes(before, now)
-    if refused:
-        changes = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        problem = schedule_problem(before)
-        remedy = (
-            f"{folder.config_file}: {problem}; {_REFUSED}"
-            if problem
-            else f"Continue it with its recorded settings ({folder.config_file}), or choose another folder"
-        )
-        raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
+    if not refused:
+        return
+    if can_be_set_aside(folder.path, before, now):
+        set_aside(folder.path)
+        return
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    changes = "; ".join(
+        f"{name}: {reason} (recorded {_value(old, name)}, now {_value(new, name)})" for name, reason in refused.items()
+    )
+    problem = schedule_problem(before)
+    remedy = (
+        f"{folder.config_file}: {problem}; {_REFUSED}"
+        if problem
+        else f"Continue it with its recorded settings ({folder.config_file}), or start a new run: the same command with "
+        f"--folder {_free_folder(folder.path)}"
+    )
+    raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
+
+
+def _value(values: dict[str, Any], name: str) -> str:
+    """Return the value of a dotted field as JSON; null for a field that the values lack."""
+    found: Any = values
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return json.dumps(found)
+
+
+def _free_folder(path: Path) -> Path:
+    return next(other for number in range(2, 10_000) if not (other := path.with_name(f"{path.name}-{number}")).exists())

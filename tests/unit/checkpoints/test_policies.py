@@ -291,3 +291,15 @@ def test_a_reader_with_a_read_only_mount_may_be_there_before_the_writer(
     record = publish(CheckpointStore(root, SECRET), 0)
 
     assert reader.open(record).folder == root / record.path
+
+
+def test_latest_names_the_newest_announced_policy_and_never_an_older_one(store: CheckpointStore) -> None:
+    old, new = publish(store, 0, step=0), publish(store, 1, step=1)
+    link = store.root / "latest"
+    assert not link.exists()
+    store.mark_announced(new)
+    store.mark_announced(old)
+    assert link.resolve() == store.root / new.path
+    assert not os.path.isabs(os.readlink(link))
+    store.mark_announced(publish(store, 2, step=1, session="def"))  # a rollback: the same step, a newer version
+    assert (link / MANIFEST_FILE).read_bytes() == (store.root / "policies" / "00000001-def" / MANIFEST_FILE).read_bytes()

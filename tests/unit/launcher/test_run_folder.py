@@ -23,6 +23,12 @@ def config(folder: Path, evaluation: dict[str, object] | None = None, **trainer:
     )
 
 
+def train(folder: Path) -> None:
+    """Leave the batch file of a first train step."""
+    (folder / "checkpoints" / "batches").mkdir(parents=True)
+    (folder / "checkpoints" / "batches" / "00000001.pb").touch()
+
+
 def test_a_second_launcher_on_the_same_folder_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     with locked_run_folder(config(tmp_path)), pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
         with locked_run_folder(config(tmp_path)):
@@ -52,11 +58,14 @@ def test_a_run_with_a_key_of_its_own_is_continued(tmp_path: Path) -> None:
             assert "from the environment" not in folder.config_file.read_text()
 
 
-def test_a_folder_of_a_run_with_other_settings_is_refused_and_the_field_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_a_run_with_other_settings_is_refused_with_field_values_and_remedy(tmp_path: Path) -> None:
     with locked_run_folder(config(tmp_path, max_grad_norm=1.0)):
-        pass
+        train(tmp_path)
     with (
-        pytest.raises(ConfigError, match="trainer.max_grad_norm: it defines a train step"),
+        pytest.raises(
+            ConfigError,
+            match=rf"trainer.max_grad_norm: it defines a train step.* \(recorded 1.0, now 2.0\).* --folder {tmp_path}-2",
+        ),
         locked_run_folder(config(tmp_path, max_grad_norm=2.0)),
     ):
         pass
@@ -77,7 +86,7 @@ def test_a_continued_run_cannot_compare_other_questions_or_other_answers(
     tmp_path: Path, field: str, value: object
 ) -> None:
     with locked_run_folder(config(tmp_path)):
-        pass
+        train(tmp_path)
     with pytest.raises(ConfigError, match=f"evaluation.{field}"), locked_run_folder(config(tmp_path, {field: value})):
         pass
 
@@ -100,6 +109,7 @@ def test_a_recorded_schedule_that_breaks_a_new_rule_is_refused_with_its_file_and
 ) -> None:
     file = tmp_path / "config.yaml"
     write_run_config(with_schedule(config(tmp_path), spare_groups=4), file)
+    train(tmp_path)
     with (
         pytest.raises(ConfigError, match=rf"{file}: schedule.spare_groups=4: .* leave it null.* the version that rec"),
         locked_run_folder(with_schedule(config(tmp_path), **now)),
@@ -128,3 +138,23 @@ def test_a_continued_run_may_be_evaluated_more_or_less_often(tmp_path: Path) -> 
     changed = {"every_versions": 5, "before_and_after": False}
     with locked_run_folder(config(tmp_path, changed)) as folder:
         assert load_run_config(folder.config_file, environ={}).evaluation.every_versions == 5
+
+
+def test_a_run_that_has_cut_no_batch_may_change_every_setting_and_its_files_are_set_aside(tmp_path: Path) -> None:
+    with locked_run_folder(config(tmp_path, max_grad_norm=1.0)):
+        (tmp_path / "redis").mkdir()
+        (tmp_path / "checkpoints" / "policies").mkdir(parents=True)
+        (tmp_path / "evaluations.jsonl").write_text("{}\n")
+    with locked_run_folder(config(tmp_path, max_grad_norm=2.0)) as folder:
+        assert load_run_config(folder.config_file, environ={}).trainer.max_grad_norm == 2.0
+    assert {path.name for path in (tmp_path / "untrained-1").iterdir()} == {"redis", "checkpoints", "evaluations.jsonl"}
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_untrained_run_is_kept_where_its_queue_or_its_checkpoints_are_not_in_the_folder(tmp_path: Path) -> None:
+    elsewhere = config(tmp_path).model_copy(update={"checkpoints": CheckpointConfig(folder=str(tmp_path / "shared"))})
+    with locked_run_folder(elsewhere):
+        pass
+    other = elsewhere.model_copy(update={"seed": 9})
+    with pytest.raises(ConfigError, match=r"seed: .* \(recorded 0, now 9\)"), locked_run_folder(other):
+        pass

@@ -44,7 +44,8 @@ class RowPrompts:
         self._settings = settings
         split = settings.split
         self._shuffle = settings.shuffle or split == "eval"
-        hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, len(reader))
+        self._count = len(reader) if settings.first_rows is None else min(len(reader), settings.first_rows)
+        hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, self._count)
         self._rows = _rows_of_split(hashes, split, settings.held_out_ratio)
         if len(self._rows) == 0:
             problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
@@ -62,9 +63,9 @@ class RowPrompts:
         return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._settings)
 
     def _checked(self, on_checked: OnChecked | None) -> Iterator[int]:
-        for number in range(len(self._reader)):
+        for number in range(self._count):
             if on_checked is not None and number % _ROWS_PER_REPORT == 0:
-                on_checked(number, len(self._reader))
+                on_checked(number, self._count)
             yield self._check(number)
 
     def _check(self, number: int) -> int:

@@ -31,6 +31,8 @@ class SourceSettings:
     keep_messages: bool
     """True to put the messages of chat prompts into their metadata, for agents that send them."""
     on_checked: OnChecked | None
+    first_rows: int | None = None
+    """Number of rows of a table that are read, for a trial; None for all rows."""
 
 
 class PromptSource(Protocol):

@@ -32,11 +32,13 @@ def build_prompt_source(
     *,
     keep_messages: bool = False,
     on_checked: OnChecked | None = None,
+    first_rows: int | None = None,
 ) -> PromptSource:
     """Open the prompts of one split.
 
     The eval split is read from ``evaluation_source`` if it is set. Otherwise generated tasks create new prompts, and
-    tables hold rows out. Raises DataError for the first bad row and ConfigError for an invalid source.
+    tables hold rows out. ``first_rows`` limits a table, for a trial. Raises DataError for the first bad row and
+    ConfigError for an invalid source.
     """
     source = config.evaluation_source if split == "eval" and config.evaluation_source is not None else config.source
     settings = SourceSettings(
@@ -48,5 +50,6 @@ def build_prompt_source(
         held_out_ratio=config.held_out_ratio if config.evaluation_source is None else 0.0,
         keep_messages=keep_messages,
         on_checked=on_checked,
+        first_rows=first_rows,
     )
     return SOURCES[source.type](source, settings)

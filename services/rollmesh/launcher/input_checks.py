@@ -1,0 +1,116 @@
+"""Checks of data, verifier and ports at the start of ``rollmesh up`` and in ``config validate``; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.launcher.input_trial import try_inputs
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
+
+TRIAL_SECONDS = 20.0
+"""Time limit of the trial; a slower input is checked by its service."""
+PORT_SECONDS = 3.0
+"""Wait for the port of the agents service to become free."""
+_POLL_SECONDS = 0.1
+
+
+def check_inputs(config: RunConfig) -> list[str]:
+    """Open the prompts, score one row with the verifier, and bind the ports; return notes for the user.
+
+    User code runs in a process of its own. Raises ConfigError or DataError naming field, value and remedy.
+    """
+    notes = _port_notes(config)
+    built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
+    if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
+        try_inputs(config)
+    else:
+        notes += _trial_in_a_process(config)
+    return notes
+
+
+def _trial_in_a_process(config: RunConfig) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="rollmesh-trial-") as folder:
+        result, log = Path(folder, "result"), Path(folder, "log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rollmesh.launcher.input_trial", str(result)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        try:
+            process.communicate(pickle.dumps(config), timeout=TRIAL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return [
+                f"data and reward.verifier={config.reward.verifier}: one row was not opened and scored within "
+                f"{TRIAL_SECONDS:.0f} s, so they are checked by their services"
+            ]
+        finally:
+            # Also the processes that the user's code started.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _raise_error(result, log, process.returncode, config)
+    return []
+
+
+def _raise_error(result: Path, log: Path, status: int, config: RunConfig) -> None:
+    """Raise the error of the trial; also that of a trial that its own code ended."""
+    if not result.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        raise ConfigError(
+            f"reward.verifier={config.reward.verifier}: the trial of data and verifier ended with status {status} "
+            f"before it scored a row; the last line: {last.strip()}"
+        )
+    error = json.loads(result.read_text(encoding="utf-8"))
+    if error is not None:
+        kind: type[RollmeshError] = DataError if error[0] == "DataError" else ConfigError
+        raise kind(error[1])
+
+
+def _port_notes(config: RunConfig) -> list[str]:
+    """Check the fixed ports. Raises ConfigError if an agent run would have no API; a run without a page goes on."""
+    fallback = config.network.host or config.launcher.host
+    gateway_host = config.gateway.host or fallback
+    agents = config.rollout.program == "agent" and config.agents.enabled is not False
+    # A service of a killed launcher may hold the port until it has noticed.
+    if agents and (problem := _taken(config.agents.host or gateway_host, config.agents.port, PORT_SECONDS)):
+        raise ConfigError(
+            f"agents.port={config.agents.port}: {problem}, and this run needs the API; set another port, or 0 for any"
+        )
+    if config.gateway.enabled and (problem := _taken(gateway_host, config.gateway.port)):
+        return [
+            f"gateway.port={config.gateway.port}: {problem}; the run will have no page: set another port, or 0 for any"
+        ]
+    return []
+
+
+def _taken(host: str, port: int, seconds: float = 0.0) -> str:
+    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or if any port will do."""
+    deadline = time.monotonic() + seconds
+    while port != 0:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                return ""
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                return f"{host} refuses it ({error.strerror})"
+            time.sleep(_POLL_SECONDS)
+    return ""

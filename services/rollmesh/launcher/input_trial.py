@@ -1,0 +1,123 @@
+"""Trial of a run's inputs: open the prompts, build the verifier, score one row. It runs as a process of its own.
+
+User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT``
+with the pickled config on standard input, and reads the error from the file RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.reward.pool.worker_process import prompt_metadata
+from rollmesh.tasks.environments.environment_factory import environment_factory
+from rollmesh.tasks.sources.source_protocol import Split
+from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
+from rollmesh.text import Tokenizer
+from rollmesh.types import Prompt
+
+FIRST_ROWS = 1024
+"""Rows of a table that the trial checks; the rollout worker checks the others when it starts."""
+_NOT_SCORED = frozenset({"http_judge", "composite", "python_code"})
+"""Built-in verifiers that may call a server or a sandbox; only their options are checked."""
+
+
+def try_inputs(config: RunConfig) -> None:
+    """Open the prompts, build the verifier, and score answers to the first row.
+
+    Raises ConfigError or DataError that names the field, or the row. A verifier is refused only if every trial answer
+    fails: some verifiers reject some answers on purpose.
+    """
+    tokenizer = Tokenizer(resolve_model(config.model.path))
+    prompt = _first_prompt(config, tokenizer, "train")
+    if config.evaluation.before_and_after or config.evaluation.every_versions:
+        _first_prompt(config, tokenizer, "eval")
+    _check_environment(config)
+    verifier = _built(config, prompt.verifier or config.reward.verifier)
+    # The rewards of agents and environments may come from elsewhere.
+    if config.rollout.program == "single_turn" and config.reward.on_error != "fixed":
+        _score(prompt.verifier or config.reward.verifier, verifier, prompt, tokenizer)
+
+
+def _first_prompt(config: RunConfig, tokenizer: Tokenizer, split: Split) -> Prompt:
+    source = "evaluation_source" if split == "eval" and config.data.evaluation_source is not None else "source"
+    try:
+        return build_prompt_source(config.data, tokenizer, config.seed, split, first_rows=FIRST_ROWS).prompt(0, 0)
+    except RollmeshError as error:
+        if str(error).startswith("data."):
+            raise
+        raise type(error)(f"data.{source}: {error}") from error
+    except Exception as error:
+        raise DataError(f"data.{source}: {type(error).__name__}: {error}") from error
+
+
+def _check_environment(config: RunConfig) -> None:
+    if config.rollout.program != "environment":
+        return
+    name = config.rollout.environment
+    try:
+        environment_factory(name, config.rollout.environment_options)
+    except RollmeshError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"rollout.environment: {name}: {type(error).__name__}: {error}") from error
+
+
+def _built(config: RunConfig, name: str) -> Verifier:
+    try:
+        return build_verifier(name, config.reward.options if name == config.reward.verifier else {})
+    except RollmeshError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"reward.verifier: {name}: {type(error).__name__}: {error}") from error
+
+
+def _score(name: str, verifier: Verifier, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    if name in _NOT_SCORED:
+        return
+    metadata = prompt_metadata(prompt, verifier, tokenizer)
+    errors = []
+    for answer in _trial_answers(prompt, tokenizer):
+        try:
+            checked_reward(verifier.verify(answer, metadata), name)
+            return
+        except (Exception, SystemExit) as error:
+            # VerifierError is a sentence; any other exception needs its class.
+            errors.append(str(error) if isinstance(error, RollmeshError) else f"{type(error).__name__}: {error}")
+    own = "" if name in BUILT_IN else "; call it with these arguments in Python to debug it"
+    raise ConfigError(
+        f"reward.verifier={name}: scores none of {len(errors)} trial answers to {prompt.prompt_id}, whose metadata has "
+        f"{', '.join(metadata) or 'no field'}; the last error: {errors[-1]}{own}"
+    )
+
+
+def _trial_answers(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a right answer where the row has one, the prompt, an empty answer, and a word."""
+    yield str(prompt.metadata.get("answer", "1"))
+    yield tokenizer.decode(prompt.token_ids)
+    yield ""
+    yield "answer"
+
+
+def main() -> None:
+    """Try the config on standard input, and write its error to the file that the command line names."""
+    result = Path(sys.argv[1])
+    config = pickle.loads(sys.stdin.buffer.read())
+    error = None
+    try:
+        try_inputs(config)
+    except (ConfigError, DataError) as problem:
+        error = [type(problem).__name__, str(problem)]
+    result.write_text(json.dumps(error), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Trained model of a run: its location, and a copy as a plain Hugging Face folder with a model card.
+
+It reads published policies and the records of the run folder, never Redis, so a run of last week can be exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.checkpoints.bucket import BucketStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.report.audit import open_checkpoints
+from rollmesh.report.model_card import CARD_FILE, model_card
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.types import PolicyRecord
+
+_SAMPLING_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """A written folder and the policy that it contains."""
+
+    folder: Path
+    policy_version: int
+    train_step: int
+
+
+def export_model(run_folder: Path, out: Path, version: int | None = None) -> ExportedModel:
+    """Copy a policy (None: the newest) with a model card into the new folder ``out``, atomically.
+
+    Every byte is verified before it is copied. Raises ConfigError when ``out`` exists or the version is not there,
+    DataError or CheckpointError for a run without policies.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"OUT={out}: exists already; name a new folder, or delete this one")
+    run = RecordedRun(run_folder)
+    store = open_checkpoints(run)
+    policy = store.open(_record(run, store, version))
+    temporary = out.absolute().with_name(f".{out.name}-{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        _fill(temporary, run, policy)
+        temporary.rename(out)
+    except OSError as error:
+        raise ConfigError(f"OUT={out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return ExportedModel(
+        folder=out, policy_version=policy.manifest.policy_version, train_step=policy.manifest.train_step
+    )
+
+
+def trained_model_lines(run_folder: Path) -> list[str]:
+    """Tell where the newest policy of a run is and how it is loaded; empty for a run without a policy."""
+    run = RecordedRun(run_folder)
+    store = open_checkpoints(run)
+    records = store.complete_policies(announced_only=True)
+    if not records:
+        return []
+    newest = records[-1]
+    export = f"rollmesh export {run_folder} OUT"
+    if isinstance(store, BucketStore):
+        place = f"{store.objects.url}/{newest.path}"
+        return [f"trained model: {place} (policy version {newest.policy_version})", f"to download it: {export}"]
+    folder = store.root / newest.path
+    return [
+        f"trained model: {folder} (policy version {newest.policy_version})",
+        f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
+        f"to copy it with a model card: {export}",
+    ]
+
+
+def _record(run: RecordedRun, store: CheckpointStore, version: int | None) -> PolicyRecord:
+    records = {record.policy_version: record for record in store.complete_policies(announced_only=True)}
+    if not records:
+        raise DataError(f"{run.path}: the run has published no policy yet; start it with rollmesh up")
+    chosen = max(records) if version is None else version
+    if chosen not in records:
+        raise ConfigError(
+            f"--version {chosen}: not in the checkpoints, which keep the versions {', '.join(map(str, records))}; "
+            "older ones were pruned (checkpoints.keep_last)"
+        )
+    return records[chosen]
+
+
+def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
+    for file in policy.manifest.files:
+        target = folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(policy.folder / file.path, target)
+    _copy_sampling_defaults(folder, run)
+    digest = hashlib.sha256((run.config_text or "").encode()).hexdigest()
+    (folder / CARD_FILE).write_text(model_card(run, policy.manifest, digest), encoding="utf-8")
+
+
+def _copy_sampling_defaults(folder: Path, run: RecordedRun) -> None:
+    """Copy the end tokens and sampling defaults of the initial model unless the policy has its own."""
+    if run.config is None or (folder / _SAMPLING_FILE).exists():
+        return
+    try:
+        source = resolve_model(run.config.model.path) / _SAMPLING_FILE
+    except ConfigError:  # the initial model was moved; the policy is complete without it
+        return
+    if source.is_file():
+        shutil.copyfile(source, folder / _SAMPLING_FILE)

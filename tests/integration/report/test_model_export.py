@@ -1,0 +1,89 @@
+"""Export of a run's policies: a folder that transformers loads, with the facts of the run beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.cli.main import app
+from rollmesh.config.recipes import resolve_model
+from rollmesh.report.model_export import trained_model_lines
+from rollmesh.text import Tokenizer
+
+from .made_checkpoints import STEPS, MadeRun, make_audited_run
+
+NEWEST = STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    """A made run whose newest policy is the recipe's model, with a tokenizer of its own."""
+    run = make_audited_run(tmp_path_factory.mktemp("export") / "run")
+    record = run.store.publish(
+        session="s7",
+        policy_version=NEWEST,
+        train_step=STEPS,
+        parent=STEPS,
+        write=lambda folder: shutil.copytree(resolve_model("recipe:countdown"), folder, dirs_exist_ok=True) and None,
+        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
+    )
+    run.store.mark_announced(record)
+    return run
+
+
+def export(run: MadeRun, out: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["export", str(run.folder), str(out), *options])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def weights(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight
+
+
+def test_the_newest_policy_is_exported_and_loads_with_its_tokenizer(run: MadeRun, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    assert f"policy version {NEWEST}" in export(run, out)
+    assert torch.equal(weights(out), weights(run.folder / "checkpoints" / "latest"))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("1 2 5 > 7 :", return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == Tokenizer(out).encode("1 2 5 > 7 :").tolist()
+    answer = AutoModelForCausalLM.from_pretrained(out).generate(ids, max_new_tokens=4, do_sample=False)
+    assert answer.shape == (1, ids.shape[1] + 4)
+    assert not (out / "manifest.json").exists()
+    card = (out / "README.md").read_text()
+    for fact in ("| Run | audited |", f"| Train step | {STEPS} of {STEPS} |", "`countdown`", "sha256 `"):
+        assert fact in card
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_an_older_version_is_exported_and_one_that_is_not_there_is_refused(run: MadeRun, tmp_path: Path) -> None:
+    export(run, tmp_path / "second", "--version", "2")
+    assert not torch.equal(weights(tmp_path / "second"), weights(run.folder / "checkpoints" / "latest"))
+    done = CliRunner().invoke(app, ["export", str(run.folder), str(tmp_path / "x"), "--version", "99"])
+    assert done.exit_code == 2
+    assert "--version 99: not in the checkpoints, which keep the versions 0, 1, 2" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_existing_folder_is_never_overwritten(run: MadeRun, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    done = CliRunner().invoke(app, ["export", str(run.folder), str(tmp_path / "mine")])
+    assert done.exit_code == 2
+    assert "exists already; name a new folder" in done.stderr
+    assert os.listdir(tmp_path / "mine") == []
+
+
+def test_a_finished_run_tells_where_its_model_is_and_how_it_is_loaded(run: MadeRun) -> None:
+    place, load, copy = trained_model_lines(run.folder)
+    folder = place.removeprefix("trained model: ").partition(" (")[0]
+    assert f'from_pretrained("{folder}")' in load
+    assert torch.equal(weights(Path(folder)), weights(run.folder / "checkpoints" / "latest"))
+    assert copy.endswith(f"rollmesh export {run.folder} OUT")
