@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules sim-recommend test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
+.PHONY: help setup demo demo-seeds schedules methods sim-recommend test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at e
 
 schedules: $(VENV)/.local ## The demo's task under every preset of `rollmesh schedules`, 6 updates each
 	$(BIN)/rollmesh demo-schedules
+
+methods: $(VENV)/.local ## The demo's task with every method of `rollmesh methods`, 3 updates each
+	$(BIN)/rollmesh demo-methods
 
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
 	$(BIN)/rollmesh recommendation-document docs

@@ -15,6 +15,7 @@ with many_imports():
         benches,
         configuration,
         dead_letters,
+        demo_methods,
         demo_schedules,
         exports,
         method_table,
@@ -42,7 +43,8 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.demo_seeds, demo_schedules.demo_schedules)
+_add("Runs", up.up, up.demo, up.demo_seeds)
+_add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
 _add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)

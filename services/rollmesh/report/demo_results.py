@@ -1,4 +1,4 @@
-"""Runs of one task under several schedules: the figures of each run, and their table."""
+"""Runs of one task under several settings: the figures of each run, and the tables of schedules and of methods."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import lengths_of_waste
 from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import summarise
+from rollmesh.step_metrics import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresetResult:
+class DemoResult:
     """Figures of one run; None for unknown values."""
 
-    preset: str
+    name: str
+    """Preset, or point and method."""
     planned_updates: int
     updates: int
     """Train steps of the run."""
@@ -36,6 +38,14 @@ class PresetResult:
     """In train steps."""
     off_policy_share: float | None
     """Share of the trained tokens sampled from an older policy, 0..1."""
+    outcome_mean: float | None
+    """Mean outcome of the last batch, before shaping."""
+    masked_tokens: int
+    """Tokens that masks took out of the loss."""
+    skipped_trajectories: int
+    """Trajectories without a pass."""
+    rate_factor: float | None
+    """Mean factor on the learning rate; None without an update scale, or where it is always 1."""
     updates_per_second: float | None
     """Rate between the ends of the first and the last train step; None with fewer than two."""
     audit: str
@@ -49,13 +59,13 @@ class PresetResult:
         return self.audit == "green" and self.updates >= self.planned_updates
 
 
-def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
+def demo_result(folder: Path, name: str, updates: int) -> DemoResult:
     """Read the figures of a run that was to make ``updates`` train steps. Raises DataError for a missing folder."""
     run = RecordedRun(folder)
     summary = summarise(run)
     records = newest_per_step(run.metrics.records)
-    return PresetResult(
-        preset=preset,
+    return DemoResult(
+        name=name,
         planned_updates=updates,
         updates=summary.train_steps,
         versions=summary.policy_versions,
@@ -66,6 +76,10 @@ def preset_result(folder: Path, preset: str, updates: int) -> PresetResult:
         surplus_tokens=summary.surplus_tokens,
         largest_staleness=summary.largest_staleness,
         off_policy_share=summary.off_policy_share,
+        outcome_mean=number(records[-1], "batch.outcome_mean") if records else None,
+        masked_tokens=sum(summary.masked_tokens.values()),
+        skipped_trajectories=summary.skipped_trajectories,
+        rate_factor=summary.mean_rate_factor,
         updates_per_second=_rate([float(record["time"]) for record in records]),
         audit="none" if summary.audit is None else summary.audit.verdict.value,
         waste=tuple(lengths_of_waste(summary)),
@@ -78,23 +92,57 @@ def _rate(times: Sequence[float]) -> float | None:
     return (len(times) - 1) / seconds if seconds > 0 else None
 
 
-def preset_table(results: Sequence[PresetResult]) -> Table:
-    """Return a table with one row per run."""
+def preset_table(results: Sequence[DemoResult]) -> Table:
+    """Return a table of schedules with one row per run."""
     headings = ("versions", "groups", "dropped", "restarted", "set aside", "surplus tokens", "staleness", "off-policy")
-    table = Table(title="schedules in the real mesh", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("preset", no_wrap=True)
+    rows = [
+        (
+            _shown(r.versions),
+            _shown(r.trained_groups),
+            _shown(r.dropped_groups),
+            _shown(r.restarted_groups),
+            _shown(r.groups_set_aside),
+            count(r.surplus_tokens) or "",
+            _shown(r.largest_staleness),
+            percent(r.off_policy_share) or "",
+        )
+        for r in results
+    ]
+    return _table("schedules in the real mesh", "preset", headings, results, rows)
+
+
+def methods_table(results: Sequence[DemoResult]) -> Table:
+    """Return a table of methods with one row per run."""
+    headings = ("groups", "dropped", "outcome", "masked tokens", "without a pass", "rate factor", "staleness")
+    rows = [
+        (
+            _shown(r.trained_groups),
+            _shown(r.dropped_groups),
+            _shown(r.outcome_mean, ".3f"),
+            count(r.masked_tokens) or "",
+            _shown(r.skipped_trajectories),
+            _shown(r.rate_factor, ".3f"),
+            _shown(r.largest_staleness),
+        )
+        for r in results
+    ]
+    return _table("methods in the real mesh", "method", headings, results, rows)
+
+
+def _table(
+    title: str, subject: str, headings: Sequence[str], results: Sequence[DemoResult], rows: Sequence[Sequence[str]]
+) -> Table:
+    """Return a table of runs: name, updates, the columns of ``headings``, rate and audit."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    table.add_column(subject, no_wrap=True)
     for heading in ("updates", *headings, "updates/s"):
         table.add_column(heading, justify="right")
     table.add_column("audit")
-    for r in results:
-        groups = (r.versions, r.trained_groups, r.dropped_groups, r.restarted_groups, r.groups_set_aside)
-        cells = (
-            f"{r.updates} of {r.planned_updates}",
-            *("" if number is None else str(number) for number in groups),
-            count(r.surplus_tokens) or "",
-            "" if r.largest_staleness is None else str(r.largest_staleness),
-            percent(r.off_policy_share) or "",
-            "" if r.updates_per_second is None else f"{r.updates_per_second:.3f}",
-        )
-        table.add_row(r.preset, *cells, r.audit, style="" if r.passed else "red")
+    for r, cells in zip(results, rows, strict=True):
+        updates, rate = f"{r.updates} of {r.planned_updates}", _shown(r.updates_per_second, ".3f")
+        table.add_row(r.name, updates, *cells, rate, r.audit, style="" if r.passed else "red")
     return table
+
+
+def _shown(value: float | None, spec: str = "") -> str:
+    return "" if value is None else format(value, spec)

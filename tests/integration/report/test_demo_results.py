@@ -15,7 +15,7 @@ from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult
-from rollmesh.report.preset_results import preset_result, preset_table
+from rollmesh.report.demo_results import demo_result, preset_table
 
 
 def audit(folder: Path, *, green: bool = True) -> None:
@@ -41,7 +41,7 @@ def run(tmp_path: Path, make_run: Callable[..., Path]) -> Path:
 
 
 def test_a_row_has_the_counts_of_the_audit_the_queue_and_the_step_reports(run: Path) -> None:
-    result = preset_result(run, "rollpacker", 8)
+    result = demo_result(run, "rollpacker", 8)
     assert (result.updates, result.versions, result.trained_groups, result.dropped_groups) == (8, 9, 128, 3)
     assert (result.restarted_groups, result.groups_set_aside, result.surplus_tokens) == (3, 5, 1234)
     assert result.largest_staleness == 3
@@ -54,16 +54,16 @@ def test_a_row_has_the_counts_of_the_audit_the_queue_and_the_step_reports(run: P
 
 
 def test_a_row_passes_with_all_updates_and_a_green_audit_only(run: Path) -> None:
-    assert not preset_result(run, "rollpacker", 9).passed
+    assert not demo_result(run, "rollpacker", 9).passed
     audit(run, green=False)
-    assert not preset_result(run, "rollpacker", 8).passed
+    assert not demo_result(run, "rollpacker", 8).passed
     (run / AUDIT_FILE).unlink()
-    assert preset_result(run, "rollpacker", 8).audit == "none"
+    assert demo_result(run, "rollpacker", 8).audit == "none"
 
 
 def test_a_run_without_a_step_has_an_empty_row(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    result = preset_result(tmp_path / "run", "sync", 6)
+    result = demo_result(tmp_path / "run", "sync", 6)
     assert (result.updates, result.versions, result.trained_groups, result.updates_per_second) == (0, None, None, None)
     assert not result.passed
 
@@ -80,7 +80,7 @@ def test_a_refused_run_fails_its_own_row_and_the_others_run(
 
     make_run(tmp_path / "sync", steps=8, preset="sync")
     audit(tmp_path / "sync")
-    monkeypatch.setattr("rollmesh.cli.demo_schedules.run_to_report", train)
+    monkeypatch.setattr("rollmesh.cli.demo_runs.run_to_report", train)
     options = ["demo-schedules", "--preset", "sync", "--preset", "copris", "--folder", str(tmp_path)]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 1, done.output
@@ -98,7 +98,7 @@ def test_the_command_ends_with_status_1_unless_every_run_is_green(
         audit(Path(config.folder), green=green or preset != "sync")
         return 0
 
-    monkeypatch.setattr("rollmesh.cli.demo_schedules.run_to_report", train)
+    monkeypatch.setattr("rollmesh.cli.demo_runs.run_to_report", train)
     options = ["demo-schedules", "--preset", "sync", "--preset", "copris", "--folder", str(tmp_path)]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == status, done.output
