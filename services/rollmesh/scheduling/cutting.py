@@ -9,8 +9,11 @@ falling due at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from rollmesh.mesh import GroupView, MeshView
 from rollmesh.scheduling.axes import OnStale
@@ -36,8 +39,9 @@ def stale_groups(schedule: Schedule, view: MeshView) -> tuple[str, ...]:
     # docs/architecture.md: The staleness bound
     if not any_stale(schedule, view):
         return ()
+    oldest = _oldest_step(schedule, view)
     known = {g.group_id: g for g in (*view.ready, *view.stalest_open)}
-    return tuple(g.group_id for g in known.values() if _over(schedule, view, g))
+    return tuple(g.group_id for g in known.values() if g.min_train_step is not None and g.min_train_step < oldest)
 
 
 def any_stale(schedule: Schedule, view: MeshView) -> bool:
@@ -59,31 +63,43 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
     if view.ready_groups < batch:
         return CutPlan(waiting_for=f"{batch - view.ready_groups} more ready groups of {batch}")
-    ready = {g.group_id: g for g in view.ready if not _over(schedule, view, g)}
+    oldest = _oldest_step(schedule, view)
+    ready = {g.group_id: g for g in view.ready if g.min_train_step is None or g.min_train_step >= oldest}
+    if len(ready) < batch:
+        return CutPlan(waiting_for=f"{batch - len(ready)} more ready groups of {batch}")
+    quotas = list(_quotas(schedule, view))
+    # A blocked cut is planned again after every change of the queue: counts tell it without sorting the groups.
+    if schedule.on_stale is OnStale.PACE and (blocked := _blocked(view, quotas, ready.values())) is not None:
+        return blocked
     in_order = sorted(ready.values(), key=lambda g: g.admission_index)
-    if len(in_order) < batch:
-        return CutPlan(waiting_for=f"{batch - len(in_order)} more ready groups of {batch}")
     order = cut_key(schedule.cut_order)
     by_deadline = sorted(
         (g for g in in_order if g.min_train_step is not None), key=lambda g: (g.min_train_step, order(g))
     )
     chosen: list[GroupView] = []
-    for newest_step, needed in _quotas(schedule, view):
+    for newest_step, needed in quotas:
         due = [g for g in by_deadline if g.min_train_step is not None and g.min_train_step <= newest_step]
         chosen = due[: max(len(chosen), min(needed, batch))]
-        missing = needed - len(chosen)
-        if missing > 0 and schedule.on_stale is OnStale.PACE:
-            blocking = tuple(
-                g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step
-            )[:missing]
-            return CutPlan(
-                blocking=blocking,
-                waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which "
-                "later steps could no longer train",
-            )
     urgent = {g.group_id for g in chosen}
     rest = sorted((g for g in in_order if g.group_id not in urgent), key=order)
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
+
+
+def _blocked(view: MeshView, quotas: Sequence[tuple[int, int]], ready: Collection[GroupView]) -> CutPlan | None:
+    """Return the plan of a cut that lacks unfinished groups, by the first quota that the ready ones do not fill."""
+    if not quotas:
+        return None
+    ready_by_step = Counter(g.min_train_step for g in ready)
+    for newest_step, needed in quotas:
+        missing = needed - sum(n for step, n in ready_by_step.items() if step is not None and step <= newest_step)
+        if missing > 0:
+            due = (g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step)
+            return CutPlan(
+                blocking=tuple(islice(due, missing)),
+                waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which "
+                "later steps could no longer train",
+            )
+    return None
 
 
 def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:
@@ -103,7 +119,6 @@ def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:
             yield newest_step, needed
 
 
-def _over(schedule: Schedule, view: MeshView, group: GroupView) -> bool:
-    if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS or group.min_train_step is None:
-        return False
-    return view.cut_step - group.min_train_step > schedule.max_staleness
+def _oldest_step(schedule: Schedule, view: MeshView) -> float:
+    """Return the oldest train step whose tokens the next batch may train on."""
+    return -math.inf if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else view.cut_step - schedule.max_staleness

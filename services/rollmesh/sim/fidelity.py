@@ -26,7 +26,7 @@ class Prediction:
     published: PublishedSpeedUp
     simulated: float
     leave_one_out: float
-    """Geometric mean of the published speed-ups of all other rows."""
+    """Geometric mean of the published speed-ups of the other rows of the bar; of all others for a further row."""
 
     @property
     def error(self) -> float:
@@ -51,10 +51,15 @@ def predictions(
     """
     used, simulator = assumptions or Assumptions(), _Simulator(on_arm)
     known = [row for row in rows if row.setup is not None]
-    means = leave_one_out([row.speed_up for row in known])
+    in_bar = [row for row in known if row.is_in_bar]
+    means = {
+        row.name: mean
+        for group in (known, in_bar)
+        for row, mean in zip(group, leave_one_out([row.speed_up for row in group]), strict=True)
+    }
     return [
-        Prediction(published=row, simulated=simulator.speed_up(row, used), leave_one_out=mean)
-        for row, mean in zip(known, means, strict=True)
+        Prediction(published=row, simulated=simulator.speed_up(row, used), leave_one_out=means[row.name])
+        for row in known
     ]
 
 

@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.fidelity import ORDERED_SYSTEMS, Prediction, ordered_pairs
+from rollmesh.sim.fidelity import ORDERED_SYSTEMS, Prediction, leave_one_out, log_error, ordered_pairs
 from rollmesh.sim.fidelity_setup import Assumptions
 from rollmesh.sim.published_speed_ups import PublishedSetup, PublishedSpeedUp, Quantity
 
@@ -18,14 +18,13 @@ END = "<!-- end of the written part -->"
 
 def fidelity_section(rows: Sequence[PublishedSpeedUp], found: Sequence[Prediction]) -> str:
     """Return the tables as Markdown."""
+    in_bar = [each for each in found if each.published.is_in_bar]
     lines = [
-        "| row | over | set-up | evidence | published | simulated | error | leave one out | error |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(row_line(each) for each in found),
+        *_row_table(in_bar),
         "",
         "| system | rows | mean error | leave one out |",
         "|---|---|---|---|",
-        *_means(found),
+        *_means(in_bar),
         "",
         *(f"* {line}" for line in _orders(found)),
         "",
@@ -34,8 +33,22 @@ def fidelity_section(rows: Sequence[PublishedSpeedUp], found: Sequence[Predictio
         *(_unknown_line(row) for row in rows if row.setup is None),
         "",
         *_sources(rows),
+        "",
+        "### Further rows",
+        "",
+        "Rows beside those of the bar. Leave one out knows all other rows here.",
+        "",
+        *_row_table([each for each in found if not each.published.is_in_bar]),
+        "",
+        *_means_of_all(found),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _row_table(found: Sequence[Prediction]) -> Iterator[str]:
+    yield "| row | over | set-up | evidence | published | simulated | error | leave one out | error |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from map(row_line, found)
 
 
 def row_line(each: Prediction) -> str:
@@ -62,6 +75,7 @@ def documents(found: Sequence[Prediction]) -> Iterator[dict[str, Any]]:
     for each in found:
         yield {
             "row": each.published.name,
+            "in_bar": each.published.is_in_bar,
             "published": each.published.speed_up,
             "simulated": each.simulated,
             "error": each.error,
@@ -91,9 +105,18 @@ def _setup(setup: PublishedSetup) -> str:
 def _means(found: Sequence[Prediction]) -> Iterator[str]:
     systems = dict.fromkeys(each.published.system for each in found)
     of_systems = [(name, [each for each in found if each.published.system == name]) for name in systems]
-    for name, members in (*of_systems, ("**all**", found)):
+    for name, members in (*of_systems, ("**rows of the bar**", found)):
         simulated, other = fmean(each.error for each in members), fmean(each.leave_one_out_error for each in members)
         yield f"| {name} | {len(members)} | {simulated:.3f} | {other:.3f} |"
+
+
+def _means_of_all(found: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the mean errors over all rows, with the predictor that knows all of them but one."""
+    published = [each.published.speed_up for each in found]
+    other = fmean(map(log_error, leave_one_out(published), published))
+    yield "| rows | mean error | leave one out |"
+    yield "|---|---|---|"
+    yield f"| all {len(found)} | {fmean(each.error for each in found):.3f} | {other:.3f} |"
 
 
 def _orders(found: Sequence[Prediction]) -> Iterator[str]:

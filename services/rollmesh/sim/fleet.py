@@ -79,7 +79,6 @@ class Fleet:
         self._clock = clock
         self._on_progress = on_progress
         self._router = Candidates(settings.placement)
-        self._records_changed = False
         self._homes: dict[str, str] = {}
         self._moved: dict[SimulatedGenerator, None] = {}
         """Generators whose next event may have changed, in order."""
@@ -115,7 +114,7 @@ class Fleet:
             engine=engine, record=record, alarm=alarm, started_at=self._clock.now, slow_factor=slow_factor
         )
         self.generators[name] = generator
-        self._records_changed = True
+        self._router.put(generator.record)
         self._consider(generator)
         return generator
 
@@ -133,7 +132,7 @@ class Fleet:
         self._ended_work = _added(self._ended_work, self._work_of(generator))
         del self.generators[generator.name]
         self._moved.pop(generator, None)
-        self._records_changed = True
+        self._router.remove(generator.name)
         return calls
 
     def advance(self, generator: SimulatedGenerator) -> None:
@@ -159,7 +158,6 @@ class Fleet:
     # -- calls -----------------------------------------------------------------------------------------------------
     def call(self, trajectory: SimulatedTrajectory) -> bool:
         """Start the next call of a trajectory; False while no generator may take it."""
-        self._update_router()
         prompt = trajectory.work.prompt_id
         record = self._router.choose(VersionNeed(min_version=trajectory.floor), preferred=self._homes.get(prompt))
         if record is None:
@@ -187,13 +185,7 @@ class Fleet:
 
     def free_slots(self, floor: int) -> int:
         """Return the slots without a call on generators that serve this version or a newer one."""
-        self._update_router()
         return self._router.free_slots(VersionNeed(min_version=floor))
-
-    def _update_router(self) -> None:
-        if self._records_changed:
-            self._records_changed = False
-            self._router.update({name: each.record for name, each in self.generators.items()})
 
     def save(self, trajectory: SimulatedTrajectory) -> None:
         """Report the tokens of a running call so far."""
@@ -243,7 +235,7 @@ class Fleet:
 
     def serves(self, version: int) -> bool:
         """Tell whether a generator serves this version or a newer one."""
-        return any(each.record.serving and each.version >= version for each in self.generators.values())
+        return self._router.choose(VersionNeed(min_version=version)) is not None
 
     def pause(self, seconds: float) -> None:
         """Stop all generators, because the trainer has their devices; their caches stay."""
@@ -366,7 +358,8 @@ class Fleet:
 
     def _register(self, generator: SimulatedGenerator) -> None:
         generator.register()
-        self._records_changed = self.has_changed = True
+        self._router.put(generator.record)
+        self.has_changed = True
 
     def _end_load(self) -> None:
         self._loads -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -14,7 +15,7 @@ from rollmesh.sim.lengths import Lognormal, Marginal, Pareto
 from rollmesh.types import Float64Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantileLine:
     """Lengths through published quantiles: ln(length) is linear in z between them, and beyond the outer ones."""
 
@@ -23,12 +24,17 @@ class QuantileLine:
 
     def at(self, z: Float64Array) -> Float64Array:
         """Return the quantiles."""
-        known = np.array([NormalDist().inv_cdf(probability) for probability, _ in self.points])
-        logs = np.log([tokens for _, tokens in self.points])
-        slopes = np.diff(logs) / np.diff(known)
+        known, logs, slopes = self._line
         segment = np.clip(np.searchsorted(known, z) - 1, 0, len(slopes) - 1)
         lengths: Float64Array = np.exp(logs[segment] + slopes[segment] * (z - known[segment]))
         return lengths
+
+    @cached_property
+    def _line(self) -> tuple[Float64Array, Float64Array, Float64Array]:
+        """Normal numbers and ln(length) of the points, and the slopes between them."""
+        known = np.array([NormalDist().inv_cdf(probability) for probability, _ in self.points])
+        logs = np.log([tokens for _, tokens in self.points])
+        return known, logs, np.diff(logs) / np.diff(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ marginal that is the usual split of the variance of ln(length) into a part betwe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +59,21 @@ class Pareto:
         return self.shortest * np.maximum(_normal_cdf(-z), 1e-300) ** (-1 / self.index)
 
 
+class _Normals:
+    """Standard normal numbers of one seed. Generators of random numbers are costly to make, so there is one."""
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.Philox(key=seed)
+        self._start = self._bits.state
+        self._generator = np.random.Generator(self._bits)
+
+    def draw(self, stream: int, index: int, count: int) -> Float64Array:
+        """Return numbers that depend on (seed, stream, index) alone, float64 [count]."""
+        self._start["state"]["counter"] = np.array([0, 0, stream, index], dtype=np.uint64)
+        self._bits.state = self._start
+        return self._generator.standard_normal(count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthModel:
     """Lengths of all trajectories of a run, in tokens after the prompt."""
@@ -71,6 +86,9 @@ class LengthModel:
     growth_per_step: float = 0.0
     """Relative growth of the lengths per batch of admitted prompts, so that every schedule sees the same growth."""
     seed: int = 0
+    _normals: _Normals = field(init=False, repr=False, compare=False)
+    _between: dict[int, Float64Array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Normal number of each prompt drawn so far, float64 [1]."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_share <= 1:
@@ -79,6 +97,7 @@ class LengthModel:
             raise ConfigError(f"lengths.cap={self.cap}: expected at least 1 token")
         if not (math.isfinite(self.growth_per_step) and self.growth_per_step > -1):
             raise ConfigError(f"lengths.growth_per_step={self.growth_per_step}: expected a number above -1")
+        object.__setattr__(self, "_normals", _Normals(self.seed))
 
     def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:
         """Return the lengths of the first members of a group, int32 [members].
@@ -86,18 +105,13 @@ class LengthModel:
         ``position`` counts the groups of the run, ``prompt`` the row of the data, which comes again in every epoch.
         ``step`` is the batch to which the position belongs. A member has its length whatever the number of members.
         """
-        between = _normals(self.seed, 0, prompt, 1)
-        within = _normals(self.seed, 1, position, members)
+        if (between := self._between.get(prompt)) is None:
+            between = self._between[prompt] = self._normals.draw(0, prompt, 1)
+        within = self._normals.draw(1, position, members)
         z = math.sqrt(self.prompt_share) * between + math.sqrt(1 - self.prompt_share) * within
         lengths = self.marginal.at(z) * (1 + self.growth_per_step) ** step
         capped: Int32Array = np.clip(np.rint(lengths), 1, self.cap).astype(np.int32)
         return capped
-
-
-def _normals(seed: int, stream: int, index: int, count: int) -> Float64Array:
-    """Return standard normal numbers that depend on (seed, stream, index) alone, float64 [count]."""
-    counter = np.array([0, 0, stream, index], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=seed, counter=counter)).standard_normal(count)
 
 
 def _normal_cdf(z: Float64Array) -> Float64Array:

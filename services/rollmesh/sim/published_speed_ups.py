@@ -77,6 +77,8 @@ class PublishedSpeedUp:
     setup: PublishedSetup | None
     remark: str
     """Gaps and deviations of the set-up; without a set-up, what is missing."""
+    is_in_bar: bool = True
+    """True for the rows that the bar was set for; the others are predicted beside them."""
 
     @property
     def name(self) -> str:
@@ -265,6 +267,7 @@ def _verl_gpus() -> Iterator[PublishedSpeedUp]:
             source=f"{_VERL_SOURCE}, staleness 0.5",
             setup=_verl_setup(_verl_asynchronous(gpus, 0.5), _synchronous(gpus)),
             remark=_NO_STREAMING,
+            is_in_bar=False,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import NormalDist
 
@@ -70,6 +70,8 @@ class SolveModel:
     alpha: float = 1.0
     beta: float = 1.0
     seed: int = 0
+    _probabilities: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Probability of each prompt drawn so far."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -80,7 +82,10 @@ class SolveModel:
 
     def probability(self, prompt: int) -> float:
         """Return the probability that an answer to a prompt is correct."""
-        return float(np.random.default_rng((self.seed, 0, prompt)).beta(self.alpha, self.beta))
+        if (known := self._probabilities.get(prompt)) is None:
+            known = float(np.random.default_rng((self.seed, 0, prompt)).beta(self.alpha, self.beta))
+            self._probabilities[prompt] = known
+        return known
 
     def rewards(self, position: int, prompt: int, members: int) -> tuple[float, ...]:
         """Return the rewards of the first members of the group at a position; more members change no earlier one."""

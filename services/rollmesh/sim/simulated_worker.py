@@ -12,6 +12,7 @@ from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.simulated_calls import GroupWork, SimulatedGenerator, SimulatedTrajectory
+from rollmesh.sim.waiting_calls import WaitingCalls
 from rollmesh.types import TrajectoryState
 
 _SESSION = "worker"
@@ -45,8 +46,7 @@ class SimulatedWorker:
         self._invariants = invariants
         self._active: dict[str, SimulatedTrajectory] = {}
         """Leased trajectories that are not finished."""
-        self._waiting: dict[int, SimulatedTrajectory] = {}
-        """Leased trajectories without a generator, by call."""
+        self._waiting = WaitingCalls()
         self._has_scored = False
         self._unscored = 0
         """Scores under way."""
@@ -123,7 +123,7 @@ class SimulatedWorker:
 
     def _call(self, trajectory: SimulatedTrajectory) -> None:
         if not self._fleet.call(trajectory):
-            self._waiting[trajectory.call] = trajectory
+            self._waiting.add(trajectory)
 
     def _notice(self, *, freed: bool) -> None:
         """Plan to place waiting trajectories: now if calls have ended, soon if a generator has changed."""
@@ -136,9 +136,10 @@ class SimulatedWorker:
 
     def _place_waiting(self) -> None:
         """Place waiting trajectories in order, for each version floor as many as slots are free, at least one."""
-        waiting, self._waiting = self._waiting, {}
+        if not (self._waiting and self._fleet.serves(self._waiting.lowest_floor)):
+            return
         left: dict[int, int] = {}
-        for trajectory in waiting.values():
+        for trajectory in self._waiting.take_all():
             floor = trajectory.floor
             if floor not in left:
                 left[floor] = max(1, self._fleet.free_slots(floor))
@@ -146,11 +147,11 @@ class SimulatedWorker:
                 left[floor] -= 1
             else:
                 left[floor] = 0
-                self._waiting[trajectory.call] = trajectory
+                self._waiting.add(trajectory)
 
     def require_versions(self) -> None:
         """Have a generator load a version that a waiting trajectory needs and none serves."""
-        newest = max((trajectory.version for trajectory in self._waiting.values()), default=-1)
+        newest = self._waiting.newest_version
         if newest >= 0 and not self._fleet.serves(newest):
             self._fleet.require(newest)
 
@@ -170,7 +171,7 @@ class SimulatedWorker:
         """Stop trajectories that the queue has taken away."""
         for trajectory in trajectories:
             self.lost_tokens[reason] += self._fleet.stop(trajectory)
-            self._waiting.pop(trajectory.call, None)
+            self._waiting.discard(trajectory)
             if self._active.get(trajectory.member.trajectory_id) is trajectory:
                 del self._active[trajectory.member.trajectory_id]
 

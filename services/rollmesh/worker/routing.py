@@ -78,6 +78,16 @@ class Candidates:
             if before.get(name) is not record:
                 self._push(name)
 
+    def put(self, record: GeneratorRecord) -> None:
+        """Add or replace one record."""
+        self.records[record.instance_id] = record
+        self._push(record.instance_id)
+
+    def remove(self, name: str) -> None:
+        """Remove the record of a generator that is no longer registered."""
+        del self.records[name]
+        self._entries.pop(name, None)
+
     def occupy(self, name: str, tokens: int = 0) -> None:
         """Count a call of this worker with ``tokens`` in its context."""
         self._calls[name] = self._calls.get(name, 0) + 1
