@@ -21,6 +21,11 @@ local function open_replay(gid, letter, needed)
     'member_steps', 1, 'replay_of', letter)
   local prompt = call('HGET', letter_key(letter), 'prompt')
   if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
+  local domain = call('HGET', letter_key(letter), 'domain')
+  if domain then
+    call('HSET', group_key(gid), 'domain', domain)
+    call('HINCRBY', K.domains, domain, 1)
+  end
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
     call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
