@@ -31,10 +31,11 @@ class RoundDecisions:
         """Return new groups with their first round. Raises DataError for a planner that fails."""
         if (rules := self._rules) is None:
             return list(groups)
-        seen = await self._store.prompt_records.read([group.prompt.prompt_id for group in groups])
+        names = [group.record_name or group.prompt.prompt_id for group in groups]
+        seen = await self._store.prompt_records.read(names)
         planned = []
-        for group in groups:
-            first = rules.first(seen.get(group.prompt.prompt_id))
+        for group, name in zip(groups, names, strict=True):
+            first = rules.first(seen.get(name))
             spare = first.launched - first.needed
             planned.append(replace(group, needed=first.needed, spare_members=spare, plan=first.plan))
         return planned
