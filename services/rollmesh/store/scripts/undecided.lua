@@ -21,7 +21,7 @@ for _, gid in ipairs(call('ZRANGE', K.undecided, 0, 63)) do
   if left < 0 and #rows > 0 then break end
   local firsts = {}
   for round = 0, group.round do firsts[round + 1] = round_of(gid, round) end
-  local domain = call('HGET', group_key(gid), 'domain')
-  rows[#rows + 1] = {gid, group.round, group.launched, group.prompt or '', domain or '', firsts, scored_members(group)}
+  local prompt, domain = group.prompt or '', group.domain or ''
+  rows[#rows + 1] = {gid, group.round, group.launched, prompt, domain, firsts, scored_members(group)}
 end
 return {call('HGET', K.meta, 'trained_step'), rows}
