@@ -18,6 +18,7 @@ from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_worker import SimulatedWorker
 
 LOOK_SECONDS = 0.05
@@ -39,14 +40,17 @@ class SimulatedLeader:
         worker: SimulatedWorker,
         fleet: Fleet,
         *,
+        draws: SimulatedDraws | None = None,
         invariants: Invariants | None = None,
     ) -> None:
+        """Create the leader; without ``draws`` the prompts come in their order."""
         self.absent_until = 0.0
         """Time until which there is no leader."""
         self._clock = clock
         self._queue = queue
         self._schedule = schedule
         self._prompts = prompts
+        self._draws = draws
         self._worker = worker
         self._fleet = fleet
         self._invariants = invariants
@@ -121,6 +125,8 @@ class SimulatedLeader:
                 self._invariants.whole_queue()
             queue.cut(queue.cut_step + 1, decisions.cut)
         recalled = queue.recall(queue.cut_step + 1, decisions.recall) if decisions.recall else 0
+        if decisions.admit_groups and self._draws is not None:
+            self._draws.refresh()
         for _ in range(decisions.admit_groups):
             self._admit()
         if self._invariants is not None:
@@ -135,7 +141,8 @@ class SimulatedLeader:
     def _admit(self) -> None:
         queue, schedule, position = self._queue, self._schedule, self._queue.admitted
         group_id = self._prompts.group_id(position)
-        work = self._prompts.work(position, schedule.launched_members)
+        row = None if self._draws is None else self._draws.row(position)
+        work = self._prompts.work(position, schedule.launched_members, row)
         self._worker.works[group_id] = work
         expected, rank = self._expectation(work.prompt_id)
         queue.admit(
@@ -143,6 +150,7 @@ class SimulatedLeader:
             schedule.group_size,
             spare=schedule.spare_members,
             prompt_id=work.prompt_id,
+            domain=work.domain,
             expected_tokens=expected,
             start_rank=rank,
             prompt_bytes=_TOKEN_BYTES * work.prompt_tokens,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rollmesh.curriculum.sampler_protocol import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
@@ -22,6 +23,7 @@ from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_cores import SimulatedCores
+from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
@@ -52,6 +54,10 @@ class MeshSettings:
     cores: CoreShares | None = None
     """Cores that the mesh shares on one machine; None for generators and a trainer that never slow each other."""
     most_events: int = MOST_EVENTS
+    sampler: PromptSampler | None = None
+    """Choice of the prompts; None for their order."""
+    seed: int = 0
+    """Seed of the draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,7 @@ class SimulatedMesh:
             settings.prompts,
             self.worker,
             self.fleet,
+            draws=_draws(settings, self.queue),
             invariants=self.invariants,
         )
         self.trainer = SimulatedTrainer(
@@ -216,6 +223,12 @@ class SimulatedMesh:
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
         )
+
+
+def _draws(settings: MeshSettings, queue: QueueModel) -> SimulatedDraws | None:
+    if settings.sampler is None:
+        return None
+    return SimulatedDraws(settings.prompts, settings.sampler, queue, settings.seed)
 
 
 @contextlib.contextmanager

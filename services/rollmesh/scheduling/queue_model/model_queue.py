@@ -39,6 +39,7 @@ class QueueModel(WorkerOperations, RestartOperations):
         spare: int = 0,
         prompt_bytes: int = 0,
         prompt_id: str = "",
+        domain: str = "",
         expected_tokens: float | None = None,
         start_rank: int | None = None,
     ) -> ModelGroup:
@@ -55,6 +56,7 @@ class QueueModel(WorkerOperations, RestartOperations):
             needed,
             spare,
             prompt_id=prompt_id if self.limits.keeps_history else "",
+            domain=domain if self.limits.keeps_history else "",
             expected_tokens=expected_tokens,
             start_rank=start_rank,
             admitted_at=self.now,
