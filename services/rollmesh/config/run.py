@@ -23,6 +23,7 @@ from rollmesh.config.model import ModelConfig
 from rollmesh.config.network import NetworkConfig
 from rollmesh.config.reward import RewardConfig
 from rollmesh.config.rollout import RolloutConfig
+from rollmesh.config.sampler_problems import sampler_problems
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.section import EngineSection, Section
 from rollmesh.config.security import SecurityConfig
@@ -99,7 +100,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:
-        if (problem := next(chain(_algorithm_problems(self), _size_problems(self)), None)) is not None:
+        problems = chain(_algorithm_problems(self), sampler_problems(self), _size_problems(self))
+        if (problem := next(problems, None)) is not None:
             raise ValueError(problem)
         return self
 

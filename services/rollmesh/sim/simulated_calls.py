@@ -28,6 +28,8 @@ class GroupWork:
     """Work of one group, the same under every schedule."""
 
     prompt_id: str
+    domain: str = ""
+    """Domain of the prompt; empty without domains."""
     place: str
     """Epoch and place of its prompt; groups that repeat the prompt share it."""
     first_answer: int = 0

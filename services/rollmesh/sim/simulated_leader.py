@@ -19,6 +19,7 @@ from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_rounds import decide_rounds
 from rollmesh.sim.simulated_worker import SimulatedWorker
 
@@ -42,14 +43,17 @@ class SimulatedLeader:
         fleet: Fleet,
         *,
         rounds: RoundRules | None = None,
+        draws: SimulatedDraws | None = None,
         invariants: Invariants | None = None,
     ) -> None:
+        """Create the leader; without ``draws`` the prompts come in their order."""
         self.absent_until = 0.0
         """Time until which there is no leader."""
         self._clock = clock
         self._queue = queue
         self._schedule = schedule
         self._prompts = prompts
+        self._draws = draws
         self._worker = worker
         self._fleet = fleet
         self._invariants = invariants
@@ -125,6 +129,8 @@ class SimulatedLeader:
                 self._invariants.whole_queue()
             queue.cut(queue.cut_step + 1, decisions.cut)
         recalled = queue.recall(queue.cut_step + 1, decisions.recall) if decisions.recall else 0
+        if decisions.admit_groups and self._draws is not None:
+            self._draws.refresh()
         for _ in range(decisions.admit_groups):
             self._admit()
         if self._invariants is not None:
@@ -141,7 +147,9 @@ class SimulatedLeader:
         queue, schedule, position = self._queue, self._schedule, self._queue.admitted
         group_id = self._prompts.group_id(position)
         rules = self._rounds
-        work = self._prompts.work(position, schedule.launched_members if rules is None else rules.most_members)
+        row = None if self._draws is None else self._draws.row(position)
+        members = schedule.launched_members if rules is None else rules.most_members
+        work = self._prompts.work(position, members, row)
         self._worker.works[group_id] = work
         expected, rank = self._expectation(work.prompt_id)
         first = None if rules is None else rules.first(queue.history.records.get(work.prompt_id))
@@ -151,6 +159,7 @@ class SimulatedLeader:
             spare=schedule.spare_members if first is None else first.launched - first.needed,
             plan=None if first is None else encode_plan(first.plan, "curriculum.planner"),
             prompt_id=work.prompt_id,
+            domain=work.domain,
             expected_tokens=expected,
             start_rank=rank,
             prompt_bytes=_TOKEN_BYTES * work.prompt_tokens,

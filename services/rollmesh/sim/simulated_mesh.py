@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.sampler_protocol import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
@@ -23,6 +24,7 @@ from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_cores import SimulatedCores
+from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
@@ -55,6 +57,10 @@ class MeshSettings:
     cores: CoreShares | None = None
     """Cores that the mesh shares on one machine; None for generators and a trainer that never slow each other."""
     most_events: int = MOST_EVENTS
+    sampler: PromptSampler | None = None
+    """Choice of the prompts; None for their order."""
+    seed: int = 0
+    """Seed of the draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,7 @@ class SimulatedMesh:
             self.worker,
             self.fleet,
             rounds=settings.rounds,
+            draws=_draws(settings, self.queue),
             invariants=self.invariants,
         )
         self.trainer = SimulatedTrainer(
@@ -220,6 +227,12 @@ class SimulatedMesh:
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
         )
+
+
+def _draws(settings: MeshSettings, queue: QueueModel) -> SimulatedDraws | None:
+    if settings.sampler is None:
+        return None
+    return SimulatedDraws(settings.prompts, settings.sampler, queue, settings.seed)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def _outcome(group: ModelGroup, train_step: int, longest: int) -> GroupOutcome:
     return GroupOutcome(
         group_id=group.group_id,
         prompt_id=group.prompt_id,
-        domain="",
+        domain=group.domain,
         train_step=train_step,
         round=len(group.rounds) - 1,
         launched=len(group.members),

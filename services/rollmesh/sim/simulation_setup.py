@@ -11,6 +11,7 @@ from rollmesh.config.section import Section
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts
@@ -25,6 +26,7 @@ from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.roofline import Efficiencies, Roofline
+from rollmesh.sim.simulated_domains import DomainRows, parse_domains
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.traced_lengths import TracedLengths
 from rollmesh.sim.trainer_model import TrainerModel
@@ -67,6 +69,8 @@ class SimulationSetup(Section):
     """Tokens of a prompt; null is half of data.max_prompt_tokens. Recorded lengths have their own."""
     prompts: int | None = Field(default=None, ge=1)
     """Prompts of an epoch; null is 10,000, or the prompts of recorded lengths."""
+    domains: str | None = None
+    """Domains of the prompts as name:weight:length_factor,...; null without domains."""
     step_fixed_seconds: float = Field(default=5.0, ge=0)
     """Seconds of an optimizer step that no token adds to; a train step has trainer.minibatches of them."""
     storage_bytes_per_second: float = Field(default=5e9, gt=0)
@@ -104,6 +108,9 @@ def mesh_settings(
     )
     generator, prompt_tokens = config.generator, setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
     lengths = _lengths(config, setup)
+    count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
+    if setup.domains is not None and isinstance(lengths, TracedLengths):
+        raise ConfigError(f"domains={setup.domains} with lengths={setup.lengths}: recorded lengths have no domains")
     longest = _longest_call(config, lengths, prompt_tokens)
     return MeshSettings(
         schedule=schedule,
@@ -123,10 +130,11 @@ def mesh_settings(
         prompts=SimulatedPrompts(
             lengths=lengths,
             solver=SolveModel(seed=setup.seed),
-            count=setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS),
+            count=count,
             prompt_tokens=prompt_tokens,
             groups_per_batch=schedule.groups_per_batch,
             repeats=schedule.prompt_repeats,
+            domains=None if setup.domains is None else DomainRows(parse_domains(setup.domains), count),
         ),
         trainer=_trainer(config, setup, roofline),
         rewards=RewardModel(
@@ -138,6 +146,8 @@ def mesh_settings(
         partial_save_tokens=config.rollout.partial_save_tokens,
         devices=_devices(setup, generator.replicas),
         failures=failures or FailurePlan(seed=setup.seed),
+        sampler=bind_sampler(config.curriculum),
+        seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,
     )
 

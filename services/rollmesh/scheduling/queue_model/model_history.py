@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import replace
 
-from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord
+from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord, domain_record
 from rollmesh.scheduling.queue_model.model_records import ModelGroup
 from rollmesh.types import TrajectoryState
 
@@ -26,6 +26,8 @@ class ModelHistory:
         """By group, of those that no batch file has."""
         self.predictions: deque[LengthPrediction] = deque(maxlen=_MOST_PREDICTIONS)
         """The newest first."""
+        self.changed: set[str] = set()
+        """Records that changed since the leader of a simulation last took them."""
 
     def note(self, group: ModelGroup, train_step: int) -> None:
         """Record a group whose last member has just ended, at the newest trained step."""
@@ -48,10 +50,12 @@ class ModelHistory:
             token_sum=sum(m.tokens for m in scored),
             longest=max((m.tokens for m in scored), default=0),
             train_step=train_step,
+            domain=group.domain,
         )
         self.outcomes[name] = outcome
-        record = self.records.get(group.prompt_id, _NO_GROUPS)
-        self.records[group.prompt_id] = _added(record, outcome)
+        for name in (group.prompt_id, *([domain_record(group.domain)] if group.domain else [])):
+            self.records[name] = _added(self.records.get(name, _NO_GROUPS), outcome)
+            self.changed.add(name)
 
     def save(self) -> list[PromptOutcome]:
         """Return the outcomes for a batch file, which then has them."""

@@ -126,6 +126,8 @@ class ModelGroup:
     state: GroupState = GroupState.OPEN
     prompt_id: str = ""
     """Prompt in the history; empty without one."""
+    domain: str = ""
+    """Domain of the prompt in the history; empty without one."""
     expected_tokens: float | None = None
     """Expected length of a trajectory at the admission."""
     start_rank: int | None = None

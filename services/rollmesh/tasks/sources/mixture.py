@@ -36,7 +36,7 @@ class MixturePrompts:
     def __init__(self, parts: Sequence[OpenPart], split: Split) -> None:
         self._parts = parts
         self._counts = _train_counts(parts) if split == "train" else _eval_counts(parts)
-        self._places, self._ranks = _interleaved(self._counts)
+        self._places, self._ranks = interleaved(self._counts)
 
     @property
     def epoch_size(self) -> int:
@@ -91,7 +91,7 @@ def _eval_counts(parts: Sequence[OpenPart]) -> list[int]:
     return [min(part.source.epoch_size, max(1, round(part.weight * size))) for part in parts]
 
 
-def _interleaved(counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def interleaved(counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return part and rank within the part of every position, both int64 [sum(counts)]."""
     parts = np.repeat(np.arange(len(counts)), counts)
     ranks = np.concatenate([np.arange(count) for count in counts])

@@ -1,0 +1,75 @@
+"""Samplers in simulated meshes: the functions of the mesh, and domains whose lengths differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from rollmesh.curriculum.samplers.domain_mix import domain_mix
+from rollmesh.errors import ConfigError
+from rollmesh.prompt_history import domain_record
+from rollmesh.rollout.sampler_binding import BoundSampler
+from rollmesh.sim.simulated_domains import DomainRows, parse_domains
+from rollmesh.sim.simulated_mesh import SimulatedMesh
+
+from .meshes import mesh_settings
+
+DOMAINS = parse_domains("short:0.5:0.2,long:0.5:2")
+"""Lengths that differ tenfold."""
+
+
+def mesh(steps: int, sampler: BoundSampler | None, seed: int = 0) -> SimulatedMesh:
+    settings = mesh_settings(steps=steps, rollout={"max_new_tokens": 15_000}, generator={"max_context_tokens": 16_384})
+    prompts = replace(settings.prompts, count=400, domains=DomainRows(DOMAINS, 400))
+    prompts = replace(prompts, lengths=replace(prompts.lengths, cap=15_000))
+    limits = replace(settings.limits, keeps_history=True)
+    fleet = replace(settings.fleet, cache_tokens=200_000)
+    return SimulatedMesh(
+        replace(settings, prompts=prompts, limits=limits, fleet=fleet, sampler=sampler, seed=seed), check=True
+    )
+
+
+def completed_shares(simulation: SimulatedMesh) -> dict[str, float]:
+    records = simulation.queue.history.records
+    members = {domain.name: records[domain_record(domain.name)].members for domain in DOMAINS}
+    return {name: count / sum(members.values()) for name, count in members.items()}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_completed_shares_follow_the_targets_though_lengths_differ_tenfold(seed: int) -> None:
+    targets = {"short": 0.3, "long": 0.7}
+    mix = BoundSampler(name="domain_mix", function=partial(domain_mix, targets=targets, least_completed=50))
+    simulation = mesh(500, mix, seed)
+    simulation.run()
+    records = simulation.queue.history.records
+    assert sum(records[domain_record(domain.name)].groups for domain in DOMAINS) >= 2000
+    assert completed_shares(simulation) == pytest.approx(targets, abs=0.02)
+
+
+def test_each_domain_has_its_lengths() -> None:
+    simulation = mesh(40, None)
+    simulation.run()
+    records = simulation.queue.history.records
+    short, long = (records[domain_record(domain.name)].mean_tokens for domain in DOMAINS)
+    assert short is not None and long is not None and 8 < long / short < 12
+
+
+def test_the_leader_draws_what_its_sampler_chooses() -> None:
+    rows: list[int] = []
+
+    def choose(draw, prompts, history, train_step) -> int:
+        rows.append((draw.index + 7) % prompts.row_count)
+        return rows[-1]
+
+    simulation = mesh(5, BoundSampler(name="seventh", function=choose))
+    simulation.run()
+    drawn = {name for name in simulation.queue.history.records if name.startswith("p")}
+    assert drawn <= {f"p{row}" for row in rows} and len(rows) >= 20
+
+
+@pytest.mark.parametrize("text", ["math", "math:0.5", "math:x:1", "math:0.5:1,code:0.4:1", "math:1:0"])
+def test_impossible_domains_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="domains"):
+        parse_domains(text)
