@@ -31,7 +31,8 @@ Three scripts have no slices. Each runs once per recovery or rollback. ``reregis
 forgotten. ``roll_back`` and ``reassert_groups`` take a whole abandoned cut, so that no leader reads half of it. For
 1,024 trajectories the server needs 5 ms to keep them and 37 ms to release them.
 
-``score`` reads the state of every member of a group whose surplus it cuts off.
+``score`` reads the state of every member of a group whose surplus it cuts off, ``undecided`` and ``close_group`` the
+record of every member of one group.
 
 A group of more than 100 members leaves the queue in one step; its records are deleted in slices (``sweep_dropped``).
 """
