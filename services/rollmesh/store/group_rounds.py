@@ -55,7 +55,7 @@ class GroupRounds:
         """
         words: list[Argument] = []
         if rewards is not None:
-            kept = kept_tokens if kept_tokens is not None else [""] * len(group.members)
+            kept: Sequence[Argument] = [""] * len(group.members) if kept_tokens is None else kept_tokens
             for member, reward, count in zip(group.members, rewards, kept, strict=True):
                 words += [member.member_index, repr(float(reward)), count]
         return bool(await self._connection.run("close_group", leader, group.group_id, group.round, *words))
