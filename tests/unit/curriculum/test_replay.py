@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from random import Random
+from typing import Literal
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates, replayed_count
 from rollmesh.types import Batch, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+
+Weights = Literal["uniform", "reward"]
 
 
 def candidate(index: int, *, train_step: int = 1, oldest: int = 0, reward: float = 0.0) -> ReplayCandidate:
@@ -30,7 +35,9 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 50), st.sampled_from(["uniform", "reward"]), st.integers(0, 8), st.randoms())
-def test_a_draw_has_distinct_groups_within_the_bound_and_depends_on_no_order(found, count, by, bound, random) -> None:  # type: ignore[no-untyped-def]
+def test_a_draw_has_distinct_groups_within_the_bound_and_depends_on_no_order(
+    found: list[ReplayCandidate], count: int, by: Weights, bound: int, random: Random
+) -> None:
     shuffled = random.sample(found, len(found))
     first, again = (
         draw_replay(group, count, by=by, seed=3, train_step=7, max_staleness=bound) for group in (found, shuffled)
@@ -84,11 +91,11 @@ def test_a_candidate_has_the_oldest_policy_and_the_mean_reward_of_its_scored_ans
     assert facts == [(5, "e0-0", 1, 0.75), (5, "e0-3", 3, 1.0)]
 
 
-def _counts(found: list[ReplayCandidate], count: int, *, by: str) -> Counter[str]:
+def _counts(found: list[ReplayCandidate], count: int, *, by: Weights) -> Counter[str]:
     return Counter(
         c.group_id
         for step in range(4000)
-        for c in draw_replay(found, count, by=by, seed=0, train_step=step, max_staleness=5000)  # type: ignore[arg-type]
+        for c in draw_replay(found, count, by=by, seed=0, train_step=step, max_staleness=5000)
     )
 
 
@@ -97,8 +104,6 @@ def _group(group_id: str, *members: Trajectory) -> Group:
 
 
 def _trajectory(name: str, versions: tuple[int, ...], reward: float, outcome: RewardOutcome | None) -> Trajectory:
-    import numpy as np
-
     segments = tuple(
         Segment(
             token_ids=np.zeros(2, np.int32),
