@@ -51,7 +51,6 @@ async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another
     resumed = 0
     for batch in batches:
         for trajectory in (member for group in batch.groups for member in group.trajectories):
-            assert trajectory.birth_version == batch.train_step - 1
             check_lengths(trajectory, budget(trajectory.birth_version))
             resumed += trajectory.policy_versions == (0, 1) and len(trajectory.response_ids) > budget(1)
     assert resumed
@@ -70,17 +69,18 @@ async def test_the_overlong_penalty_is_relative_to_the_budget_of_the_trajectory(
 
 
 async def test_turns_follow_the_budget_of_turns(store: TrajectoryStore, tokenizer: Tokenizer) -> None:
+    budget = stages((0, 2), (1, 1))
     plan = schedule("sync", train_steps=2)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     program = program_of(CountingEnvironment, tokenizer, [])
-    async with running(
-        store, cluster, ScriptedReward(), plan, program=program, chunk=4, turn_budget=stages((0, 2), (1, 1))
-    ):
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4, turn_budget=budget):
         batches = [await trainer.train(1), await trainer.train(2)]
-    for batch, turns in zip(batches, (2, 1), strict=True):
-        for trajectory in (member for group in batch.groups for member in group.trajectories):
-            assert trajectory.response_ids.tolist().count(STOP) == turns
-            assert trajectory.finish_reason is FinishReason.LENGTH
+    members = [member for batch in batches for group in batch.groups for member in group.trajectories]
+    assert len(members) == 2 * plan.pool_size
+    for trajectory in members:
+        # A trajectory of the second batch may have been leased just before its policy was announced.
+        assert trajectory.response_ids.tolist().count(STOP) == budget(trajectory.birth_version)
+        assert trajectory.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_budget_of_a_version_that_was_never_announced_is_an_error(store: TrajectoryStore) -> None:
