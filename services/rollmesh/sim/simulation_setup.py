@@ -100,6 +100,7 @@ def mesh_settings(
     Other ``efficiencies`` than the assumed ones show how much a result depends on them.
     """
     schedule = Schedule.from_config(config)
+    _check_budgets(config)
     roofline = Roofline(
         gpu=find_gpu(setup.gpu),
         model=find_model(setup.model),
@@ -150,6 +151,16 @@ def mesh_settings(
         seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,
     )
+
+
+def _check_budgets(config: RunConfig) -> None:
+    """Raise ConfigError for budgets by train step: simulated lengths have one budget."""
+    for field in ("token_budget", "turn_budget"):
+        if (name := getattr(config.curriculum, field)) != "constant":
+            raise ConfigError(
+                f"curriculum.{field}={name}: simulated lengths do not depend on the train step of a policy; set "
+                "constant for the simulation"
+            )
 
 
 def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel | TracedLengths:

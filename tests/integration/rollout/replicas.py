@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rollmesh.config import RunConfig
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.budget_protocol import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
@@ -89,6 +90,8 @@ def build(
     *,
     index: int = 0,
     budget: int = 64,
+    token_budget: Budget | None = None,
+    turn_budget: Budget | None = None,
     chunk: int = 8,
     chunk_timeout: float = 60.0,
     grace: float = 30.0,
@@ -115,6 +118,8 @@ def build(
         ),
         reward=reward_config or RewardConfig(),
         budget=budget,
+        token_budget=token_budget,
+        turn_budget=turn_budget,
         concurrency=concurrency,
         heartbeat_seconds=heartbeat,
         drain_seconds=5.0,

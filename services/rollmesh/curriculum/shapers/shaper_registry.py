@@ -58,7 +58,9 @@ def _problem(closing: object, group: GroupOutcome) -> str:
         return f"other than {len(members)} values, one per member,"
     if not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
         return "a reward that is not a finite number"
-    for member, count in zip(members, kept, strict=True) if kept is not None else ():
+    if kept is None:
+        return ""
+    for member, count in zip(members, kept, strict=True):
         if type(count) is not int or not min(1, member.token_count) <= count <= member.token_count:
             return f"kept_tokens={count!r}, expected 1 to {member.token_count},"
     return ""

@@ -1,0 +1,99 @@
+"""Budgets by train step in whole replicas: a trajectory keeps the one of the policy it was first leased under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.budget_protocol import Budget
+from rollmesh.curriculum.budgets.budget_registry import load_budget
+from rollmesh.errors import Conflict
+from rollmesh.store import TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import FinishReason, Prompt, Trajectory
+from rollmesh.worker.trajectory_budgets import TrajectoryBudgets
+
+from .environment_episodes import TURN, CountingEnvironment, program_of
+from .replicas import running, schedule
+from .scenes import start
+from .scripted import STOP, ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
+from .waiting import until
+
+
+def stages(*values: tuple[int, int], most: int = 64) -> Budget:
+    found = load_budget("token_budget", "steps", {"stages": values}, most=most, train_steps=4)
+    assert found is not None
+    return found
+
+
+def check_lengths(trajectory: Trajectory, budget: int) -> None:
+    answer = answer_of(trajectory.trajectory_id, 40)
+    assert trajectory.response_ids.tolist() == answer[:budget]
+    assert trajectory.finish_reason is (FinishReason.STOP if len(answer) <= budget else FinishReason.LENGTH)
+
+
+async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another_policy(
+    store: TrajectoryStore,
+) -> None:
+    budget = stages((0, 24), (1, 3))
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    options: dict[str, Any] = {"token_budget": budget, "chunk": 4}
+    async with running(store, cluster, ScriptedReward(), plan, **options) as first:
+        await until(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await first.stop()
+        assert (await store.mesh.view()).partial > 0
+        await trainer.announce(1)
+        async with running(store, cluster, ScriptedReward(), plan, index=1, **options):
+            batches = [await trainer.train(1), await trainer.train(2)]
+    resumed = 0
+    for batch in batches:
+        for trajectory in (member for group in batch.groups for member in group.trajectories):
+            check_lengths(trajectory, budget(trajectory.birth_version))
+            resumed += trajectory.policy_versions == (0, 1) and len(trajectory.response_ids) > budget(1)
+    assert resumed
+
+
+async def test_the_overlong_penalty_is_relative_to_the_budget_of_the_trajectory(store: TrajectoryStore) -> None:
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    penalty = RewardConfig(overlong_buffer_tokens=5)
+    async with running(store, cluster, ScriptedReward(), plan, token_budget=stages((0, 10)), reward_config=penalty):
+        batch = await trainer.train(1)
+    for trajectory in (member for group in batch.groups for member in group.trajectories):
+        lost = min(max(len(trajectory.response_ids) - 5, 0) / 5, 1)
+        assert trajectory.outcome is not None
+        assert trajectory.shaped_reward == pytest.approx(trajectory.outcome.value - lost)
+
+
+async def test_turns_follow_the_budget_of_turns(store: TrajectoryStore, tokenizer: Tokenizer) -> None:
+    budget = stages((0, 2), (1, 1))
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(CountingEnvironment, tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4, turn_budget=budget):
+        batches = [await trainer.train(1), await trainer.train(2)]
+    members = [member for batch in batches for group in batch.groups for member in group.trajectories]
+    assert len(members) == 2 * plan.pool_size
+    for trajectory in members:
+        # A trajectory of the second batch may have been leased just before its policy was announced.
+        assert trajectory.response_ids.tolist().count(STOP) == budget(trajectory.birth_version)
+        assert trajectory.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_budget_of_a_version_that_was_never_announced_is_an_error(store: TrajectoryStore) -> None:
+    plan = schedule("sync", train_steps=1)
+    await start(store, plan, ScriptedGenerator("a"))
+    budgets = TrajectoryBudgets(store.policies, 64, stages((0, 24)))
+    prompt: Prompt = ScriptedPrompts().prompt(0, 0)
+    for version, tokens in ((0, 24), (9, None)):
+        trajectory = Trajectory(
+            trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, birth_version=version
+        )
+        if tokens is not None:
+            assert (await budgets.of(trajectory)).tokens == tokens
+            continue
+        with pytest.raises(Conflict, match="policy version 9 was never announced"):
+            await budgets.of(trajectory)
