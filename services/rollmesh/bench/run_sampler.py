@@ -90,7 +90,8 @@ class RunSampler:
 
     def use(self) -> ProcessorUse:
         """Return the processor seconds between the first and the last sample."""
-        ran, waited = Counter[str](), Counter[str]()
+        ran = dict.fromkeys(("generators", "trainer", "services"), 0.0)
+        waited = dict(ran)
         for part, first, last in self._seconds.values():
             ran[part] += last.ran - first.ran
             # The threads of a process that has ended some of them have waited less than before.
