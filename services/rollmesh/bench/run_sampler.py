@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -24,6 +25,14 @@ _WEIGHT_OF_A_NICE = 1.25
 _COUNTERS = ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
 
 
+class ProcessSeconds(NamedTuple):
+    """Seconds of one process since its start."""
+
+    ran: float
+    waited: float
+    """Time in which its threads could run and had no core, their sum."""
+
+
 class RunSampler:
     """Counters of the generators and processor seconds of all processes, about twice a second."""
 
@@ -34,8 +43,8 @@ class RunSampler:
         self._client = client
         self._placed: dict[int, bool] = {}
         self._counters: list[dict[int, dict[str, float]]] = []
-        self._seconds: dict[int, tuple[str, float, float]] = {}
-        """Service and processor seconds at the first and at the newest sample, by process."""
+        self._seconds: dict[int, tuple[str, ProcessSeconds, ProcessSeconds]] = {}
+        """Service and seconds at the first and at the newest sample, by process."""
         self._strangers: list[Counter[float]] = []
 
     def place(self, generator_cores: Sequence[int], other_cores: Sequence[int]) -> None:
@@ -62,7 +71,7 @@ class RunSampler:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times, pid = process.cpu_times(), process.pid
-                seconds = times.user + times.system
+                seconds = ProcessSeconds(times.user + times.system, _waited_seconds(pid))
                 first = self._seconds.get(pid, ("", seconds, seconds))[1]
                 self._seconds[pid] = (parts.get(pid, "services"), first, seconds)
 
@@ -80,11 +89,20 @@ class RunSampler:
         )
 
     def use(self) -> ProcessorUse:
-        """Return the processor seconds between the first and the last sample, without those of the trainer."""
-        sums = dict.fromkeys(("generators", "trainer", "services"), 0.0)
+        """Return the processor seconds between the first and the last sample."""
+        ran = dict.fromkeys(("generators", "trainer", "services"), 0.0)
+        waited = dict(ran)
         for part, first, last in self._seconds.values():
-            sums[part] += last - first
-        return ProcessorUse(generators=sums["generators"], services=sums["services"])
+            ran[part] += last.ran - first.ran
+            # The threads of a process that has ended some of them have waited less than before.
+            waited[part] += max(0.0, last.waited - first.waited)
+        return ProcessorUse(
+            generators=ran["generators"],
+            generators_waited=waited["generators"],
+            trainer=ran["trainer"],
+            trainer_waited=waited["trainer"],
+            services=ran["services"],
+        )
 
     def strangers(self) -> Samples:
         """Return the runnable threads of other programs at each sample, by their weight."""
@@ -124,6 +142,15 @@ def _runnable_weights(own: Collection[int]) -> Counter[float]:
             if fields[_STATE] == "R" and int(file.parts[2]) not in own:
                 found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
     return found
+
+
+def _waited_seconds(pid: int) -> float:
+    """Return the seconds in which threads of a process could run and had no core (man 5 proc, schedstat)."""
+    nanoseconds = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            nanoseconds += int(file.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

@@ -80,7 +80,7 @@ class SimulatedTrajectory:
     def context(self) -> int:
         """Tokens that its next call has to prefill: prompt, sampled tokens, and those of the environment."""
         tokens = self.member.tokens
-        observed = sum(turn.observation_tokens for turn in self._turns if turn.end <= tokens)
+        observed = sum(turn.observation_tokens for turn in turns if turn.end <= tokens) if (turns := self._turns) else 0
         return self.work.prompt_tokens + tokens + observed
 
     @property
@@ -90,8 +90,9 @@ class SimulatedTrajectory:
         A call that ends before its first token counts as none.
         """
         tokens = self.member.tokens
-        observed = sum(turn.observation_tokens for turn in self._turns if turn.end == tokens)
-        return observed if tokens else self.work.prompt_tokens
+        if not tokens:
+            return self.work.prompt_tokens
+        return sum(turn.observation_tokens for turn in self._turns if turn.end == tokens)
 
     @property
     def tool_seconds(self) -> float:

@@ -71,12 +71,11 @@ class Candidates:
 
     def update(self, records: Mapping[str, GeneratorRecord]) -> None:
         """Replace the records; a record that is the same object as before has not changed."""
-        before, self.records = self.records, dict(records)
-        for name in before.keys() - records.keys():
-            self._entries.pop(name, None)
+        for name in self.records.keys() - records.keys():
+            self.remove(name)
         for name, record in records.items():
-            if before.get(name) is not record:
-                self._push(name)
+            if self.records.get(name) is not record:
+                self.put(record)
 
     def put(self, record: GeneratorRecord) -> None:
         """Add or replace one record."""

@@ -177,10 +177,18 @@ class CandidatesMachine(RuleBasedStateMachine):
         )
         self.candidates.update(self.records)
 
-    @rule(name=st.sampled_from("abcdef"))
-    def deregister(self, name):
-        self.records.pop(name, None)
-        self.candidates.update(self.records)
+    @rule(name=st.sampled_from("abcdef"), version=st.integers(0, 3), serving=st.booleans())
+    def register_one(self, name, version, serving):
+        self.records[name] = generator(name, version, serving=serving)
+        self.candidates.put(self.records[name])
+
+    @rule(name=st.sampled_from("abcdef"), alone=st.booleans())
+    def deregister(self, name, alone):
+        is_known = self.records.pop(name, None) is not None
+        if alone and is_known:
+            self.candidates.remove(name)
+        else:
+            self.candidates.update(self.records)
 
     @rule(name=st.sampled_from("abcdef"), tokens=st.integers(0, 40))
     def occupy(self, name, tokens):
