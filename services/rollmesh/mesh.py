@@ -149,6 +149,8 @@ class MeshView:
     """Load of the generators; None without a serving one, and where the pool does not depend on it."""
     mean_cached_tokens: float | None = None
     """Mean length so far of a running trajectory, in tokens; None where the pool does not depend on it."""
+    undecided_groups: int = 0
+    """Open groups whose round has ended, and which the leader has neither extended nor closed."""
     aside_groups: int = 0
     """Groups that were set aside: without tokens, not counted as open or admitted, until they are recalled."""
     recalled_groups: int = 0
@@ -260,3 +262,5 @@ class RunLimits:
     most_members: int = 0
     """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
     number of scored ones that complete it."""
+    has_rounds: bool = False
+    """True if the leader decides at the end of a group's round, because the run has a planner or a group shaper."""

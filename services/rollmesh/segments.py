@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from rollmesh.types import Group, Segment
+from rollmesh.types import Group, Segment, SegmentSource
 
 
 def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segment:
@@ -21,6 +21,19 @@ def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segme
         token_ids=segment.token_ids[start:end],
         behavior_logprobs=None if logprobs is None else logprobs[start:end],
     )
+
+
+def keep_tokens(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment, ...], int]:
+    """Return the first ``count`` tokens of segments, and the number of sampled tokens after them."""
+    kept, cut = list[Segment](), 0
+    for segment in segments:
+        stays = min(count, len(segment))
+        count -= stays
+        if stays:
+            kept.append(slice_segment(segment, 0, stays))
+        if segment.source is SegmentSource.POLICY:
+            cut += len(segment) - stays
+    return tuple(kept), cut
 
 
 def join_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:

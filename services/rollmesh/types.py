@@ -227,6 +227,8 @@ class Trajectory:
     birth_version: int = 0
     """Newest policy version when the trajectory was first leased."""
     traceparent: str = ""
+    cut_token_count: int = 0
+    """Sampled tokens after the end that the group shaper chose; the segments end there."""
 
     @property
     def response_token_count(self) -> int:

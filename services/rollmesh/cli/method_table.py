@@ -1,4 +1,4 @@
-"""Command ``rollmesh methods``: every advantage, loss, mask and old-logprob source with options and deviations."""
+"""Command ``rollmesh methods``: every method of the curriculum and the trainer with options and deviations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from types import MappingProxyType
 import typer
 
 from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
+from rollmesh.config.budget_methods import BUDGET_METHODS
 from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.planner_methods import PLANNER_METHODS
+from rollmesh.config.sampler_methods import SAMPLER_METHODS
+from rollmesh.config.shaper_methods import SHAPER_METHODS
 from rollmesh.config.update_scales import UPDATE_SCALES
 
 POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
     {
+        "sampler": SAMPLER_METHODS,
+        "planner": PLANNER_METHODS,
+        "group_shaper": SHAPER_METHODS,
+        "budget": BUDGET_METHODS,
         "advantage": ADVANTAGE_METHODS,
         "loss": LOSS_METHODS,
         "masks": MASK_METHODS,
@@ -24,13 +32,13 @@ POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
         "update_scale": UPDATE_SCALES,
     }
 )
-"""Methods by the field of ``trainer.algorithm`` that names them."""
+"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them; budget is its two budgets."""
 
 
 def methods() -> None:
-    """Print the methods that `trainer.algorithm` names: options with their defaults, source, deviation.
+    """Print the methods that `curriculum` and `trainer.algorithm` name: options with their defaults, source, deviation.
 
-    Advantage, loss and masks also take `module:function` of your code.
+    Those of `curriculum`, advantage, loss and masks may also be `module:function` of your code.
     """
     for point, found in POINTS.items():
         for name, method in found.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from pydantic import Field
 
@@ -30,6 +31,16 @@ class AdvantageMethod(Method):
     """Trains on groups whose rewards are all equal."""
     needs_reference: bool = False
     """Reads sums of log-probabilities under the pinned reference version."""
+    group_spread: bool = False
+    """Divides by the spread of the rewards of a group."""
+
+
+class GrpoOptions(Section):
+    """Options of grpo."""
+
+    norm: Literal["group_std", "none"] | None = None
+    """Divisor: the standard deviation of the group, or 1; null is group_std. A planner that launches by reward needs
+    one of the two named."""
 
 
 class McGrpoOptions(Section):
@@ -84,7 +95,7 @@ class TbaOptions(Section):
 
 ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
     {
-        "grpo": AdvantageMethod(source="DeepSeekMath, arXiv 2402.03300"),
+        "grpo": AdvantageMethod(source="DeepSeekMath, arXiv 2402.03300", options=GrpoOptions, group_spread=True),
         "dr_grpo": AdvantageMethod(source="arXiv 2503.20783", deviation="the advantage only, not its aggregation"),
         "rloo": AdvantageMethod(source="Back to Basics, arXiv 2402.14740"),
         "reinforce_pp": AdvantageMethod(
@@ -96,11 +107,13 @@ ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
         "mc_grpo": AdvantageMethod(
             source="MC-GRPO (code)",
             options=McGrpoOptions,
+            group_spread=True,
             deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
         ),
         "grpo_lambda": AdvantageMethod(
             source="GRPO-lambda (descriptions; no code of the authors read)",
             options=GrpoLambdaOptions,
+            group_spread=True,
             whole_batch=True,
             ignores_shaping=True,
             uses_equal_rewards=True,
@@ -118,11 +131,13 @@ ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
         "xrpo_novelty": AdvantageMethod(
             source="XRPO (reviews)",
             options=XrpoNoveltyOptions,
+            group_spread=True,
             deviation="the advantage only; novelty under the behavior policy",
         ),
         "pairs": AdvantageMethod(
             source="Shuffle-R1 (fork)",
             options=PairsOptions,
+            group_spread=True,
             deviation="no batch reshuffle; dropped answers stay in the denominators",
         ),
         "filtered_bc": AdvantageMethod(

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmesh.config.budget_methods import BUDGET_METHODS
 from rollmesh.config.methods import Method, check_name, complete_options
-from rollmesh.config.planner_methods import PLANNER_METHODS
+from rollmesh.config.planner_methods import PLANNER_METHODS, most_planned_members
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.section import Section
 from rollmesh.config.shaper_methods import SHAPER_METHODS
@@ -34,6 +34,9 @@ class CurriculumConfig(Section):
     """Rounds of rollouts of each group, or ``module:function`` of your code."""
     planner_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the planner; ``rollmesh methods`` lists them."""
+    most_members: int | None = Field(default=None, ge=1)
+    """Members of a group in all rounds at which it is closed, whatever its planner wants; null is the most that the
+    planner launches, and 8 * schedule.group_size for a planner of your code."""
     group_shaper: str = Field(default="none", json_schema_extra={"examples": [*SHAPER_METHODS, "module:function"]})
     """Shaping of rewards that compares the members of a group, before the zero-variance filter; or ``module:function``
     of your code."""
@@ -59,3 +62,7 @@ class CurriculumConfig(Section):
                 raise ValueError(f"{field}={name}: {error}") from None
             complete_options(name, getattr(self, f"{field}_options"), methods, f"{field}_options")
         return self
+
+    def largest_group(self, group_size: int) -> int:
+        """Return ``most_members``, its default filled in; ``group_size`` is that of the schedule."""
+        return self.most_members or most_planned_members(self.planner, self.planner_options, group_size)

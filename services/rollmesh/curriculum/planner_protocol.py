@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollmesh.curriculum.group_outcome import GroupOutcome
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

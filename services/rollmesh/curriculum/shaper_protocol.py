@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollmesh.curriculum.group_outcome import GroupOutcome
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

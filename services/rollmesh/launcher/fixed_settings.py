@@ -25,11 +25,14 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),
         *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature"),
+        *("curriculum.token_budget", "curriculum.token_budget_options"),
+        *("curriculum.turn_budget", "curriculum.turn_budget_options"),
+        *("curriculum.planner", "curriculum.planner_options", "curriculum.most_members"),
         "generator.engine",
     ),
     f"it defines the score of an answer, and {_NOT_COMPARABLE}": (
         *("reward.verifier", "reward.options", "reward.on_timeout", "reward.on_error", "reward.fixed_value"),
-        "reward.overlong_buffer_tokens",
+        *("reward.overlong_buffer_tokens", "curriculum.group_shaper", "curriculum.group_shaper_options"),
     ),
     "evaluations of one run are compared with each other": (
         *("data.evaluation_source", "evaluation.prompt_count", "evaluation.samples_per_prompt"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
@@ -16,6 +17,7 @@ from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.rollout.round_decisions import RoundDecisions
 from rollmesh.rollout.start_ranking import StartRanking
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
@@ -55,6 +57,7 @@ class MeshLeader:
         metrics: RolloutMetrics,
         health: Health,
         refusals: RefusedPolicies | None = None,
+        rounds: RoundRules | None = None,
     ) -> None:
         self._store = store
         self._schedule = schedule
@@ -67,6 +70,7 @@ class MeshLeader:
         metrics.mesh.limits(schedule)
         self._ranking = StartRanking(store, schedule, metrics.mesh)
         self._pool_evidence = PoolEvidence(store, schedule)
+        self._rounds = RoundDecisions(store, rounds)
         self._prompts: PromptSource | None = None
         self._token: str | None = None
         self._renew_due = 0.0
@@ -182,7 +186,8 @@ class MeshLeader:
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
         begins = decisions.restart or decisions.set_aside or decisions.recall
-        return bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+        decides = await self._decide_rounds(token, view)
+        return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
 
     async def _judge_refusals(self, view: MeshView) -> str:
         """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""
@@ -240,6 +245,14 @@ class MeshLeader:
         self._metrics.mesh.cut(staleness)
         self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
 
+    async def _decide_rounds(self, token: str, view: MeshView) -> bool:
+        """Extend or close the groups whose round has ended; returns True if there were any."""
+        try:
+            return await self._rounds.decide(token, view)
+        except DataError as error:  # a planner or a group shaper that fails; the error names it
+            self._failed = str(error)
+            return True
+
     async def _admit(self, token: str, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""
         assert self._prompts is not None
@@ -258,9 +271,9 @@ class MeshLeader:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
             try:
-                ranked = await self._ranking.ranked(groups)
+                ranked = await self._ranking.ranked(await self._rounds.planned(groups))
                 opened = await self._store.leadership.admit(token, ranked, before, cursor)
-            except DataError as error:  # a prompt that cannot be encoded; the error names it
+            except DataError as error:  # a prompt that cannot be encoded or a planner that fails; the error names it
                 self._failed = str(error)
                 return
             self._metrics.mesh.admitted.inc(opened)
@@ -292,5 +305,5 @@ def _next(cursor: Cursor, epoch_size: int) -> Cursor:
 def _counts(view: MeshView) -> tuple[int, ...]:
     """Return the numbers whose change makes the next decision due early."""
     steps = (view.trained_step, view.cut_step, view.policy_version)
-    groups = (view.ready_groups, view.open_groups, view.aside_groups)
+    groups = (view.ready_groups, view.open_groups, view.undecided_groups, view.aside_groups)
     return (*steps, *groups, view.finished, view.leased, view.partial, view.resting)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
@@ -127,6 +128,7 @@ async def open_replica(
         metrics=metrics,
         health=health,
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
+        rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
     evaluator = Evaluator(
         EvaluatorDeps(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
+from rollmesh.scheduling.curriculum_contradictions import curriculum_contradictions
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.scheduling.schedule_bounds import Bounds
 
@@ -67,6 +68,7 @@ def contradictions(
     yield from _of_segments(config)
     yield from _of_groups_of_one(config, bounds, harvest)
     yield from _of_parts(config, bounds)
+    yield from curriculum_contradictions(config, bounds, harvest)
 
 
 def _of_segments(config: RunConfig) -> Iterator[str]:

@@ -136,7 +136,8 @@ def _segment_tokens(config: RunConfig, preset: Preset) -> int:
 
 def run_limits(config: RunConfig) -> RunLimits:
     """Return the limits that the store enforces; raises ConfigError for an invalid schedule."""
-    schedule = Schedule.from_config(config)
+    schedule, curriculum = Schedule.from_config(config), config.curriculum
+    has_rounds = curriculum.planner != "single" or curriculum.group_shaper != "none"
     return RunLimits(
         group_size=schedule.group_size,
         groups_per_batch=schedule.groups_per_batch,
@@ -146,8 +147,9 @@ def run_limits(config: RunConfig) -> RunLimits:
         filter_zero_variance=config.schedule.filter_zero_variance,
         mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
         train_steps=schedule.train_steps,
-        keeps_history=schedule.start_order is StartOrder.LONGEST_EXPECTED,
+        keeps_history=has_rounds or schedule.start_order is StartOrder.LONGEST_EXPECTED,
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,
-        most_members=2 * schedule.launched_members,
+        most_members=max(2 * schedule.launched_members, config.curriculum.largest_group(schedule.group_size)),
+        has_rounds=has_rounds,
     )

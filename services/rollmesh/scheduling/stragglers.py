@@ -67,7 +67,7 @@ def wakes_resting(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: i
         return view.resting > 0
     if view.desired.rest_before_step > schedule.train_steps:
         return not admitted
-    only_rest = view.unfinished + view.finished == view.resting
+    only_rest = view.unfinished + view.finished == view.resting and not view.undecided_groups
     return view.resting > 0 and not admitted and (only_rest or timed_out(schedule, view, blocked_by))
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from rollmesh.errors import RollmeshError
 from rollmesh.scheduling import AdmissionRule, OnStale, Schedule
-from rollmesh.scheduling.queue_model import GroupState, QueueModel
+from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel
+from rollmesh.scheduling.queue_model.model_records import TERMINAL
 from rollmesh.types import TrajectoryState
 
 
@@ -37,7 +38,8 @@ class Invariants:
         """Check the window, and the backlog that the admission rule allows."""
         schedule, queue = self._schedule, self._queue
         _at_most("schedule.window_groups: groups in the queue", queue.admitted_unconsumed, schedule.window_groups)
-        members = schedule.launched_members
+        # A planner may launch more members of a group than the schedule knows of.
+        members = queue.limits.most_members if queue.limits.has_rounds else schedule.launched_members
         unfinished = len(queue.pending) + len(queue.partial) + len(queue.resting) + queue.leased
         if admitted and schedule.admission is AdmissionRule.POOL:
             ahead = len(queue.groups[GroupState.READY]) + unfinished / members
@@ -64,6 +66,7 @@ class Invariants:
             members = queue.groups[GroupState.READY][group_id].members
             scored = (member for member in members if member.state is TrajectoryState.SCORED)
             versions = {save.policy_version for member in scored for save in member.saves}
+            _at_most(f"members of group {group_id}", len(members), queue.most_members(schedule.group_size))
             age = queue.cut_step - min((queue.version_steps[version] for version in versions), default=queue.cut_step)
             _at_most(f"schedule.max_staleness: staleness of group {group_id}", age, schedule.max_staleness)
 
@@ -85,11 +88,20 @@ class Invariants:
             raise InvariantBroken(
                 f"members by state: {dict(states)}, but the counters are {dict(queue.counts)}, {waiting}"
             )
+        for group in queue.undecided.values():
+            _check_undecided(group)
         steps = Counter(g.step for g in listed if g.state is not GroupState.CUT and g.step is not None)
         if steps != +queue.unclaimed:
             raise InvariantBroken(
                 f"groups by oldest train step: {dict(steps)}, but counted are {dict(queue.unclaimed)}"
             )
+
+
+def _check_undecided(group: ModelGroup) -> None:
+    """Check that a group that waits for a decision is open, without a member that may still change."""
+    unfinished = [m.trajectory_id for m in group.members if m.state not in TERMINAL]
+    if group.state is not GroupState.OPEN or not group.has_decisions or unfinished:
+        raise InvariantBroken(f"undecided group {group.group_id}: {group.state}, unfinished members {unfinished}")
 
 
 def _at_most(name: str, value: float, bound: float) -> None:

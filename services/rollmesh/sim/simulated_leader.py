@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollmesh.curriculum.round_rules import RoundRules, encode_plan
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
@@ -18,6 +19,7 @@ from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.simulated_rounds import decide_rounds
 from rollmesh.sim.simulated_worker import SimulatedWorker
 
 LOOK_SECONDS = 0.05
@@ -39,6 +41,7 @@ class SimulatedLeader:
         worker: SimulatedWorker,
         fleet: Fleet,
         *,
+        rounds: RoundRules | None = None,
         invariants: Invariants | None = None,
     ) -> None:
         self.absent_until = 0.0
@@ -50,6 +53,7 @@ class SimulatedLeader:
         self._worker = worker
         self._fleet = fleet
         self._invariants = invariants
+        self._rounds = rounds
         self._alarm = clock.alarm(self._look)
         self._last_look = -math.inf
         self._evidence = LengthEvidence()
@@ -126,7 +130,8 @@ class SimulatedLeader:
         if self._invariants is not None:
             self._invariants.after_admission(decisions.admit_groups)
         begins = decisions.restart or decisions.set_aside or recalled
-        return bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+        decides = self._rounds is not None and decide_rounds(queue, self._schedule, self._rounds)
+        return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
 
     def _save_groups(self, group_ids: Sequence[str]) -> list[SimulatedTrajectory]:
         groups = [self._queue.find_group(group_id) for group_id in group_ids]
@@ -135,13 +140,16 @@ class SimulatedLeader:
     def _admit(self) -> None:
         queue, schedule, position = self._queue, self._schedule, self._queue.admitted
         group_id = self._prompts.group_id(position)
-        work = self._prompts.work(position, schedule.launched_members)
+        rules = self._rounds
+        work = self._prompts.work(position, schedule.launched_members if rules is None else rules.most_members)
         self._worker.works[group_id] = work
         expected, rank = self._expectation(work.prompt_id)
+        first = None if rules is None else rules.first(queue.history.records.get(work.prompt_id))
         queue.admit(
             group_id,
-            schedule.group_size,
-            spare=schedule.spare_members,
+            schedule.group_size if first is None else first.needed,
+            spare=schedule.spare_members if first is None else first.launched - first.needed,
+            plan=None if first is None else encode_plan(first.plan, "curriculum.planner"),
             prompt_id=work.prompt_id,
             expected_tokens=expected,
             start_rank=rank,

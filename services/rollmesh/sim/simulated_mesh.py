@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
@@ -49,6 +50,8 @@ class MeshSettings:
     devices: int
     """Devices of generators and trainer."""
     failures: FailurePlan
+    rounds: RoundRules | None = None
+    """Planner and group shaper; None for groups of one round."""
     cores: CoreShares | None = None
     """Cores that the mesh shares on one machine; None for generators and a trainer that never slow each other."""
     most_events: int = MOST_EVENTS
@@ -104,6 +107,7 @@ class SimulatedMesh:
             settings.prompts,
             self.worker,
             self.fleet,
+            rounds=settings.rounds,
             invariants=self.invariants,
         )
         self.trainer = SimulatedTrainer(
@@ -211,7 +215,7 @@ class SimulatedMesh:
             work=tuple(self._work),
             seconds=self.clock.now,
             wasted_tokens={reason: tokens for reason, tokens in sorted(wasted.items()) if tokens},
-            in_flight_tokens=sum(m.tokens for m in members if not m.is_wasted) + self.worker.unsaved_tokens(),
+            in_flight_tokens=sum(m.tokens - m.wasted_tokens for m in members) + self.worker.unsaved_tokens(),
             dropped_groups=dict(sorted(queue.drops.items())),
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],

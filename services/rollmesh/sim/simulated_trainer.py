@@ -131,4 +131,4 @@ class SimulatedTrainer:
 
 
 def _tokens(groups: Iterable[ModelGroup]) -> int:
-    return sum(group.scored_tokens for group in groups)
+    return sum(group.scored_tokens - group.cut_tokens for group in groups)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rollmesh.config import RunConfig
 from rollmesh.config.section import Section
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.scheduling import Schedule, run_limits
@@ -107,6 +108,7 @@ def mesh_settings(
     return MeshSettings(
         schedule=schedule,
         limits=run_limits(config),
+        rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
         fleet=FleetSettings(
             count=generator.replicas,
             slots=generator.slots,

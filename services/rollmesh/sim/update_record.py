@@ -58,7 +58,7 @@ def update_record(
             if member.state is not TrajectoryState.SCORED:
                 continue
             trajectories += 1
-            saves = member.saves
+            saves = member.kept_saves
             in_loss = []
             for save in saves:
                 age = train_step - 1 - version_steps[save.policy_version]

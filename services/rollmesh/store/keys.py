@@ -24,6 +24,7 @@ _SINGLE = frozenset(
         "resting",  # unfinished trajectories without a worker that wait for a newer policy, by train step
         "scoring",  # finished trajectories without a worker
         "open",  # open groups by admission index
+        "undecided",  # open groups that wait for the next round or for their end, by admission index
         "ready",  # ready groups by admission index
         "open_steps",  # open groups by the smallest train_step of their tokens
         "ready_steps",  # ready groups by the same

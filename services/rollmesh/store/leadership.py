@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.cache_pool import decode_cache_pool, encode_cache_pool
+from rollmesh.store.group_rounds import encode_plan
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
@@ -168,6 +169,7 @@ class Leadership:
             prompt_id = group.prompt.prompt_id if keeps_history else ""
             words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, prompt_id]
             words += ["" if value is None else value for value in (group.expected_tokens, group.start_rank)]
+            words.append("" if group.plan is None else encode_plan(group))
         uploads = [
             ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
             for group, data in zip(groups, prompts, strict=True)

@@ -19,9 +19,10 @@ _SETTINGS = {
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
     "resume_order": "schedule.resume_order as a number",
-    "keeps_history": "schedule.start_order=longest_expected",
+    "keeps_history": "schedule.start_order=longest_expected, or curriculum.planner or curriculum.group_shaper",
     "window_groups": "schedule.window_groups",
-    "most_members": "2 * (schedule.group_size + schedule.spare_members)",
+    "most_members": "2 * (schedule.group_size + schedule.spare_members), or a larger curriculum.most_members",
+    "has_rounds": "curriculum.planner or curriculum.group_shaper",
 }
 """Run-file field of each limit, for error messages."""
 
@@ -69,6 +70,7 @@ class Limits:
                 resume_order=_RESUME_ORDERS[values.get("resume_order", 0)],
                 window_groups=values.get("window_groups", 0),
                 most_members=values.get("most_members", 0),
+                has_rounds=bool(values.get("has_rounds", 0)),
             )
             self._remember(limits)
             return limits

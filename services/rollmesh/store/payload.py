@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollmesh.errors import DataError
 from rollmesh.runtime.tracecontext import traceparent_of
+from rollmesh.segments import keep_tokens
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.v1 import trajectory_pb2 as pb
 from rollmesh.wire.codec import (
@@ -133,9 +134,17 @@ def build_trajectory(
     outcome: bytes | None = None,
     reward: bytes | None = None,
     run: str = "",
+    kept: bytes | None = None,
 ) -> Trajectory:
-    """Build a trajectory from its record in the queue; its trace context is derived from ``run``."""
+    """Build a trajectory from its record in the queue; its trace context is derived from ``run``.
+
+    A group shaper may have kept only its first tokens: then it ends there, as if they were its budget.
+    """
     group_id, _, member = trajectory_id.rpartition(".")
+    cut = 0
+    if kept:
+        segments, cut = keep_tokens(segments, int(kept))
+        finish = FinishReason.LENGTH.value.encode()
     return Trajectory(
         trajectory_id=trajectory_id,
         group_id=group_id,
@@ -147,4 +156,5 @@ def build_trajectory(
         shaped_reward=float(reward) if reward else 0.0,
         birth_version=birth_version,
         traceparent=traceparent_of(run, trajectory_id) if run else "",
+        cut_token_count=cut,
     )

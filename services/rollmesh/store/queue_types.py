@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from rollmesh.store.digest import NO_TOKENS, TokenDigest
 from rollmesh.types import FinishReason, ForkStatus, Prompt, RewardOutcome, Segment, Trajectory, WriteStatus
@@ -25,11 +26,13 @@ WASTE_TOTALS = {
     "surplus": "surplus_total",
     "restarted": "groups_restarted_total",
     "set_aside": "groups_set_aside_total",
+    "shortened": "shortened_total",
 }
 """Lifetime counter of every waste reason that is not a drop: of groups that began again, of members for the others."""
 WASTE_REASONS = (*DROP_REASONS, *WASTE_TOTALS)
 """Reasons for which saved tokens are never trained on: their group was dropped, their member has no score or was cut
-off (``surplus``), or their group began again (``restarted``) or waits to begin again (``set_aside``)."""
+off (``surplus``), their group began again (``restarted``) or waits to begin again (``set_aside``), or the group shaper
+ended their member before them (``shortened``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class NewGroup:
     order; the groups of one run all have a rank, or none has."""
     spare_members: int = 0
     """Trajectories launched beyond ``needed``; those unfinished when ``needed`` are scored are cut off."""
+    plan: Mapping[str, Any] | None = None
+    """Plan of the first round; None for a group that ends with it, without a decision of the leader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,8 @@ class LeasedTrajectory:
     """Newest argument of ``keep_snapshot``."""
     incarnation: int = 0
     """Number of restarts of the trajectory; every write of its tokens passes it."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Plan of the round that launched the trajectory; empty in a run without rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +186,8 @@ class StoreCounts:
     """Dropped groups by reason."""
     dropped_tokens: Mapping[str, int]
     """Saved tokens that are never trained on, by reason (WASTE_REASONS). Tokens of members without a score count as
-    ``unscorable``, ``dead`` or ``surplus``, even when their group is dropped or trained. Each token counts once."""
+    ``unscorable``, ``dead`` or ``surplus``, and those after the end by a group shaper as ``shortened``, even when their
+    group is dropped or trained. Each token counts once."""
     drop_deciles: Mapping[str, int]
     """Dropped groups by ``<reason>:<length decile>``."""
     scoring_queue: int

@@ -242,7 +242,7 @@ class Training:
 
         def trajectory(prompt: Prompt, trajectory_id: str, member: Sequence[Reply]) -> Trajectory:
             segments = decode_segments(elements[trajectory_id], chunks[trajectory_id])
-            _, birth, finish, outcome, reward = member
+            _, birth, finish, outcome, reward, kept = member
             return build_trajectory(
                 trajectory_id,
                 prompt,
@@ -252,6 +252,7 @@ class Training:
                 outcome=outcome,
                 reward=reward,
                 run=self._keys.run,
+                kept=kept,
             )
 
         return [

@@ -220,6 +220,7 @@ class TrajectoryQueue:
                     first_lease_time=int(row["since"]) / 1000,
                     snapshot=snapshots.get(trajectory_id),
                     incarnation=int(row["incarnation"]),
+                    plan=json.loads(row.get("plan", "{}")),
                 )
             )
         return leased

@@ -10,6 +10,7 @@ from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.drop_ledger import DropLedger
 from rollmesh.store.evaluation_requests import Evaluations
 from rollmesh.store.generator_registry import GeneratorRegistry
+from rollmesh.store.group_rounds import GroupRounds
 from rollmesh.store.inspection import Inspection
 from rollmesh.store.leadership import Leadership
 from rollmesh.store.limits import Limits
@@ -51,6 +52,7 @@ class TrajectoryStore:
         self.trajectories = TrajectoryQueue(connection, self.limits, prompts)
         self.leadership = Leadership(connection, self.limits, self.sessions, prompts)
         self.restarted = RestartedGroups(connection, self.limits)
+        self.rounds = GroupRounds(connection)
         self.mesh = MeshReader(connection, self.limits, self.settings)
         self.ledger = DropLedger(connection)
         self.prompt_records = PromptRecords(connection, self.limits)

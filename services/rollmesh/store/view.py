@@ -85,6 +85,7 @@ class MeshReader:
             ready=_groups(raw["ready"], oldest_in_loss),
             stalest_open=_groups(raw["open"], oldest_in_loss),
             unclaimed_by_step=tuple((int(step), int(count)) for step, count in raw["unclaimed"]),
+            undecided_groups=int(raw["undecided_groups"]),
             aside_groups=int(raw["aside_groups"]),
             recalled_groups=int(raw["recalled_groups"]),
             aside=tuple(group_id.decode() for group_id in raw["aside"]),

@@ -46,7 +46,10 @@ _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
 _SEGMENT_FIELDS = ("policy_version", "kv_min_version", "temperature")
-_TRAJECTORY_FIELDS = ("trajectory_id", "group_id", "member_index", "shaped_reward", "birth_version", "traceparent")
+_TRAJECTORY_FIELDS = (
+    *("trajectory_id", "group_id", "member_index", "shaped_reward", "birth_version", "traceparent"),
+    "cut_token_count",
+)
 """Fields with the same name and value in a dataclass and its message."""
 
 

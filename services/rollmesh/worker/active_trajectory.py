@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
@@ -37,12 +37,15 @@ class ActiveTrajectory(ResponseTokens):
         snapshot: bytes | None = None,
         incarnation: int = 0,
         first_lease_time: float = 0.0,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(trajectory, snapshot, incarnation)
         self.attempt: Final = attempt
         """Leases without token progress, this one included."""
         self.first_lease_time: Final = first_lease_time
         """Time of the first lease by any worker, Unix seconds; 0 without a lease (evaluation)."""
+        self.plan: Final = plan or {}
+        """Plan of the round that launched the trajectory; empty without one."""
         self._start_floor = 0
         self._call_floor = 0
         self._generator = ""

@@ -7,6 +7,8 @@ from typing import Self
 
 from rollmesh.config import RunConfig
 from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.budget_protocol import Budget
+from rollmesh.curriculum.budgets.budget_registry import load_budget
 from rollmesh.runtime.health import Health
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
@@ -20,6 +22,7 @@ from rollmesh.worker.newest_policy import NewestPolicy
 from rollmesh.worker.program import Program
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver
+from rollmesh.worker.trajectory_budgets import TrajectoryBudgets
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
@@ -39,6 +42,9 @@ class WorkerSettings:
     heartbeat_seconds: float
     drain_seconds: float
     """Time at shutdown until running calls are interrupted."""
+    token_budget: Budget | None = None
+    """Budget by the train step of a trajectory's first policy; None for ``budget``."""
+    turn_budget: Budget | None = None
     placement: Placement = Placement.CALLS
     interrupt_grace_seconds: float = 3.0
     first_pause_seconds: float = 0.5
@@ -60,6 +66,8 @@ class WorkerSettings:
             ),
             reward=config.reward,
             budget=rollout.max_new_tokens,
+            token_budget=_budget(config, "token_budget", rollout.max_new_tokens),
+            turn_budget=_budget(config, "turn_budget", rollout.max_turns),
             concurrency=rollout.worker_concurrency,
             heartbeat_seconds=config.store.heartbeat_seconds,
             placement=Placement(rollout.placement),
@@ -78,6 +86,7 @@ class WorkerDeps:
     policies: NewestPolicy
     caller: Caller
     interrupter: Interrupter
+    budgets: TrajectoryBudgets
     scorer: TrajectoryScorer
     program: Program
     metrics: WorkerMetrics
@@ -105,8 +114,14 @@ def worker_deps(
         policies=policies,
         caller=Caller(generation, generators, policies, settings.calls, metrics),
         interrupter=Interrupter(generation, generators, settings.interrupt_grace_seconds),
+        budgets=TrajectoryBudgets(store.policies, settings.budget, settings.token_budget, settings.turn_budget),
         scorer=TrajectoryScorer(reward, settings.reward, settings.budget, metrics),
         program=program,
         metrics=metrics,
         health=health,
     )
+
+
+def _budget(config: RunConfig, field: str, most: int) -> Budget | None:
+    name, options = getattr(config.curriculum, field), getattr(config.curriculum, f"{field}_options")
+    return load_budget(field, name, options, most=most, train_steps=config.trainer.train_steps)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -39,7 +39,14 @@ class RolloutContext:
     """Operation that drops all tokens, including saved ones."""
     keep_snapshot: Callable[[ActiveTrajectory, bytes], Awaitable[None]]
     """Operation that makes the state of the environment durable."""
+    turns: int | None = None
+    """Most turns of the trajectory; None for those of the program."""
     pinned_version: int | None = None
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """Plan of the round that launched the trajectory, JSON values by a rollout planner; empty without one."""
+        return self.active.plan
 
     @property
     def remaining_tokens(self) -> int:

@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from rollmesh.algorithms.shaping import overlong_penalty
 from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.shapers.overlong import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
@@ -62,8 +62,13 @@ class TrajectoryScorer:
         self._metrics = metrics
         self._log = get_logger("scoring")
 
-    async def score(self, trajectory: Trajectory, known: RewardOutcome | None = None) -> ScoredResult:
-        """Return outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's)."""
+    async def score(
+        self, trajectory: Trajectory, known: RewardOutcome | None = None, budget: int | None = None
+    ) -> ScoredResult:
+        """Return outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's).
+
+        The overlong penalty is relative to ``budget``, the token budget of the trajectory; None is that of the run.
+        """
         started = time.monotonic()
         outcome = known if known is not None else await self._request(trajectory)
         if outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, self._config) == "retry" and known is None:
@@ -76,7 +81,8 @@ class TrajectoryScorer:
                 kind=outcome.kind.value,
                 message=outcome.message,
             )
-        return shape(outcome, trajectory.response_token_count, self._config, self._budget)
+        budget = self._budget if budget is None else budget
+        return shape(outcome, trajectory.response_token_count, self._config, budget)
 
     async def _request(self, trajectory: Trajectory) -> RewardOutcome:
         try:

@@ -182,6 +182,7 @@ class Worker:
             snapshot=leased.snapshot,
             incarnation=leased.incarnation,
             first_lease_time=leased.first_lease_time,
+            plan=leased.plan,
         )
         active.set_floors(start=self._desired.start_at_version, call=self._desired.interrupt_below_version)
         if not active.finished and (self._draining.is_set() or self._desired.paused):
@@ -257,11 +258,13 @@ class Worker:
 
     async def _run_program(self, active: ActiveTrajectory) -> None:
         deps = self._deps
+        budget = await deps.budgets.of(active.trajectory)
         rollout = RolloutContext(
             active=active,
             caller=deps.caller,
             params=self._settings.params,
-            budget=self._settings.budget,
+            budget=budget.tokens,
+            turns=budget.turns,
             save=deps.saver.save,
             report_first_token=deps.saver.report_first_token,
             restart=deps.saver.restart,
@@ -285,7 +288,8 @@ class Worker:
     async def _score(self, active: ActiveTrajectory, trajectory: Trajectory, known: RewardOutcome | None) -> None:
         with tracer().span("reward", active.traceparent, kind="client") as span:
             traced = replace(trajectory, traceparent=span.traceparent) if span.traceparent else trajectory
-            result = await self._deps.scorer.score(traced, known)
+            budget = await self._deps.budgets.of(trajectory)
+            result = await self._deps.scorer.score(traced, known, budget.tokens)
             span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
         active.check_lost()
         if result.dead:

@@ -85,7 +85,7 @@ def write_run_file(folder: Path, server: EmbeddedServer, **sections: dict[str, A
         },
     }
     for section, values in sections.items():
-        data[section] = data[section] | values
+        data[section] = data.get(section, {}) | values
     (folder / "run.yaml").write_text(yaml.safe_dump(data))
     return load_run_config(folder / "run.yaml", environ={})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rollmesh.config import RunConfig
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.reward import RewardConfig
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
@@ -99,6 +100,7 @@ def build(
     reward_config: RewardConfig | None = None,
     evaluation: EvalConfig | None = None,
     unserved_seconds: float = 30.0,
+    rounds: RoundRules | None = None,
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
@@ -131,6 +133,7 @@ def build(
         renew_seconds=heartbeat,
         metrics=metrics,
         health=health,
+        rounds=rounds,
     )
     evaluator = Evaluator(
         EvaluatorDeps(

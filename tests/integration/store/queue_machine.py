@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, StoreUnavailable
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor, Desired, ResumeOrder
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.scheduling.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
@@ -60,6 +62,7 @@ class QueueMachine(QueueWorkers):
             resume_order=resume,
             session_ttl_seconds=3600.0,
             most_members=most_members,
+            has_rounds=True,
         )
         self.model = QueueModel(rules)
         self.cursor = 0
@@ -78,11 +81,13 @@ class QueueMachine(QueueWorkers):
         needed=st.integers(1, 3),
         spare=st.sampled_from([0, 0, 1, 2]),
         rank=st.none() | st.integers(0, 127),
+        rounds=st.booleans(),
     )
-    def admit(self, count: int, needed: int, spare: int, rank: int | None = None) -> None:
+    def admit(self, count: int, needed: int, spare: int, rank: int | None = None, rounds: bool = False) -> None:
         first = self.cursor
         known: dict[str, Any] = {} if rank is None else {"start_rank": rank, "expected_tokens": rank / 8}
-        groups = [replace(group(first + i, needed, spare=spare), **known) for i in range(count)]
+        plan = {"first": first} if rounds else None
+        groups = [replace(group(first + i, needed, spare=spare), plan=plan, **known) for i in range(count)]
         assert (
             self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
             == count
@@ -92,6 +97,7 @@ class QueueMachine(QueueWorkers):
         self.cursor += count
         for g in groups:
             size = len(encode_prompt(g.prompt))
+            known["plan"] = None if plan is None else json.dumps(plan)
             self.model.admit(g.group_id, needed, spare=spare, prompt_bytes=size, prompt_id=g.prompt.prompt_id, **known)
 
     @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
@@ -142,6 +148,49 @@ class QueueMachine(QueueWorkers):
         with pytest.raises(Conflict):
             self.do(self.store.restarted.recall(self.leader, step + 1, count))
 
+    @precondition(lambda self: self.model.undecided)
+    @rule(pick=PICK, more=st.integers(1, 3), spare=st.integers(0, 1))
+    def extend(self, pick: int, more: int, spare: int) -> None:
+        """Begin the next round of an undecided group; a retry, and an older leader's decision, change nothing."""
+        found = self.undecided_group(pick)
+        needed, plan = len(found.members) + max(1, more - spare), json.dumps({"pick": pick})
+        arguments = (found.group_id, found.round, needed, more, plan)
+        try:
+            assert self.model.extend_group(*arguments)
+        except Conflict:
+            with pytest.raises(Conflict):
+                self.do(self.store.rounds.extend(self.leader, found, needed, more, plan))
+            return
+        assert [self.do(self.store.rounds.extend(self.leader, found, needed, more, plan)) for _ in range(2)] == [
+            True,
+            False,
+        ]
+        assert not self.do(self.store.rounds.close(self.leader, found))
+        self.decided["extended"] += 1
+
+    @precondition(lambda self: self.model.undecided)
+    @rule(pick=PICK, shape=st.sampled_from(["none", "rewards", "kept"]))
+    def close(self, pick: int, shape: str) -> None:
+        """Close an undecided group, perhaps with other rewards and shorter answers."""
+        found = self.undecided_group(pick)
+        rewards = None if shape == "none" else [m.shaped_reward - m.member_index % 2 / 4 for m in found.members]
+        kept = [max(1, m.token_count - pick % 4) for m in found.members] if shape == "kept" else None
+        assert self.model.close_group(found.group_id, found.round, rewards, kept)
+        assert [self.do(self.store.rounds.close(self.leader, found, rewards, kept)) for _ in range(2)] == [True, False]
+        self.decided[shape] += 1
+
+    def undecided_group(self, pick: int) -> GroupOutcome:
+        """An undecided group as the leader reads it, which is as the model has it."""
+        groups = self.do(self.store.rounds.undecided())
+        seen = [(m.member_index, m.round, m.shaped_reward, m.token_count) for each in groups for m in each.members]
+        expected = self.model.oldest_undecided(64)
+        scored = [m for each in expected for m in each.members if m.state == "scored"]
+        assert seen == [(m.number, m.group.round_of(m), m.reward, m.tokens) for m in scored]
+        assert [(g.group_id, g.round, g.launched) for g in groups] == [
+            (g.group_id, len(g.rounds) - 1, len(g.members)) for g in expected
+        ]
+        return groups[pick % len(groups)]
+
     @precondition(lambda self: self.ready())
     @rule(count=st.integers(1, 3))
     def cut(self, count: int) -> None:
@@ -180,7 +229,11 @@ class QueueMachine(QueueWorkers):
                 {t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories}
                 for got in batch.groups
             ] == [
-                {m.trajectory_id: (m.tokens, m.reward) for m in group.members if m.state == "scored"}
+                {
+                    m.trajectory_id: (m.tokens if m.kept_tokens is None else m.kept_tokens, m.reward)
+                    for m in group.members
+                    if m.state == "scored"
+                }
                 for group in self.model.claim()
             ]
         self.model.confirm_batch_file()
@@ -312,6 +365,7 @@ class QueueMachine(QueueWorkers):
         assert truth.groups == {
             gid: group.state for groups in self.model.groups.values() for gid, group in groups.items()
         }
+        assert truth.undecided == self.model.undecided.keys()
         assert truth.tombstones == set(self.model.ended)
         in_groups = {
             m.trajectory_id for i in self.model.members if not self.model.is_gone((m := self.model.members[i]).group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -84,6 +85,8 @@ class QueueWorkers(RuleBasedStateMachine):
         self.begun_again: Counter[bool] = Counter()
         """Groups that began again, by whether they were set aside."""
         self.recalled = 0
+        self.decided: Counter[str] = Counter()
+        """Decisions on groups whose round had ended, by their kind."""
         self.rested = 0
 
     @rule()
@@ -108,6 +111,8 @@ class QueueWorkers(RuleBasedStateMachine):
                 for t in leased
             ] == [(m.trajectory_id, m.attempts, m.tokens, m.incarnation) for m in expected]
             assert [t.trajectory.birth_version for t in leased] == [m.birth_version for m in expected]
+            plans = [m.group.rounds[m.group.round_of(m)].plan if m.group.rounds else "{}" for m in expected]
+            assert [t.plan for t in leased] == [json.loads(plan) for plan in plans]
 
     @rule(pick=PICK, tokens=st.integers(1, 5), age=st.integers(0, 3))
     def append(self, pick: int, tokens: int, age: int) -> None:

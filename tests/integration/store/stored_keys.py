@@ -36,6 +36,8 @@ class Truth:
     tombstones: set[str] = field(default_factory=set)
     half_gone: dict[str, Record] = field(default_factory=dict)
     """Members, not deleted or reset yet, of large groups that are gone or begin again."""
+    undecided: set[str] = field(default_factory=set)
+    """Open groups that wait for a decision of the leader."""
     problems: list[str] = field(default_factory=list)
 
     def count(self, state: str) -> int:
@@ -64,6 +66,8 @@ class _Reader:
         truth.tombstones = set(await self.names("ZRANGE", "tombstones"))
         for gid in sorted(truth.tombstones & truth.groups.keys()):
             truth.problems.append(f"{gid} is {truth.groups[gid]} and gone")
+        truth.undecided = set(await self.names("ZRANGE", "undecided"))
+        truth.problems += [f"{i} is undecided, but not open" for i in truth.undecided if truth.groups.get(i) != "open"]
         placed = Counter(i for ids in queues.values() for i in ids)
         truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
         returning = await self.read_returning()
@@ -106,13 +110,22 @@ class _Reader:
         terminal = states["scored"] + sum(states[s] for s in NOT_IN_LOSS)
         if ids and (terminal, states["scored"]) != (int(group["terminal"]), int(group["scored"])):
             truth.problems.append(f"{gid}: counters {group} but members {dict(states)}")
-        if state == "aside" and states["pending"] + states["dead"] + states["unscorable"] != len(ids):
+        self.check_end(gid, group, states)
+
+    def check_end(self, gid: str, group: dict[str, str], states: Counter[str]) -> None:
+        """Compare the state of a group with the states of its members."""
+        truth, state, count = self.truth, self.truth.groups[gid], int(group["launched"])
+        terminal = states["scored"] + sum(states[s] for s in NOT_IN_LOSS)
+        if state == "aside" and states["pending"] + states["dead"] + states["unscorable"] != count:
             truth.problems.append(f"{gid} is set aside with {dict(states)}")
-        if state in ("ready", "cut") and terminal != len(ids):
+        if state in ("ready", "cut") and terminal != count:
             truth.problems.append(f"{gid} is {state} with unfinished members {dict(states)}")
-        if state == "open" and terminal == len(ids):
+        if gid in truth.undecided:
+            if terminal != count or "round" not in group or "closed" in group:
+                truth.problems.append(f"{gid} is undecided with {group} and members {dict(states)}")
+        elif state == "open" and terminal == count:
             truth.problems.append(f"{gid} is open, but every member is terminal")
-        if state == "open" and "spare" in group and states["scored"] >= int(group["needed"]):
+        elif state == "open" and "spare" in group and states["scored"] >= int(group["needed"]):
             truth.problems.append(f"{gid} is open, but the needed members are scored")
 
     async def read_returning(self) -> set[str]:

@@ -26,6 +26,8 @@ WALK = {
     "evict": 1,
     "begin_again": 4,
     "recall": 2,
+    "extend": 3,
+    "close": 5,
     "cut": 4,
     "change_leader": 1,
     "publish": 1,
@@ -62,7 +64,10 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
             "needed": rng.randint(2, 3),
             "spare": rng.choice([0, 1, 2]),
             "rank": rng.randrange(128),
+            "rounds": rng.random() < 0.5,
         },
+        "extend": lambda: {"pick": rng.randrange(1000), "more": rng.randint(1, 3), "spare": rng.randint(0, 1)},
+        "close": lambda: {"pick": rng.randrange(1000), "shape": rng.choice(["none", "rewards", "kept"])},
         "set_pool": lambda: {"pool": rng.randint(2, 8), "paused": rng.random() < 0.2},
         "evict": lambda: {"pick": rng.randrange(1000)},
         "begin_again": lambda: {"pick": rng.randrange(1000), "aside": rng.random() < 0.4},
@@ -88,6 +93,8 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
     enabled = {
         "admit": lambda: machine.model.admitted_unconsumed < 8,
         "cut": lambda: machine.ready(),
+        "extend": lambda: machine.model.undecided,
+        "close": lambda: machine.model.undecided,
         "whole_step": lambda: machine.ready() and not machine.model.batch,
         "claim": lambda: machine.model.claim(),
         "train": lambda: machine.model.batch_is_confirmed,
@@ -107,6 +114,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         assert reached["consumed"] >= 8, reached
         assert machine.model.dropped_tokens["surplus"] > 0
         assert min(machine.registered[True], machine.registered[False]) >= 5, machine.registered
+        assert min(machine.decided[kind] for kind in ("extended", "none", "rewards", "kept")) >= 3, machine.decided
         assert machine.rested >= 5, machine.rested
         assert min(machine.begun_again[True], machine.begun_again[False], machine.recalled) >= 3, machine.begun_again
     finally:

@@ -51,6 +51,14 @@ def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
     assert abs(float(ADVANTAGES[name](data, **options).sum())) < 1e-9
 
 
+def test_grpo_without_a_norm_is_dr_grpo() -> None:
+    for seed in range(10):
+        data = random_columns(seed, graded=True)
+        centred = ADVANTAGES["dr_grpo"](data)
+        assert torch.equal(ADVANTAGES["grpo"](data, norm="none"), centred)
+        assert torch.equal(ADVANTAGES["grpo"](data, norm="group_std"), ADVANTAGES["grpo"](data))
+
+
 def test_mc_grpo_gives_the_known_answers_and_clips_unless_told_otherwise() -> None:
     binary, graded = columns([0.0, 0.0, 0.0, 0.0, 1.0]), columns([0.0, 0.25, 0.5, 0.75, 1.0])
     assert ADVANTAGES["mc_grpo"](binary, adv_clip=None).tolist() == pytest.approx([0, 0, 0, 0, 5000.0])

@@ -12,8 +12,12 @@ from rollmesh.algorithms.old_logprobs import SOURCES
 from rollmesh.algorithms.token_masks.mask_registry import MASKS
 from rollmesh.cli.main import app
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import UPDATE_SCALES
+from rollmesh.curriculum.budgets.budget_registry import BUDGETS
+from rollmesh.curriculum.planners.planner_registry import PLANNERS
+from rollmesh.curriculum.shapers.shaper_registry import SHAPERS
 
 
 def test_every_method_is_printed_with_its_point_options_and_source() -> None:
@@ -21,6 +25,10 @@ def test_every_method_is_printed_with_its_point_options_and_source() -> None:
     assert result.exit_code == 0
     headings = {line for line in result.output.splitlines() if not line.startswith(" ")}
     points = {
+        "sampler": SAMPLER_METHODS,
+        "planner": PLANNERS,
+        "group_shaper": SHAPERS,
+        "budget": {"constant", *BUDGETS},
         "advantage": ADVANTAGES,
         "loss": LOSSES,
         "masks": MASKS,

@@ -28,7 +28,7 @@ def run(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
             {"advantage": "pairs", "advantage_options": {"alpha": 0.5}},
             r"alpha belongs to grpo_lambda\); its options: kept",
         ),
-        ({"advantage_options": {"kept": 0.5}}, r"grpo has no such option \(kept belongs to pairs\); its options: none"),
+        ({"advantage_options": {"kept": 0.5}}, r"grpo has no such option \(kept belongs to pairs\); its options: norm"),
         ({"advantage": "drpo"}, "advantage_options.longest_tokens of drpo: Field required"),
         ({"advantage": "pairs", "advantage_options": {"kept": 0}}, "advantage_options.kept=0 of pairs"),
         ({"advantage": "grpoo"}, "expected grpo, dr_grpo, .*, or module:function of your code"),

@@ -18,6 +18,7 @@ SCRIPTS = load_scripts()
 ALLOCATE = {
     "admit_replays",
     "append",
+    "extend_group",
     "finish",
     "fork",
     "admit",

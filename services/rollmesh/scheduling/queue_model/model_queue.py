@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import Desired, MeshView
-from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup
+from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup, ModelRound
 from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
+from rollmesh.scheduling.queue_model.model_rounds import RoundOperations
 from rollmesh.scheduling.queue_model.model_view import read_view
 from rollmesh.scheduling.queue_model.model_workers import WorkerOperations
 
 
-class QueueModel(WorkerOperations, RestartOperations):
+class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
     """The queue of one run."""
 
     def view(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
@@ -41,10 +42,12 @@ class QueueModel(WorkerOperations, RestartOperations):
         prompt_id: str = "",
         expected_tokens: float | None = None,
         start_rank: int | None = None,
+        plan: str | None = None,
     ) -> ModelGroup:
         """Open a group with ``needed + spare`` pending trajectories; raises Conflict for an id that is known.
 
-        Its prompt has a history if the run keeps one.
+        Its prompt has a history if the run keeps one. With the plan of its first round (JSON) the leader decides at the
+        end of each of its rounds.
         """
         if group_id in self.ended or self.find_group(group_id) is not None:
             raise Conflict(f"group {group_id} was admitted before: every group needs another id")
@@ -57,6 +60,7 @@ class QueueModel(WorkerOperations, RestartOperations):
             prompt_id=prompt_id if self.limits.keeps_history else "",
             expected_tokens=expected_tokens,
             start_rank=start_rank,
+            rounds=[] if plan is None else [ModelRound(0, needed, needed + spare, plan)],
             admitted_at=self.now,
         )
         self.add_group(group)

@@ -69,6 +69,10 @@ class ModelMember:
     birth_version: int | None = None
     """Newest policy version at the first lease."""
     reward: float | None = None
+    worker_reward: float | None = None
+    """Reward before the group shaper changed it; None if it did not."""
+    kept_tokens: int | None = None
+    """Tokens that the group shaper kept; None for all."""
     is_wasted: bool = False
     """True if its tokens were counted as wasted, so that a drop of its group does not count them again."""
 
@@ -76,6 +80,36 @@ class ModelMember:
     def order(self) -> int:
         """Position in admission order: the members of the oldest group first."""
         return self.group.index * ORDERS_PER_GROUP + self.number
+
+    @property
+    def kept_saves(self) -> list[Save]:
+        """Saves up to the kept tokens, as a batch has them."""
+        if self.kept_tokens is None:
+            return self.saves
+        found, left = list[Save](), self.kept_tokens
+        for save in self.saves:
+            if left > 0:
+                found.append(save._replace(token_count=min(left, save.token_count)))
+            left -= save.token_count
+        return found
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Tokens that were counted as wasted before its group is dropped."""
+        if self.is_wasted:
+            return self.tokens
+        return 0 if self.kept_tokens is None else self.tokens - self.kept_tokens
+
+
+class ModelRound(NamedTuple):
+    """One round of a group."""
+
+    first: int
+    """Number of its first member."""
+    needed: int
+    launched: int
+    plan: str = "{}"
+    """Plan as JSON."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +130,10 @@ class ModelGroup:
     """Expected length of a trajectory at the admission."""
     start_rank: int | None = None
     """Groups of a lower rank start first, within blocks of groups; None for admission order."""
+    rounds: list[ModelRound] = field(default_factory=list)
+    """Rounds so far; empty for a group that ends without a decision of the leader."""
+    is_closed: bool = False
+    """True after the last of several rounds."""
     admitted_at: float | None = None
     """Time of the admission; None for a group that began again."""
     incarnation: int = 0
@@ -103,9 +141,20 @@ class ModelGroup:
     scored: int = 0
     scored_tokens: int = 0
     """Tokens of the scored members."""
+    cut_tokens: int = 0
+    """Those after the kept tokens of their members, which no batch has."""
     terminal: int = 0
     step: int | None = None
     """Smallest train_step among the tokens of its members that are in the loss."""
+
+    @property
+    def has_decisions(self) -> bool:
+        """True while the leader decides at the end of each round."""
+        return bool(self.rounds) and not self.is_closed
+
+    def round_of(self, member: ModelMember) -> int:
+        """Return the round that launched a member."""
+        return max((at for at, each in enumerate(self.rounds) if each.first <= member.number), default=0)
 
     @property
     def rewards(self) -> list[float]:
@@ -134,6 +183,8 @@ class GroupReset:
     """Reason for which the tokens are wasted."""
     left: int
     """Number of members to reset."""
+    fresh: int
+    """Unfinished members that it gets; the last ones beyond them are forgotten."""
 
 
 class ScoredSet:

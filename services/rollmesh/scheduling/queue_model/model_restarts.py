@@ -23,6 +23,8 @@ class RestartOperations(QueueState):
     def begin_again(self, group_ids: Sequence[str], *, aside: bool) -> list[str]:
         """Reset the open and ready ones among these groups that exceed the staleness bound at the next cut.
 
+        A group with rounds begins again with its first one.
+
         They open again, or wait ``aside`` for a recall. Returns these groups; ``sweep_returning`` completes large ones.
         """
         oldest, incarnation, begun = self.cut_step - self.limits.max_staleness, self._next_incarnation(), list[str]()
@@ -43,9 +45,10 @@ class RestartOperations(QueueState):
         if reset.left:
             self._reset_members(reset, most, self._next_incarnation())
             return True
-        if self._forget_spare_members(reset.group, most) == most:
+        if self._forget_last_members(reset, most) == most:
             return True
         del self.returning[group_id]
+        _renew_spare(reset.group)
         self._begin_fresh(reset.group)
         return False
 
@@ -79,14 +82,19 @@ class RestartOperations(QueueState):
         group.admitted_at = None
         self.move_group(group, GroupState.ASIDE if aside else GroupState.OPEN)
         group.spare = 0 if aside else group.spare
-        reset = GroupReset(group, "set_aside" if aside else "restarted", len(group.members))
+        group.rounds, group.is_closed = group.rounds[:1], False
+        group.needed = group.rounds[0].needed if group.rounds else group.needed
+        fresh = group.rounds[0].launched if group.rounds else len(group.members)
+        reason = "set_aside" if aside else "restarted"
+        reset = GroupReset(group, reason, len(group.members), group.needed if aside else fresh)
         for member in group.members:
             self.leave_queues(member)
         if reset.left > MOST_MEMBERS_AT_ONCE:
             self.returning[group.group_id] = reset
             return
         self._reset_members(reset, reset.left, incarnation)
-        self._forget_spare_members(group, len(group.members))
+        self._forget_last_members(reset, len(group.members))
+        _renew_spare(group)
         self._begin_fresh(group)
 
     def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
@@ -95,17 +103,18 @@ class RestartOperations(QueueState):
         for member in group.members[first : reset.left]:
             if member.state in ENDED_WITHOUT_SCORE:
                 continue
-            self.dropped_tokens[reset.reason] += 0 if member.is_wasted else member.tokens
+            self.dropped_tokens[reset.reason] += member.tokens - member.wasted_tokens
             self.forget_member(member)
             fresh = ModelMember(group, member.trajectory_id, member.number, incarnation=incarnation)
             group.members[member.number] = self.members[member.trajectory_id] = fresh
         reset.left, group.incarnation = first, incarnation
         self.totals["begun_again_total"] += 1
 
-    def _forget_spare_members(self, group: ModelGroup, most: int) -> int:
-        """Forget the last members of a group that was set aside, up to one that is lost; returns their number."""
+    def _forget_last_members(self, reset: GroupReset, most: int) -> int:
+        """Forget the last members beyond the fresh ones, up to one that is lost; returns their number."""
+        group = reset.group
         lost, forgotten = _lost(group), 0
-        while group.state is GroupState.ASIDE and len(group.members) - lost > group.needed and forgotten < most:
+        while len(group.members) - lost > reset.fresh and forgotten < most:
             if group.members[-1].state in ENDED_WITHOUT_SCORE:
                 break
             del self.members[group.members.pop().trajectory_id]
@@ -113,12 +122,18 @@ class RestartOperations(QueueState):
         return forgotten
 
     def _begin_fresh(self, group: ModelGroup) -> None:
-        group.scored = group.scored_tokens = 0
+        group.scored = group.scored_tokens = group.cut_tokens = 0
         group.terminal = _lost(group)
         if group.state is GroupState.OPEN:
             for member in group.members:
                 if member.state not in ENDED_WITHOUT_SCORE:
                     self.wait(member)
+
+
+def _renew_spare(group: ModelGroup) -> None:
+    """Count the spare members of a group with rounds that begins again; it may have more than its first round had."""
+    if group.rounds and group.state is GroupState.OPEN:
+        group.spare = max(0, len(group.members) - _lost(group) - group.needed)
 
 
 def _lost(group: ModelGroup) -> int:

@@ -55,6 +55,8 @@ class QueueState:
         self.groups: dict[GroupState, dict[str, ModelGroup]] = {state: {} for state in GroupState}
         self.listed = {GroupState.OPEN: ListedGroups(), GroupState.READY: ListedGroups()}
         """Open and ready groups in the orders of the scheduler's view."""
+        self.undecided: dict[str, ModelGroup] = {}
+        """Open groups whose round has ended, and which the leader has neither extended nor closed."""
         self.half_gone: dict[str, DroppedGroup] = {}
         self.returning: dict[str, GroupReset] = {}
         """Large groups, open or aside, whose members are being reset."""
@@ -250,6 +252,7 @@ class QueueState:
 
     def _remove_group(self, group: ModelGroup) -> None:
         del self.groups[group.state][group.group_id]
+        self.undecided.pop(group.group_id, None)
         if group.state in self.listed:
             self.listed[group.state].leave(group)
 
@@ -262,11 +265,21 @@ class QueueState:
         self.add_group(group)
 
     def settle(self, group: ModelGroup) -> None:
-        """Close an open group once every member has ended, or once the needed ones are scored if it has spare ones."""
+        """End the round of an open group once every member has ended.
+
+        With spare members it ends once the needed ones are scored. A group with rounds then waits for the leader.
+        """
         if group.spare and group.scored >= group.needed:
             self._cut_off_surplus(group)
         if group.terminal < len(group.members):
             return
+        if group.has_decisions and group.scored >= min(2, group.needed):
+            self.undecided[group.group_id] = group
+        else:
+            self.end_group(group)
+
+    def end_group(self, group: ModelGroup) -> None:
+        """End a group that gets no further member: it is ready, or dropped."""
         self.history.note(group, self.trained_step)
         self.times.ended(self.now, group.admitted_at)
         rewards = group.rewards
@@ -332,7 +345,7 @@ class QueueState:
         return False
 
     def _note_drop(self, gone: DroppedGroup) -> None:
-        self.dropped_tokens[gone.reason] += sum(m.tokens for m in gone.members if not m.is_wasted)
+        self.dropped_tokens[gone.reason] += sum(m.tokens - m.wasted_tokens for m in gone.members)
         decile = self._length_decile(max(m.tokens for m in gone.members))
         self.drop_deciles[f"{gone.reason}:{decile}"] += 1
 

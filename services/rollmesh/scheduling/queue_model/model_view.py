@@ -61,6 +61,7 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
         ready_seconds=state.times.ready_seconds,
         ready_updates=state.times.ready_updates,
         update_seconds=state.times.update_seconds,
+        undecided_groups=len(state.undecided),
         aside_groups=len(state.groups[GroupState.ASIDE]),
         recalled_groups=state.recalled_groups,
         aside=tuple(group.group_id for group in state.oldest_aside(bound)),

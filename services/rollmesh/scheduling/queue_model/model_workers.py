@@ -144,7 +144,8 @@ class WorkerOperations(QueueState):
         if member is None or member.session != session:
             return WriteStatus.LOST
         if member.state in (TrajectoryState.SCORED, TrajectoryState.UNSCORABLE):
-            return WriteStatus.DUPLICATE if member.reward == reward else WriteStatus.REFUSED
+            before = member.reward if member.worker_reward is None else member.worker_reward
+            return WriteStatus.DUPLICATE if before == reward else WriteStatus.REFUSED
         if member.state is not _FINISHED:
             return WriteStatus.REFUSED
         if self.is_gone(member.group):

@@ -1,9 +1,10 @@
 #!lua
--- uses: core counters fence places roles
+-- uses: core counters fence places roles rounds
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key), prompt id ('' without
---   history), expected tokens ('' when unknown), start rank ('' for admission order).
+--   history), expected tokens ('' when unknown), start rank ('' for admission order), plan of the first round (JSON; '' for
+--   a group of one round).
 -- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')
@@ -24,14 +25,14 @@ end
 -- Every group is checked before the first write, so a lost upload leaves the whole call without effect.
 local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
-  local at = 8 + group * 9
+  local at = 8 + group * 10
   local gid, prompt = ARGV[at], ARGV[at + 5]
   if not named[gid] and not known(gid, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])) then
     if prompt == '' and call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
     named[gid] = true
     new[#new + 1] = {
       id = gid, needed = tonumber(ARGV[at + 1]), launched = tonumber(ARGV[at + 2]), prompt = prompt,
-      prompt_id = ARGV[at + 6], expected = ARGV[at + 7], rank = ARGV[at + 8] ~= '' and ARGV[at + 8] or nil,
+      prompt_id = ARGV[at + 6], expected = ARGV[at + 7], rank = ARGV[at + 8] ~= '' and ARGV[at + 8] or nil, plan = ARGV[at + 9],
     }
   end
 end
@@ -53,6 +54,7 @@ for _, group in ipairs(new) do
   if group.prompt_id ~= '' then call('HSET', group_key(gid), 'prompt', group.prompt_id) end
   if group.expected ~= '' then call('HSET', group_key(gid), 'expected', group.expected) end
   if group.rank then call('HSET', group_key(gid), 'rank', group.rank) end
+  if group.plan ~= '' then begin_rounds(gid, group.needed, group.launched, group.plan) end
   call('ZADD', K.open, sequence, gid)
   local members = {}
   for member = 0, group.launched - 1 do

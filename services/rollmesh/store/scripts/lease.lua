@@ -1,11 +1,11 @@
 #!lua
--- uses: bury core counters drop fence group places roles
+-- uses: bury core counters drop fence group places roles rounds
 -- pending | partial | resting -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order
 -- of the run, by default those of the oldest group first, among them those that rested long enough; then pending ones in
 -- its start order (lib/places.lua).
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
--- first lease in ms. All values but `new` are text, which avoids a conversion of numbers at every step.
+-- first lease in ms, `plan` the plan of its round in a run with rounds. All values but `new` are text, which avoids a conversion of numbers at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
@@ -17,7 +17,8 @@ if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return '[]' end
 local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
 local most_new = tonumber(ARGV[4] or ARGV[3])
-local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
+local limits = call('HMGET', K.limits, 'max_attempts', 'has_rounds')
+local max_attempts, has_rounds = tonumber(limits[1]), limits[2] == '1'
 local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
 local now_text = integer(now())
 local leased, held, buried = {}, {}, 0
@@ -43,7 +44,7 @@ local function take(id, order)
   held[#held + 1] = id
   leased[#leased + 1] = {
     id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since,
-    incarnation = v[6] or '0',
+    incarnation = v[6] or '0', plan = has_rounds and plan_of(id) or nil,
   }
   return true
 end

@@ -27,7 +27,7 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
 end
 call('UNLINK', batch_groups_key(step))
 call('HDEL', K.replays, unpack(gids))
-for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside}) do
+for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside, K.undecided}) do
   call('ZREM', queue, unpack(gids))
 end
 if trained then

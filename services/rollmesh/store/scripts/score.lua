@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: core counters drop group history save_status settle
+-- uses: core counters drop group save_status settle
 -- Records outcomes, finished -> scored | unscorable, and the group's next state. The script allocates little and completes
 -- batches, which frees memory, so it must run when memory is short.
 -- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes.
@@ -9,8 +9,8 @@ local function apply(id, scored, reward, outcome)
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'has_snapshot')
   if v[1] ~= session then return LOST, 0 end
   if v[2] == S.scored or v[2] == S.unscorable then
-    local there = call('HMGET', trajectory_key(id), 'reward', 'outcome')
-    return there[1] == reward and there[2] == outcome and DUPLICATE or REFUSED, tonumber(v[3])
+    local there = call('HMGET', trajectory_key(id), 'reward', 'outcome', 'worker_reward')
+    return (there[3] or there[1]) == reward and there[2] == outcome and DUPLICATE or REFUSED, tonumber(v[3])
   end
   if v[2] ~= S.finished then return REFUSED, tonumber(v[3]) end
   local group = load_group(group_of(id))
@@ -30,10 +30,7 @@ local function apply(id, scored, reward, outcome)
     touch(group)
     group.terminal, group.scored = group.terminal + 1, group.scored + 1
     group.tokens = group.tokens + tonumber(v[3])
-    local value = tonumber(reward)
-    add_member_facts(group, id, value, tonumber(v[3]))
-    if not group.low or value < tonumber(group.low) then group.low = reward end
-    if not group.high or value > tonumber(group.high) then group.high = reward end
+    add_reward(group, id, reward, tonumber(v[3]))
   else
     waste(id, state, v[3])
     member_without_score(group, id)

@@ -4,7 +4,7 @@
 -- '1' to list the ready groups with the fewest tokens too.
 -- Returns a map. `ready` has (id, index, step, tokens) of each ready group, `open` (id, index, step) of the open groups
 -- with the smallest step (those without tokens last), `unclaimed` (step, groups) over all open and ready groups with
--- tokens, `aside` the ids of the oldest groups that were set aside.
+-- tokens, `undecided_groups` the open groups that wait for the leader's decision, `aside` the ids of the oldest groups that were set aside.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
@@ -99,6 +99,6 @@ return {map = {
   rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', ready_ms = meta[16] or '',
   update_ms = meta[17] or '', ready_updates = meta[18] or '',
   settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
-  aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
+  undecided_groups = call('ZCARD', K.undecided), aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
   aside = bound > 0 and call('ZRANGE', K.aside, 0, bound - 1) or {},
 }}

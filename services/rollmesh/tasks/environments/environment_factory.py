@@ -9,7 +9,7 @@ from typing import Any
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.calculator import CalculatorEnvironment
 from rollmesh.tasks.environments.environment_protocol import Environment
-from rollmesh.tasks.loading import load_target
+from rollmesh.user_code import load_target
 
 BUILT_IN: Mapping[str, Callable[..., Environment]] = {"calculator": CalculatorEnvironment}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from rollmesh.config.data import PythonSource
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.loading import load_target
 from rollmesh.tasks.sources.row import Row, RowFormat
 from rollmesh.tasks.sources.rows import RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
+from rollmesh.user_code import load_target
 
 
 class PythonRows:

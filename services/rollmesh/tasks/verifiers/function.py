@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.loading import load_target
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier
+from rollmesh.user_code import load_target
 
 
 class FunctionVerifier:

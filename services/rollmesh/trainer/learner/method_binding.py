@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +23,8 @@ from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import EssOptions
-from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.loading import load_target
+from rollmesh.errors import DataError
+from rollmesh.user_code import load_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
             needs_policy=method.needs_policy,
             needs_reference=method.needs_reference,
         )
-    function = _load(name, field, f"{field}_options", ("TrajectoryColumns",), options)
+    function = load_function(name, field, ("TrajectoryColumns",), options)
 
     def compute(data: TrajectoryColumns) -> Tensor:
         result: Tensor = function(data, **options)
@@ -87,7 +86,7 @@ def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     options = complete_options(name, algorithm.loss_options, LOSS_METHODS, f"{field}_options")
     if not is_own(name):
         return partial(LOSSES[name].loss, **options) if options else LOSSES[name].loss
-    function = _load(name, field, f"{field}_options", ("LossInput", "LossOptions"), options)
+    function = load_function(name, field, ("LossInput", "LossOptions"), options)
 
     def loss(data: LossInput, shared: LossOptions) -> TokenLoss:
         result = function(data, shared, **options)
@@ -121,7 +120,7 @@ def _bind_mask(name: str, given: Mapping[str, Any], index: int) -> BoundMask:
     if not is_own(name):
         needs_policy = MASK_METHODS[name].needs == "policy"
         return BoundMask(name=name, keep=partial(MASKS[name], **options), needs_policy=needs_policy)
-    function = _load(name, field, f"{field}.options", ("MaskInput",), options)
+    function = load_function(name, field, ("MaskInput",), options, f"{field}.options")
 
     def keep(data: MaskInput) -> Tensor:
         result: Tensor = function(data, **options)
@@ -131,23 +130,6 @@ def _bind_mask(name: str, given: Mapping[str, Any], index: int) -> BoundMask:
         return result
 
     return BoundMask(name=OWN_MASK, keep=keep, needs_policy=bool(getattr(function, "needs_policy", False)))
-
-
-def _load(
-    name: str, field: str, options_field: str, inputs: tuple[str, ...], options: Mapping[str, Any]
-) -> Callable[..., Any]:
-    function: Any = load_target(name, field)
-    if not callable(function):
-        raise ConfigError(f"{field}: {name} must be a function of ({', '.join(inputs)})")
-    try:
-        inspect.signature(function).bind(*inputs, **options)
-    except (TypeError, ValueError) as error:
-        # ValueError: a function of a compiled library has no signature.
-        raise ConfigError(
-            f"{field}: {name} cannot be called as f({', '.join(inputs)}, **{options_field}): {error}"
-        ) from error
-    found: Callable[..., Any] = function
-    return found
 
 
 def _check_column(result: Any, like: Tensor, field: str, name: str, unit: str) -> None:

@@ -64,7 +64,7 @@ class TrainerMetrics:
             m.counter(
                 "rollmesh_trainer_wasted_tokens_total",
                 "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
-                "unscorable, dead or surplus members.",
+                "unscorable, dead, surplus or shortened members.",
                 {"reason": WASTE_REASONS},
             )
         )

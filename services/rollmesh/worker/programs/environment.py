@@ -174,13 +174,14 @@ class EnvironmentProgram:
 
     async def _play(self, episode: _Episode, rollout: RolloutContext, *, durable: bool) -> RolloutResult:
         reply = await self._replay(episode, rollout)
+        most_turns = self._max_turns if rollout.turns is None else rollout.turns
         while True:
             if reply is not None:
                 if reply.done:
                     return episode.result(FinishReason.ENVIRONMENT)
                 if not await self._append_reply(rollout, reply, durable):
                     return episode.result(FinishReason.LENGTH)
-            if rollout.remaining_tokens == 0 or episode.turn_count >= self._max_turns:
+            if rollout.remaining_tokens == 0 or episode.turn_count >= most_turns:
                 return episode.result(FinishReason.LENGTH)
             if await rollout.sample(durable=durable) is not FinishReason.STOP:
                 return episode.result(FinishReason.LENGTH)

@@ -1,6 +1,6 @@
 -- uses: core
 -- Reads complete groups as (group, admission index, scored members, payload).
--- A member is (number, birth version, finish reason, outcome, reward). The payload is the prompt and the saved segments
+-- A member is (number, birth version, finish reason, outcome, reward, kept tokens or '' for all). The payload is the prompt and the saved segments
 -- of each member. A payload over the maximum, in tokens of eight bytes, is omitted, so that no call blocks the server
 -- for long: the caller reads it with plain commands.
 local function batch_rows(gids, left)
@@ -20,9 +20,9 @@ local function batch_rows(gids, left)
     local v, members, tokens = call('HMGET', group_key(gid), 'index', 'launched'), {}, 0
     for member = 0, tonumber(v[2]) - 1 do
       local id = gid .. '.' .. member
-      local m = call('HMGET', trajectory_key(id), 'state', 'birth', 'finish', 'outcome', 'reward', 'tokens')
+      local m = call('HMGET', trajectory_key(id), 'state', 'birth', 'finish', 'outcome', 'reward', 'tokens', 'kept')
       if m[1] == S.scored then
-        members[#members + 1] = {member, m[2], m[3], m[4], m[5]}
+        members[#members + 1] = {member, m[2], m[3], m[4], m[5], m[7] or ''}
         tokens = tokens + tonumber(m[6])
       end
     end

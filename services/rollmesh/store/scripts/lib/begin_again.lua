@@ -1,13 +1,14 @@
 -- uses: core counters drop group payload places
 -- A group that begins again loses all tokens of its members and keeps its admission index. It opens again, or waits
--- aside for a recall with `needed` members. A member without a score (dead, unscorable) stays as it is.
+-- aside for a recall with `needed` members. A member without a score (dead, unscorable) stays as it is. A group with
+-- rounds begins again with its first one.
 --
 -- A group of more than MOST_MEMBERS_AT_ONCE members is reset in slices (sweep_returning), from the last member to the
 -- first. It is in K.open or K.aside throughout, but its record waits in K.returning, so that no other script finds the
 -- group: none of its members is leased, scored or settled before the last slice.
 
 -- `restarted` and `set_aside` count how often the group began again, for operators.
-local KEPT_FIELDS = {'replay_of', 'prompt', 'rank', 'expected', 'spare', 'restarted', 'set_aside'}
+local KEPT_FIELDS = {'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside'}
 
 -- Larger than every incarnation so far, because each of these events makes at most one.
 local function next_incarnation()
@@ -47,10 +48,11 @@ local function reset_members(r, most)
   count('begun_again_total', 1)
 end
 
--- A group that was set aside is recalled without spare members: the last ones go, up to one that is lost.
-local function forget_spare_members(r, most)
+-- The last members go until `fresh` unfinished ones are left, up to one that is lost: spare members of a group that was
+-- set aside, and those of later rounds.
+local function forget_last_members(r, most)
   local keys = {}
-  while r.aside and r.launched - #r.lost > r.needed and not is_lost(r, r.launched - 1) and #keys < most do
+  while r.launched - #r.lost > r.fresh and not is_lost(r, r.launched - 1) and #keys < most do
     r.launched = r.launched - 1
     keys[#keys + 1] = trajectory_key(r.id .. '.' .. r.launched)
   end
@@ -74,6 +76,11 @@ local function write_fresh_group(r)
   call('HSET', group_key(r.id), 'index', r.index, 'needed', r.needed, 'launched', r.launched, 'scored', 0,
     'terminal', #r.lost, 'member_steps', 1, 'incarnation', r.incarnation)
   if r.aside then call('HSET', group_key(r.id), 'lost', table.concat(r.lost, ' ')) end
+  if r.first then
+    call('HSET', group_key(r.id), 'round', 0)
+    local spare = r.launched - #r.lost - r.needed
+    r.spare = not r.aside and spare > 0 and integer(spare) or nil
+  end
   for _, field in ipairs(KEPT_FIELDS) do
     if r[field] then call('HSET', group_key(r.id), field, r[field]) end
   end
@@ -85,8 +92,10 @@ local function continue_reset(gid, most)
   local entry = call('HGET', K.returning, gid)
   if not entry then return 0 end
   local r = cjson.decode(entry)
+  -- An entry of an older release has no such number.
+  r.fresh = r.fresh or (r.aside and r.needed or r.launched)
   local more = true
-  if r.left > 0 then reset_members(r, most) else more = forget_spare_members(r, most) end
+  if r.left > 0 then reset_members(r, most) else more = forget_last_members(r, most) end
   if more then
     call('HSET', K.returning, gid, cjson.encode(r))
     return 1
@@ -97,7 +106,9 @@ local function continue_reset(gid, most)
 end
 
 local function leave_queues(gid, index, aside)
-  for _, queue in ipairs({K.ready, K.open_steps, K.ready_steps, K.ready_tokens}) do call('ZREM', queue, gid) end
+  for _, queue in ipairs({K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.undecided}) do
+    call('ZREM', queue, gid)
+  end
   if aside then call('ZREM', K.open, gid) end
   call('ZADD', aside and K.aside or K.open, index, gid)
 end
@@ -111,12 +122,18 @@ local function begin_group_again(group, reason, aside)
   }
   for at, value in ipairs(call('HMGET', group_key(gid), unpack(KEPT_FIELDS))) do r[KEPT_FIELDS[at]] = value or nil end
   if aside then r.spare = nil end
+  local first_launched
+  if r.first then
+    local needed, launched = string.match(r.first, '^(%d+) (%d+)$')
+    r.needed, first_launched = tonumber(needed), tonumber(launched)
+  end
+  r.fresh = aside and r.needed or first_launched or r.launched
   r[reason] = integer(tonumber(r[reason] or '0') + 1)
   leave_queues(gid, group.index, aside)
   call('UNLINK', group_key(gid))
   if group.launched <= MOST_MEMBERS_AT_ONCE then
     reset_members(r, group.launched)
-    forget_spare_members(r, group.launched + 1)
+    forget_last_members(r, group.launched + 1)
     write_fresh_group(r)
     return false
   end

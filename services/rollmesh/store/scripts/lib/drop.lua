@@ -8,7 +8,7 @@ end
 -- Removes one member from every index and counter; adds its keys to `keys` and returns its saved tokens, and the number
 -- of them that were counted as wasted before.
 local function take_out_member(id, keys)
-  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links', 'wasted')
+  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links', 'wasted', 'kept')
   local state = v[1] or S.pending
   if state == S.pending then call('ZREM', K.pending, id)
   elseif state == S.partial then call('ZREM', K.partial, id)
@@ -21,7 +21,7 @@ local function take_out_member(id, keys)
     keys[#keys + 1] = trajectory_key(id)
   end
   local tokens = tonumber(v[3] or '0')
-  return tokens, v[5] and tokens or 0
+  return tokens, v[5] and tokens or v[6] and tokens - tonumber(v[6]) or 0
 end
 
 -- Deletes a group's record, prompt and members; returns their saved tokens, those of the longest member, and the number
@@ -54,7 +54,7 @@ local function note_drop(gid, reason, total, longest, wasted)
 end
 
 local function take_out_of_queues(group, reason)
-  for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside}) do
+  for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.aside, K.undecided}) do
     call('ZREM', queue, group.id)
   end
   bury_group(group.id)

@@ -1,4 +1,4 @@
--- uses: core
+-- uses: core rounds
 -- A replay waits until the staleness bound and memory allow one more group. The bounds equal those of the scheduler.
 local ADMISSION_SHARE = 0.8
 
@@ -21,6 +21,7 @@ local function open_replay(gid, letter, needed)
     'member_steps', 1, 'replay_of', letter)
   local prompt = call('HGET', letter_key(letter), 'prompt')
   if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
+  if call('HGET', K.limits, 'has_rounds') == '1' then begin_rounds(gid, needed, needed, '{}') end
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
     call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)

@@ -11,6 +11,14 @@ local function make_ready(group)
   count('groups_ready_total', 1)
 end
 
+-- Adds the reward of a scored member to those of its group.
+local function add_reward(group, id, reward, tokens)
+  local value = tonumber(reward)
+  add_member_facts(group, id, value, tokens)
+  if not group.low or value < tonumber(group.low) then group.low = reward end
+  if not group.high or value > tonumber(group.high) then group.high = reward end
+end
+
 local TERMINAL = {[S.scored] = true, [S.unscorable] = true, [S.dead] = true, [S.surplus] = true}
 
 -- Cuts off the members that a group with spare members no longer needs. Their tokens are deleted and counted as waste;
@@ -35,14 +43,11 @@ local function cut_off_surplus(group)
   if last then recompute_step(group, last) end
 end
 
--- Closes an open group once every launched member is terminal, or once the needed ones are scored if it has spare ones.
-local function settle(group)
-  if group.spare and group.scored >= group.needed then cut_off_surplus(group) end
-  if group.terminal < group.launched then return end
+-- Ends a group that gets no further member: it is ready, or dropped.
+local function end_group(group, is_unscored)
   note_outcome(group)
   note_time(group)
-  -- Advantages within a group need two scores; a group of one is compared with its batch.
-  if group.scored < math.min(2, group.needed) then
+  if is_unscored then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
     drop_group(group, 'too_few_scored')
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
@@ -51,6 +56,20 @@ local function settle(group)
     drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
   else
     make_ready(group)
+  end
+end
+
+-- Ends the round of an open group once every launched member is terminal, or once the needed ones are scored if it has
+-- spare ones. A group with rounds then waits for the leader; any other one ends.
+local function settle(group)
+  if group.spare and group.scored >= group.needed then cut_off_surplus(group) end
+  if group.terminal < group.launched then return end
+  -- Advantages within a group need two scores; a group of one is compared with its batch.
+  local is_unscored = group.scored < math.min(2, group.needed)
+  if group.round and not is_unscored then
+    call('ZADD', K.undecided, group.index, group.id)
+  else
+    end_group(group, is_unscored)
   end
 end
 

@@ -1,10 +1,12 @@
-"""Loading of the objects that a run file names as ``module:attribute``."""
+"""Objects of a user's code, which a run file names as ``module:attribute``."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
@@ -31,6 +33,27 @@ def load_target(target: str, field: str) -> Any:
         return getattr(module, attribute)
     except AttributeError as error:
         raise ConfigError(f"{field}: module {module_name!r} has no {attribute!r}") from error
+
+
+def load_function(
+    target: str, field: str, inputs: tuple[str, ...], options: Mapping[str, Any], options_field: str = ""
+) -> Callable[..., Any]:
+    """Import a function of ``inputs``, which takes the options as keywords.
+
+    Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
+    ``FIELD_options`` unless given.
+    """
+    function: Any = load_target(target, field)
+    if not callable(function):
+        raise ConfigError(f"{field}: {target} must be a function of ({', '.join(inputs)})")
+    try:
+        inspect.signature(function).bind(*inputs, **options)
+    except (TypeError, ValueError) as error:
+        # ValueError: a function of a compiled library has no signature.
+        called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
+        raise ConfigError(f"{field}: {target} cannot be called as f({called}): {error}") from error
+    found: Callable[..., Any] = function
+    return found
 
 
 def _import(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Budgets: tokens or turns of a trajectory by the train step under whose policy it is born."""

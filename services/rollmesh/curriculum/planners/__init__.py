@@ -1,0 +1,1 @@
+"""Planners: how many rollouts a group gets, in which rounds."""

@@ -1,0 +1,139 @@
+"""Decision at the end of a group's round: another round, or the end with the rewards of the group shaper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+from rollmesh.config import RunConfig
+from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
+from rollmesh.curriculum.planners.planner_registry import load_planner
+from rollmesh.curriculum.shaper_protocol import Closing, GroupShaper
+from rollmesh.curriculum.shapers.shaper_registry import load_shaper
+from rollmesh.errors import DataError
+from rollmesh.group_outcome import GroupOutcome
+from rollmesh.prompt_history import PromptRecord
+
+T = TypeVar("T")
+
+Records = Mapping[str, PromptRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDecision:
+    """Next round of a group, or its end: exactly one of both is set."""
+
+    extension: Round | None = None
+    closing: Closing | None = None
+    is_bounded: bool = False
+    """True if the planner wanted more members than the group may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """Planner and group shaper of a run; their results are checked, and errors of a user's code are DataErrors."""
+
+    planner: RolloutPlanner | None
+    """None for one round of all members."""
+    shaper: GroupShaper
+    planner_name: str
+    shaper_name: str
+    group_size: int
+    spare_members: int
+    most_members: int
+    """Members of a group at which it is closed, whatever its planner wants."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *, group_size: int, spare_members: int) -> Self | None:
+        """Return the rules of a run; None if its groups end without a decision of the leader.
+
+        Raises ConfigError for a user's code that cannot be loaded or called.
+        """
+        section = config.curriculum
+        if section.planner == "single" and section.group_shaper == "none":
+            return None
+        single = section.planner == "single"
+        return cls(
+            planner=None if single else load_planner(section.planner, section.planner_options),
+            shaper=load_shaper(section.group_shaper, section.group_shaper_options),
+            planner_name=section.planner,
+            shaper_name=section.group_shaper,
+            group_size=group_size,
+            spare_members=spare_members,
+            most_members=section.largest_group(group_size),
+        )
+
+    def first(self, seen: PromptRecord | None) -> Round:
+        """Return the first round of a group. Raises DataError, which names the planner, for a round that cannot be."""
+        if self.planner is None:
+            return Round(needed=self.group_size, launched=self.group_size + self.spare_members)
+        planner = self.planner
+        found = self._of_planner(lambda: planner.first(seen, self.group_size))
+        # Advantages within a group need two scores; a group of one is compared with its batch.
+        least = min(2, self.group_size)
+        if found is None or not least <= found.needed <= found.launched <= self.most_members:
+            asked = "no round" if found is None else f"needed={found.needed}, launched={found.launched}"
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: its first round is {asked}; expected {least} <= needed <= "
+                f"launched <= {self.most_members} (curriculum.most_members)"
+            )
+        return found
+
+    def decide(self, group: GroupOutcome, records: Records) -> RoundDecision:
+        """Return the next round of a group, or its end. Raises DataError, which names the planner or the shaper.
+
+        A round that would exceed the most members of a group is cut down to them; with no member left, the group ends.
+        """
+        wanted = None
+        if self.planner is not None:
+            planner = self.planner
+            wanted = self._of_planner(lambda: planner.next(group))
+        if wanted is None:
+            return RoundDecision(closing=self._closing(group, records))
+        scored, room = len(group.members), self.most_members - group.launched
+        if wanted.launched < 1 or wanted.needed <= scored:
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: after round {group.round} of group {group.group_id} it asked "
+                f"for needed={wanted.needed}, launched={wanted.launched}; expected needed above the {scored} scored "
+                "members and launched of at least 1, or None to close the group"
+            )
+        if room < 1:
+            return RoundDecision(closing=self._closing(group, records), is_bounded=True)
+        launched = min(room, wanted.launched)
+        # Members that never got a score may leave fewer than the planner counted on.
+        needed = min(wanted.needed, scored + launched)
+        extension = replace(wanted, needed=needed, launched=launched)
+        return RoundDecision(extension=extension, is_bounded=launched < wanted.launched)
+
+    def _of_planner(self, call: Callable[[], object]) -> Round | None:
+        field = f"curriculum.planner={self.planner_name}"
+        found = _called(field, call)
+        if found is None:
+            return None
+        if not isinstance(found, Round):
+            raise DataError(f"{field}: returned {type(found).__name__} instead of a Round")
+        encode_plan(found.plan, field)
+        return found
+
+    def _closing(self, group: GroupOutcome, records: Records) -> Closing:
+        field = f"curriculum.group_shaper={self.shaper_name}"
+        return _called(field, lambda: self.shaper(group, records))
+
+
+def encode_plan(plan: Mapping[str, Any], field: str) -> str:
+    """Encode the plan of a round as JSON; raises DataError, which names ``field``, for values that JSON lacks."""
+    try:
+        return json.dumps(dict(plan), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{field}: the plan {plan!r} of a round is not JSON: {error}") from error
+
+
+def _called(field: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{field}: raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Shaping of rewards, of a single trajectory and of a group."""

@@ -1,0 +1,73 @@
+"""The leader's part of rounds: first rounds of new groups, and decisions on groups whose round has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollmesh.curriculum.round_rules import RoundRules, encode_plan
+from rollmesh.group_outcome import GroupOutcome
+from rollmesh.mesh import MeshView
+from rollmesh.prompt_history import PromptRecord
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import NewGroup, TrajectoryStore
+
+_READS_PER_LOOK = 8
+"""Reads of undecided groups after one view, so that the leader's other work does not wait for long."""
+
+
+class RoundDecisions:
+    """Applies the planner and the group shaper of a run. It remembers nothing, so any leader decides the same.
+
+    Without rules it neither reads nor writes anything.
+    """
+
+    def __init__(self, store: TrajectoryStore, rules: RoundRules | None) -> None:
+        self._store = store
+        self._rules = rules
+        self._log = get_logger("rounds")
+
+    async def planned(self, groups: Sequence[NewGroup]) -> list[NewGroup]:
+        """Return new groups with their first round. Raises DataError for a planner that fails."""
+        if (rules := self._rules) is None:
+            return list(groups)
+        seen = await self._store.prompt_records.read([group.prompt.prompt_id for group in groups])
+        planned = []
+        for group in groups:
+            first = rules.first(seen.get(group.prompt.prompt_id))
+            spare = first.launched - first.needed
+            planned.append(replace(group, needed=first.needed, spare_members=spare, plan=first.plan))
+        return planned
+
+    async def decide(self, token: str, view: MeshView) -> bool:
+        """Extend or close the undecided groups; returns True if there were any.
+
+        Raises DataError for a planner or a group shaper that fails; its group stays undecided.
+        """
+        if self._rules is None or view.recovering or not view.undecided_groups:
+            return False
+        for _ in range(_READS_PER_LOOK):
+            groups = await self._store.rounds.undecided()
+            if not groups:
+                break
+            records = await self._records(groups)
+            for group in groups:
+                await self._apply(self._rules, token, group, records)
+        return True
+
+    async def _records(self, groups: Sequence[GroupOutcome]) -> dict[str, PromptRecord]:
+        names = {"all", *(group.prompt_id for group in groups), *(f"domain:{group.domain}" for group in groups)}
+        return await self._store.prompt_records.read(sorted(names))
+
+    async def _apply(
+        self, rules: RoundRules, token: str, group: GroupOutcome, records: dict[str, PromptRecord]
+    ) -> None:
+        decision = rules.decide(group, records)
+        if decision.is_bounded:
+            self._log.warning("round_is_bounded", group=group.group_id, most_members=rules.most_members)
+        rounds, extension, closing = self._store.rounds, decision.extension, decision.closing
+        if extension is not None:
+            plan = encode_plan(extension.plan, f"curriculum.planner={rules.planner_name}")
+            await rounds.extend(token, group, extension.needed, extension.launched, plan)
+        elif closing is not None:
+            await rounds.close(token, group, closing.shaped_rewards, closing.kept_tokens)

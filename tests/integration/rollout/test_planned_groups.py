@@ -1,0 +1,167 @@
+"""Rounds in whole replicas: planners and group shapers decide, whatever leader or worker dies between two rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.group_outcome import GroupOutcome
+from rollmesh.prompt_history import PromptRecord
+from rollmesh.scheduling import Schedule
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import Batch, FinishReason
+from rollmesh.worker.program import RolloutContext, RolloutResult
+from rollmesh.worker.programs import SingleTurnProgram
+
+from .replicas import running, schedule
+from .scenes import all_groups, start
+from .scripted import ScriptedGenerator, ScriptedReward
+
+
+@dataclass(frozen=True)
+class TwoRounds:
+    """Two rounds for the groups with an even number, one for the others."""
+
+    def first(self, seen: PromptRecord | None, group_size: int) -> Round:
+        return Round(needed=group_size, launched=group_size, plan={"round": 0})
+
+    def next(self, group: GroupOutcome) -> Round | None:
+        if group.round or int(group.group_id.partition("-")[2]) % 2:
+            return None
+        return Round(needed=len(group.members) + 2, launched=2, plan={"round": 1})
+
+
+def half_of_the_last(group: GroupOutcome, records: Mapping[str, PromptRecord]) -> Closing:
+    """Shorten the last answer to half of its tokens and take a quarter of a point from it."""
+    rewards = [member.shaped_reward for member in group.members]
+    kept = [member.token_count for member in group.members]
+    rewards[-1] -= 0.25
+    kept[-1] = -(-kept[-1] // 2)
+    return Closing(shaped_rewards=tuple(rewards), kept_tokens=tuple(kept))
+
+
+def rules(plan: Schedule, **changes: Any) -> RoundRules:
+    found = RoundRules(
+        planner=TwoRounds(),
+        shaper=half_of_the_last,
+        planner_name="mine:two_rounds",
+        shaper_name="mine:half_of_the_last",
+        group_size=plan.group_size,
+        spare_members=0,
+        most_members=2 * plan.group_size,
+    )
+    return replace(found, **changes)
+
+
+ROUNDS = {"has_rounds": True, "keeps_history": True}
+
+
+class PlannedProgram(SingleTurnProgram):
+    """Notes the plan of every trajectory that it runs."""
+
+    def __init__(self) -> None:
+        self.plans: dict[str, Mapping[str, Any]] = {}
+
+    async def run(self, rollout: RolloutContext) -> RolloutResult:
+        self.plans[rollout.active.trajectory_id] = rollout.plan
+        return await super().run(rollout)
+
+
+def check_rounds(batch: Batch) -> None:
+    for group in batch.groups:
+        two_rounds = int(group.group_id.partition("-")[2]) % 2 == 0
+        numbers = [t.member_index for t in group.trajectories]
+        assert numbers == list(range(6 if two_rounds else 4)), group.group_id
+        last = group.trajectories[-1]
+        assert last.shaped_reward == last.member_index % 2 - 0.25
+        sampled = last.response_token_count + last.cut_token_count
+        assert last.response_token_count == -(-sampled // 2)
+        cut_short = last.cut_token_count > 0
+        assert last.finish_reason is (FinishReason.LENGTH if cut_short else FinishReason.STOP)
+        assert sum(len(s.behavior_logprobs) for s in last.segments if s.behavior_logprobs is not None) == (
+            last.response_token_count
+        )
+
+
+async def test_groups_of_two_rounds_are_trained_with_the_members_of_both(store: TrajectoryStore) -> None:
+    plan = schedule(train_steps=3)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64), **ROUNDS)
+    program = PlannedProgram()
+    async with running(store, cluster, ScriptedReward(), plan, rounds=rules(plan), program=program):
+        for step in (1, 2, 3):
+            check_rounds(await trainer.train(step))
+    trained = [t for batch in trainer.batches for group in batch.groups for t in group.trajectories]
+    assert {t.trajectory_id: program.plans[t.trajectory_id]["round"] for t in trained} == {
+        t.trajectory_id: t.member_index // 4 for t in trained
+    }
+    counts = await store.mesh.counts()
+    assert counts.totals["groups_extended_total"] >= 1
+    assert counts.dropped_tokens["shortened"] >= sum(t.cut_token_count for t in trained)
+
+
+async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_and_lose_nothing(
+    store: TrajectoryStore,
+) -> None:
+    """Every other replica dies without a word while groups wait for a decision or run their second round."""
+    steps = 6
+    plan = schedule(train_steps=steps)
+    slow = ScriptedGenerator("a", slots=64, seconds_per_token=0.001)
+    cluster, trainer = await start(store, plan, slow, session_ttl_seconds=1.0, **ROUNDS)
+    for step in range(1, steps + 1):
+        async with running(store, cluster, ScriptedReward(), plan, index=step, rounds=rules(plan)) as replica:
+            training = asyncio.create_task(trainer.train(step))
+            before = (await store.mesh.counts()).totals.get("groups_extended_total", 0)
+            async with asyncio.timeout(120):
+                while not training.done() and before == (
+                    (await store.mesh.counts()).totals.get("groups_extended_total", 0)
+                ):
+                    await asyncio.sleep(0.005)
+            if step % 2:
+                # No drain, no release, no resignation: the leases and the lead expire.
+                replica.task.cancel()
+                await asyncio.wait({replica.task})
+                async with running(store, cluster, ScriptedReward(), plan, index=100 + step, rounds=rules(plan)):
+                    check_rounds(await training)
+            else:
+                check_rounds(await training)
+    assert len(set(all_groups(trainer))) == len(all_groups(trainer)) == 2 * steps
+    counts = await store.mesh.counts()
+    trained = [t for batch in trainer.batches for group in batch.groups for t in group.trajectories]
+    assert counts.totals["round_members_total"] == 2 * counts.totals["groups_extended_total"]
+    assert counts.totals.get("replacements_total", 0) == 0 and counts.dead_letters == 0
+    assert set(counts.drops) <= {"run_complete"}
+    records = await store.prompt_records.read([t.prompt.prompt_id for t in trained])
+    for group in (group for batch in trainer.batches for group in batch.groups):
+        record, members = records[group.trajectories[0].prompt.prompt_id], group.trajectories
+        assert (record.groups, record.members) == (1, len(members))
+        assert record.reward_sum == pytest.approx(sum(t.shaped_reward for t in members))
+        assert record.solved == sum(t.shaped_reward > 0 for t in members)
+        assert record.token_sum == sum(t.response_token_count + t.cut_token_count for t in members)
+
+
+async def test_a_planner_that_fails_stops_the_run_and_its_group_waits(store: TrajectoryStore) -> None:
+    class Fails(TwoRounds):
+        def next(self, group: GroupOutcome) -> Round | None:
+            raise ZeroDivisionError("no answer was right")
+
+    plan = schedule(train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64), **ROUNDS)
+    broken = rules(plan, planner=Fails())
+    async with running(store, cluster, ScriptedReward(), plan, rounds=broken), asyncio.timeout(120):
+        while not (failure := await store.leadership.failure()):
+            await cluster.register()
+            await asyncio.sleep(0.02)
+    assert failure == "curriculum.planner=mine:two_rounds: raised ZeroDivisionError: no answer was right"
+    view = await store.mesh.view()
+    assert view.undecided_groups > 0 and view.open_groups >= view.undecided_groups
+    async with running(store, cluster, ScriptedReward(), plan, index=1, rounds=rules(plan)):
+        check_rounds(await trainer.train(1))
+        check_rounds(await trainer.train(2))
+    assert len(set(all_groups(trainer))) == 4
