@@ -43,6 +43,13 @@ class PromptOutcome(NamedTuple):
     token_sum: int
     longest: int
     train_step: int
+    domain: str = ""
+    """Domain of the prompt, whose record it adds to as well; empty without domains."""
+
+
+def domain_record(domain: str) -> str:
+    """Return the name of the record with the sums over all groups of a domain."""
+    return f"domain:{domain}"
 
 
 class LengthPrediction(NamedTuple):

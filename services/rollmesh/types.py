@@ -194,6 +194,8 @@ class Prompt:
     verifier: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Input of the verifier: the reference answer, the tests, the puzzle (JSON values only)."""
+    domain: str = ""
+    """Domain of the prompt; empty without domains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

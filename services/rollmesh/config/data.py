@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollmesh.config.section import Section
 
@@ -37,6 +38,8 @@ class CountdownSource(SourceSection):
     """Minimum number of distinct digits in a puzzle."""
     max_numbers: int = Field(default=8, ge=2, le=9)
     """Maximum number of distinct digits in a puzzle."""
+    puzzles: int | None = Field(default=None, ge=1, le=1_048_576)
+    """Puzzles of the training split, which come again every epoch; null for new ones without end."""
 
 
 class JsonlSource(SourceSection):
@@ -104,8 +107,47 @@ class PythonSource(SourceSection):
         return True
 
 
-PromptSourceConfig = Annotated[
+SingleSourceConfig = Annotated[
     CountdownSource | JsonlSource | ParquetSource | ReasoningGymSource | PythonSource, Field(discriminator="type")
+]
+
+SMALLEST_WEIGHT = 1e-4
+_WEIGHT_TOLERANCE = 1e-6
+DOMAIN_PATTERN = r"[\w.+-]{1,64}"
+"""Name of a domain: it stands in records of the queue and in labels of metrics."""
+
+
+class MixturePart(Section):
+    """One domain of a mixture."""
+
+    name: str = Field(pattern=f"^{DOMAIN_PATTERN}$")
+    """Domain of the prompts of this part."""
+    weight: float = Field(ge=SMALLEST_WEIGHT, le=1)
+    """Share of the groups that get a prompt of this part, with ``curriculum.sampler: order``."""
+    source: SingleSourceConfig
+    """Prompts of this part."""
+
+
+class MixtureSource(SourceSection):
+    """Several sources, each a domain of its own."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: list[MixturePart] = Field(min_length=1)
+    """Sources with their names and weights; the weights sum to 1."""
+
+    @model_validator(mode="after")
+    def _the_parts_are_a_whole(self) -> Self:
+        names = [part.name for part in self.parts]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"parts: the name {repeated[0]} comes more than once; a part is a domain of its own")
+        if abs((total := math.fsum(part.weight for part in self.parts)) - 1) > _WEIGHT_TOLERANCE:
+            raise ValueError(f"parts: the weights sum to {total:g}; they must sum to 1")
+        return self
+
+
+PromptSourceConfig = Annotated[
+    CountdownSource | JsonlSource | ParquetSource | ReasoningGymSource | PythonSource | MixtureSource,
+    Field(discriminator="type"),
 ]
 
 
@@ -116,6 +158,9 @@ class DataConfig(Section):
     """Training prompts."""
     evaluation_source: PromptSourceConfig | None = None
     """Evaluation prompts; null uses ``source``: new prompts of a generated task, held-out rows of a table."""
+    domain_field: str | None = None
+    """Field of the rows of a table that names the domain of the prompt; null without domains. The parts of a mixture
+    are its domains."""
     held_out_ratio: float = Field(default=0.05, ge=0, lt=1)
     """Share of a table's distinct prompts that is excluded from training without ``evaluation_source``; 0 evaluates on
     the training rows."""
@@ -124,8 +169,22 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a prompt; a longer one is an error that names its row."""
 
+    @model_validator(mode="after")
+    def _rows_have_the_domain_field(self) -> Self:
+        if self.domain_field is not None and self.source.type in ("countdown", "reasoning_gym", "mixture"):
+            raise ValueError(
+                f"domain_field={self.domain_field}: source.type={self.source.type} has no rows of yours; leave it out, "
+                "or make each domain a part of source.type=mixture"
+            )
+        return self
+
     @property
-    def sources(self) -> dict[str, PromptSourceConfig]:
-        """Configured sources by their field."""
-        fields = {"source": self.source, "evaluation_source": self.evaluation_source}
-        return {field: source for field, source in fields.items() if source is not None}
+    def sources(self) -> dict[str, SingleSourceConfig]:
+        """Configured sources by their field, the parts of a mixture one by one."""
+        found: dict[str, SingleSourceConfig] = {}
+        for field, source in (("source", self.source), ("evaluation_source", self.evaluation_source)):
+            if isinstance(source, MixtureSource):
+                found |= {f"{field}.parts.{at}.source": part.source for at, part in enumerate(source.parts)}
+            elif source is not None:
+                found[field] = source
+        return found

@@ -84,7 +84,7 @@ def _committed_on_disk(config: RunConfig) -> int:
 
 def _epoch_size(config: RunConfig) -> int | None:
     """Return the number of groups per epoch; None for prompts from user code or prompts that cannot be opened here."""
-    if config.data.source.runs_user_code:
+    if any(source.runs_user_code for source in config.data.sources.values()):
         return None
     try:
         tokenizer = Tokenizer(resolve_model(config.model.path))

@@ -20,7 +20,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "the run's keys in Redis and its metrics carry it": ("name",),
     "every policy version descends from it": ("model",),
     "the progress of the run is a position in this order of prompts": (
-        *("seed", "data.source", "data.held_out_ratio", "data.shuffle"),
+        *("seed", "data.source", "data.domain_field", "data.held_out_ratio", "data.shuffle"),
     ),
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),

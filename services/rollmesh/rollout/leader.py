@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
+from rollmesh.rollout.prompt_draws import PromptDraws
 from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
@@ -58,7 +60,9 @@ class MeshLeader:
         health: Health,
         refusals: RefusedPolicies | None = None,
         rounds: RoundRules | None = None,
+        open_draws: Callable[[PromptSource], PromptDraws] | None = None,
     ) -> None:
+        """Create a candidate; ``open_draws`` wraps the opened prompts in a run with a sampler."""
         self._store = store
         self._schedule = schedule
         self._open_prompts = open_prompts
@@ -72,6 +76,8 @@ class MeshLeader:
         self._pool_evidence = PoolEvidence(store, schedule)
         self._rounds = RoundDecisions(store, rounds)
         self._prompts: PromptSource | None = None
+        self._open_draws = open_draws
+        self._draws: PromptDraws | None = None
         self._token: str | None = None
         self._renew_due = 0.0
         self._reap_due = 0.0
@@ -93,6 +99,8 @@ class MeshLeader:
         self._prompts = await open_prompts(
             self._open_prompts, beat=lambda: self._health.beat("leader"), shutdown=shutdown
         )
+        if self._prompts is not None and self._open_draws is not None:
+            self._draws = await asyncio.to_thread(self._open_draws, self._prompts)
         before: MeshView | None = None
         while not shutdown.is_set():
             self._health.beat("leader")
@@ -124,6 +132,7 @@ class MeshLeader:
             self._token = await self._store.leadership.acquire(self._candidate)
             self._evaluations.forget()
             self._pool_evidence.forget()
+            self._forget_draws()
             self._count_due = 0.0
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
@@ -154,6 +163,7 @@ class MeshLeader:
         if view.recovering:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
             self._evaluations.forget()
+            self._forget_draws()
         decisions = decide(self._schedule, view)
         self._metrics.mesh.pool(self._schedule, view, decisions.desired)
         failure = decisions.fail or self._failed or self._refused
@@ -178,7 +188,7 @@ class MeshLeader:
             self._metrics.mesh.begun_again.labels(kind="recalled").inc(recalled)
             self._log.info("groups_recalled", train_step=view.cut_step + 1, count=recalled)
         if decisions.admit_groups:
-            await self._admit(token, decisions.admit_groups)
+            await self._admit(token, decisions.admit_groups, view.trained_step)
         await self._evaluations.request_due(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
@@ -245,6 +255,10 @@ class MeshLeader:
         self._metrics.mesh.cut(staleness)
         self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
 
+    def _forget_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.forget()
+
     async def _decide_rounds(self, token: str, view: MeshView) -> bool:
         """Extend or close the groups whose round has ended; returns True if there were any."""
         try:
@@ -253,12 +267,14 @@ class MeshLeader:
             self._failed = str(error)
             return True
 
-    async def _admit(self, token: str, count: int) -> None:
+    async def _admit(self, token: str, count: int, train_step: int) -> None:
         """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""
         assert self._prompts is not None
         replayed = await self._store.leadership.admit_replays(token, count)
         self._metrics.mesh.admitted.inc(replayed)
         count -= replayed
+        if self._draws is not None:
+            await self._draws.refresh(train_step)
         cursor = await self._store.leadership.cursor()
         while count > 0:
             groups: list[NewGroup] = []
@@ -286,9 +302,11 @@ class MeshLeader:
                 f"data.source has {prompts.epoch_size} training prompts, but this run has admitted more of the epoch: "
                 "the data has shrunk since; restore it and restart the run, or start another run"
             )
+        drawn = None if self._draws is None else self._draws.draw(cursor)
         return NewGroup(
             group_id=f"e{cursor.epoch}-{cursor.index}",
-            prompt=prompts.prompt(cursor.epoch, cursor.index),
+            prompt=prompts.prompt(cursor.epoch, cursor.index) if drawn is None else drawn.prompt,
+            record_name="" if drawn is None else drawn.record_name,
             needed=self._schedule.group_size,
             spare_members=self._schedule.spare_members,
             epoch=cursor.epoch,

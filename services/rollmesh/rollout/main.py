@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import cast
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
@@ -12,8 +13,10 @@ from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
+from rollmesh.rollout.prompt_draws import PromptDraws
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
@@ -28,7 +31,7 @@ from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
 from rollmesh.tasks.sources.repeated import RepeatedPrompts
-from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource
 from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
@@ -118,15 +121,26 @@ async def open_replica(
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
     deps = worker_deps(settings, name, store, client, reward, program, metrics, health)
     worker = Worker(settings, deps)
+    sampler = bind_sampler(config.curriculum)
+
+    def open_prompts(on_checked: OnChecked) -> PromptSource:
+        source = _prompts(config, tokenizer, on_checked)
+        return source if sampler else RepeatedPrompts(source, schedule.prompt_repeats)
+
+    def open_draws(source: PromptSource) -> PromptDraws:
+        assert sampler is not None
+        return PromptDraws(cast(RowSource, source), sampler, store.prompt_records, config.seed)
+
     leader = MeshLeader(
         store,
         schedule,
-        lambda on_checked: RepeatedPrompts(_prompts(config, tokenizer, on_checked), schedule.prompt_repeats),
+        open_prompts,
         PeriodicEvaluations(store.evaluations, config.evaluation, config.checkpoints.keep_last),
         candidate=name,
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,
         health=health,
+        open_draws=None if sampler is None else open_draws,
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
@@ -149,7 +163,7 @@ async def open_replica(
     return Replica(deps.session, worker, leader, evaluator, health)
 
 
-def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> PromptSource:
+def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> RowSource:
     is_agent = config.rollout.program == "agent"
     source = build_prompt_source(config.data, tokenizer, config.seed, keep_messages=is_agent, on_checked=on_checked)
     if not is_agent:

@@ -30,10 +30,11 @@ class StartRanking:
         """Return the groups with expected length and start rank; unchanged in admission order."""
         if not self._ranks:
             return list(groups)
-        records = await self._records.read([group.prompt.prompt_id for group in groups])
+        names = [group.record_name or group.prompt.prompt_id for group in groups]
+        records = await self._records.read(names)
         return [
-            self._rank(group, records[i].mean_tokens if (i := group.prompt.prompt_id) in records else None)
-            for group in groups
+            self._rank(group, records[name].mean_tokens if name in records else None)
+            for group, name in zip(groups, names, strict=True)
         ]
 
     def _rank(self, group: NewGroup, expected: float | None) -> NewGroup:

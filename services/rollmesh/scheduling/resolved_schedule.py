@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollmesh.config import RunConfig
+from rollmesh.config.sampler_methods import ORDER
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
@@ -147,7 +148,11 @@ def run_limits(config: RunConfig) -> RunLimits:
         filter_zero_variance=config.schedule.filter_zero_variance,
         mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
         train_steps=schedule.train_steps,
-        keeps_history=has_rounds or schedule.start_order is StartOrder.LONGEST_EXPECTED,
+        keeps_history=(
+            has_rounds
+            or schedule.start_order is StartOrder.LONGEST_EXPECTED
+            or config.curriculum.sampler != ORDER
+        ),
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,
         most_members=max(2 * schedule.launched_members, config.curriculum.largest_group(schedule.group_size)),

@@ -54,6 +54,8 @@ _SINGLE = frozenset(
         "scale",  # requested replicas by service
         "scaler",  # launcher that applies the requested replicas
         "history",  # record of each prompt
+        "changes",  # stream of the changed records
+        "domains",  # admitted groups by domain
         "outcomes",  # ended groups that no batch file has, for the disaster copy of the history
         "predictions",  # expected and true lengths of the newest groups that ended
         "settings",  # numbered settings by the operator or the launcher

@@ -166,10 +166,11 @@ class Leadership:
         for group, data in zip(groups, prompts, strict=True):
             launched = group.needed + group.spare_members
             inline = data if len(data) <= INLINE_LIMIT_BYTES else b""
-            prompt_id = group.prompt.prompt_id if keeps_history else ""
-            words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, prompt_id]
+            record = (group.record_name or group.prompt.prompt_id) if keeps_history else ""
+            words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, record]
             words += ["" if value is None else value for value in (group.expected_tokens, group.start_rank)]
             words.append("" if group.plan is None else encode_plan(group))
+            words.append(group.prompt.domain if keeps_history else "")
         uploads = [
             ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
             for group, data in zip(groups, prompts, strict=True)

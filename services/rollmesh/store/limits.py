@@ -19,7 +19,7 @@ _SETTINGS = {
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
     "resume_order": "schedule.resume_order as a number",
-    "keeps_history": "schedule.start_order=longest_expected, or curriculum.planner or curriculum.group_shaper",
+    "keeps_history": "schedule.start_order=longest_expected, or curriculum.sampler, planner or group_shaper",
     "window_groups": "schedule.window_groups",
     "most_members": "2 * (schedule.group_size + schedule.spare_members), or a larger curriculum.most_members",
     "has_rounds": "curriculum.planner or curriculum.group_shaper",
@@ -44,7 +44,9 @@ class Limits:
         except Conflict as error:
             name, colon, rest = str(error).removeprefix("init_run: ").partition(":")
             raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
-        self._remember(limits)
+        # A run that has begun to keep a history keeps it, also when it is continued without a use for it.
+        self._limits = None
+        await self.get()
 
     def _remember(self, limits: RunLimits) -> None:
         self._limits = limits

@@ -14,6 +14,8 @@ from rollmesh.store.redis_connection import Connection
 
 _OUTCOMES_PER_CALL = 512
 _PROMPTS_PER_READ = 512
+_MOST_CHANGES = 4096
+"""Most changes that are read one by one."""
 _MILLIONTHS = 1_000_000
 
 
@@ -33,6 +35,41 @@ class PromptRecords:
             raw = await self._connection.command("HMGET", self._keys.single("history"), *part)
             found |= {i: _record(text) for i, text in zip(part, raw, strict=True) if text is not None}
         return found
+
+    async def changed(self, since: int | None) -> tuple[int, dict[str, PromptRecord]]:
+        """Return the number of the newest change, and the records that have changed after change ``since``.
+
+        All records are returned without ``since``, and if the changes are no longer known one by one.
+        """
+        meta, changes = self._keys.single("meta"), self._keys.single("changes")
+        newest = int(await self._connection.command("HGET", meta, "history_changes") or 0)
+        if since == newest:
+            return newest, {}
+        if since is not None and 0 < newest - since <= _MOST_CHANGES:
+            entries = await self._connection.command("XRANGE", changes, f"{since + 1}-0", f"{newest}-0")
+            if len(entries) == newest - since:
+                return newest, await self.read(sorted({fields[b"name"].decode() for _, fields in entries}))
+        return newest, await self._all()
+
+    async def in_progress(self) -> list[str]:
+        """Return the record name of each unfinished group that has one."""
+        return [name.decode() for name in await self._connection.run("prompts_in_progress")]
+
+    async def drawn(self) -> dict[str, int]:
+        """Return the number of admitted groups by domain."""
+        raw = await self._connection.command("HGETALL", self._keys.single("domains"))
+        return {name.decode(): int(count) for name, count in sorted(raw.items())}
+
+    async def _all(self) -> dict[str, PromptRecord]:
+        found: dict[str, PromptRecord] = {}
+        cursor = 0
+        while True:
+            cursor, part = await self._connection.command(
+                "HSCAN", self._keys.single("history"), cursor, "COUNT", _PROMPTS_PER_READ
+            )
+            found |= {name.decode(): _record(text) for name, text in part.items()}
+            if not cursor:
+                return found
 
     async def predictions(self) -> list[LengthPrediction]:
         """Return the newest predictions of lengths, at most 256, the newest first."""
@@ -94,10 +131,12 @@ def _prediction(text: bytes) -> LengthPrediction:
 
 
 def _outcome(group_id: bytes, text: bytes) -> PromptOutcome:
-    *numbers, prompt_id = text.decode().split(" ", 6)
-    return PromptOutcome(group_id.decode(), prompt_id, *map(int, numbers))
+    *numbers, last, prompt_id = text.decode().split(" ", 6)
+    step, _, domain = last.partition("@")
+    return PromptOutcome(group_id.decode(), prompt_id, *map(int, (*numbers, step)), domain=domain)
 
 
 def _text(outcome: PromptOutcome) -> str:
-    _, prompt_id, *numbers = outcome
-    return " ".join([*map(str, numbers), prompt_id])
+    _, prompt_id, *numbers, domain = outcome
+    step = f"@{domain}" if domain else ""
+    return f"{' '.join(map(str, numbers))}{step} {prompt_id}"

@@ -47,6 +47,8 @@ class NewGroup:
     index: int
     expected_tokens: float | None = None
     """Expected length of a trajectory; None when unknown."""
+    record_name: str = ""
+    """Record of the prompt history that the group adds to; empty for the id of its prompt."""
     start_rank: int | None = None
     """0 to 127; groups of a lower rank start first, within blocks of as many groups as a batch has. None for admission
     order; the groups of one run all have a rank, or none has."""

@@ -228,8 +228,10 @@ class TrajectoryQueue:
     async def _load_prompts(self, group_ids: Iterable[str]) -> dict[str, Prompt]:
         found: dict[str, Prompt] = {}
         missing = []
+        # A sampler may choose another prompt for a group that Redis has lost and the leader admits again.
+        redraws = (await self._limits.get()).keeps_history
         for group_id in sorted(group_ids):
-            cached = self._prompts.get(group_id)
+            cached = None if redraws else self._prompts.get(group_id)
             if cached is None:
                 missing.append(group_id)
             else:

@@ -155,6 +155,7 @@ def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
         verifier=prompt.verifier,
         metadata=metadata,
         prompt_id=prompt.prompt_id,
+        domain=prompt.domain,
     )
 
 
@@ -169,6 +170,7 @@ def prompt_from_pb(message: pb.Prompt) -> Prompt:
         token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
         verifier=message.verifier,
         metadata=_with_whole_numbers(metadata),
+        domain=message.domain,
     )
 
 

@@ -4,7 +4,7 @@
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key), prompt id ('' without
 --   history), expected tokens ('' when unknown), start rank ('' for admission order), plan of the first round (JSON; '' for
---   a group of one round).
+--   a group of one round), domain ('' without one, or without history).
 -- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')
@@ -32,7 +32,8 @@ for group = 0, tonumber(ARGV[7]) - 1 do
     named[gid] = true
     new[#new + 1] = {
       id = gid, needed = tonumber(ARGV[at + 1]), launched = tonumber(ARGV[at + 2]), prompt = prompt,
-      prompt_id = ARGV[at + 6], expected = ARGV[at + 7], rank = ARGV[at + 8] ~= '' and ARGV[at + 8] or nil, plan = ARGV[at + 9],
+      prompt_id = ARGV[at + 6], expected = ARGV[at + 7], rank = ARGV[at + 8] ~= '' and ARGV[at + 8] or nil,
+      plan = ARGV[at + 9], domain = ARGV[at + 10],
     }
   end
 end
@@ -52,6 +53,10 @@ for _, group in ipairs(new) do
     'terminal', 0, 'member_steps', 1, 'admitted_at', integer(now()))
   if group.launched > group.needed then call('HSET', group_key(gid), 'spare', group.launched - group.needed) end
   if group.prompt_id ~= '' then call('HSET', group_key(gid), 'prompt', group.prompt_id) end
+  if group.domain ~= '' then
+    call('HSET', group_key(gid), 'domain', group.domain)
+    call('HINCRBY', K.domains, group.domain, 1)
+  end
   if group.expected ~= '' then call('HSET', group_key(gid), 'expected', group.expected) end
   if group.rank then call('HSET', group_key(gid), 'rank', group.rank) end
   if group.plan ~= '' then begin_rounds(gid, group.needed, group.launched, group.plan) end

@@ -3,6 +3,7 @@
 -- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Of the limits
 -- that an older release did not write, the sizes are added, and the others must be 0. Every service starts with this
 -- script, so it must run when memory is short: memory is freed by training a batch, and the trainer restarts too.
+-- A prompt history may begin later: the next batch file is then the first with outcomes. It never ends.
 -- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
@@ -11,9 +12,12 @@ if #there > 0 then
   for at = 2, #ARGV, 2 do
     local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
     local size = ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
-    if longer or (size and not old[ARGV[at]]) then
+    local history = ARGV[at] == 'keeps_history'
+    local begins = history and ARGV[at + 1] == '1' and old[ARGV[at]] ~= '1'
+    if begins then call('HSET', K.meta, 'history_step', call('HGET', K.meta, 'trained_step')) end
+    if begins or longer or (size and not old[ARGV[at]]) then
       changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
-    elseif (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
+    elseif not history and (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
       fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. (old[ARGV[at]] or '0') .. ', not ' .. ARGV[at + 1])
     end
   end

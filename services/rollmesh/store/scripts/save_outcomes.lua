@@ -16,6 +16,8 @@ for at = 5, #ARGV, 2 do
   local ends_again = call('ZSCORE', K.open, gid) or call('ZSCORE', K.aside, gid)
   if call('HDEL', K.outcomes, ARGV[at]) == 0 and not ends_again then
     add_to_history(ARGV[at + 1])
+    local domain = string.match(ARGV[at + 1], '^%S+ %S+ %S+ %S+ %S+ %d+@(%S+)')
+    if domain then call('HINCRBY', K.domains, domain, 1) end
     count('outcomes_restored_total', 1)
   end
 end

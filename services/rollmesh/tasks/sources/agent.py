@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollmesh.tasks.sources.row import MESSAGES
-from rollmesh.tasks.sources.source_protocol import PromptSource
+from rollmesh.tasks.sources.source_protocol import RowSource, SourceRows
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 
@@ -34,7 +34,7 @@ class AgentPrompts:
     first token is kept, and the agent writes the rest of the context (config.AgentConfig).
     """
 
-    def __init__(self, source: PromptSource, tokenizer: Tokenizer, contexts: Literal["task", "free"]) -> None:
+    def __init__(self, source: RowSource, tokenizer: Tokenizer, contexts: Literal["task", "free"]) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._contexts = contexts
@@ -44,7 +44,15 @@ class AgentPrompts:
         return self._source.epoch_size
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        prompt = self._source.prompt(epoch, index)
+        return self._with_task(self._source.prompt(epoch, index))
+
+    def rows(self) -> SourceRows:
+        return self._source.rows()
+
+    def drawn(self, row: int, epoch: int, index: int) -> Prompt:
+        return self._with_task(self._source.drawn(row, epoch, index))
+
+    def _with_task(self, prompt: Prompt) -> Prompt:
         text = self._tokenizer.decode(prompt.token_ids, special_tokens=MESSAGES in prompt.metadata)
         ids = prompt.token_ids if self._contexts == "task" else prompt.token_ids[:1]
         return replace(prompt, token_ids=ids, metadata={**prompt.metadata, _TEXT: text})

@@ -28,7 +28,8 @@ import numpy as np
 
 from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.source_protocol import SourceSettings, Split
+from rollmesh.tasks.sources.permutation import epoch_order
+from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
 
 SMALLEST_DIGIT = 1
@@ -97,6 +98,8 @@ class CountdownPrompts:
         split: Split = "train",
         min_numbers: int = 5,
         max_numbers: int = 8,
+        puzzles: int | None = None,
+        shuffle: bool = True,
     ) -> None:
         """Create a source; ``encode`` turns text into token ids. Raises ConfigError for impossible sizes."""
         if not 2 <= min_numbers <= max_numbers <= LARGEST_DIGIT:
@@ -106,13 +109,16 @@ class CountdownPrompts:
             )
         self._encode = encode
         self._key = f"countdown:{split}:{seed}"
+        self._seed = seed
+        self._puzzles = puzzles if split == "train" else None
+        self._shuffle = shuffle
         self._split: Split = split
         self._sizes = (min_numbers, max_numbers)
 
     @property
     def epoch_size(self) -> int:
-        """Number of prompts in one epoch; every epoch has new prompts."""
-        return EPOCH_SIZE
+        """Number of prompts in one epoch; every epoch has new prompts, unless their number is given."""
+        return self._puzzles or EPOCH_SIZE
 
     def puzzle(self, epoch: int, index: int) -> Puzzle:
         """Return the puzzle at a cursor position. Raises IndexError outside the epoch."""
@@ -122,6 +128,22 @@ class CountdownPrompts:
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
+        if self._puzzles is None:
+            return self._prompt(epoch, index)
+        if not 0 <= index < self._puzzles:
+            raise IndexError(f"countdown: index {index} is outside [0, {self._puzzles})")
+        return self._prompt(0, int(epoch_order(self._puzzles, self._seed, epoch)[index]) if self._shuffle else index)
+
+    def rows(self) -> SourceRows:
+        if self._puzzles is None:
+            return SourceRows(names=[self._key], domains=[""], endless=[True])
+        names = [f"{self._key}:0:{row}" for row in range(self._puzzles)]
+        return SourceRows(names=names, domains=[""] * self._puzzles, endless=[False] * self._puzzles)
+
+    def drawn(self, row: int, epoch: int, index: int) -> Prompt:
+        return self._prompt(epoch, index) if self._puzzles is None else self._prompt(0, row)
+
+    def _prompt(self, epoch: int, index: int) -> Prompt:
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",
@@ -139,6 +161,8 @@ def open_countdown(source: CountdownSource, settings: SourceSettings) -> Countdo
         split=settings.split,
         min_numbers=source.min_numbers,
         max_numbers=source.max_numbers,
+        puzzles=source.puzzles,
+        shuffle=settings.shuffle,
     )
 
 

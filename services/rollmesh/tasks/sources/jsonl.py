@@ -48,7 +48,10 @@ class JsonlRows:
         line_number = int(self._lines[number])
         where = f"{self._path}:{line_number}"
         fields = _parse(self._line(int(self._starts[number])), where)
-        return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{line_number}")
+        return Row(fields=fields, where=where, prompt_id=self.prompt_id(number))
+
+    def prompt_id(self, number: int) -> str:
+        return f"{self._path.name}:{int(self._lines[number])}"
 
     def _line(self, start: int) -> bytes:
         try:

@@ -34,7 +34,10 @@ class ParquetRows:
     def row(self, number: int) -> Row:
         fields = self._table.slice(number, 1).to_pylist()[0]
         where = f"{self._path}: row {number + 1}"
-        return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{number + 1}")
+        return Row(fields=fields, where=where, prompt_id=self.prompt_id(number))
+
+    def prompt_id(self, number: int) -> str:
+        return f"{self._path.name}:{number + 1}"
 
 
 def open_parquet(source: ParquetSource, settings: SourceSettings) -> RowPrompts:

@@ -41,11 +41,14 @@ class PythonRows:
 
     def row(self, number: int) -> Row:
         """Return one row. Raises DataError if it is not a mapping."""
-        where = f"{self.name}[{number}]"
+        where = self.prompt_id(number)
         fields = self._rows[number]
         if not isinstance(fields, Mapping):
             raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
         return Row(fields=fields, where=where, prompt_id=where)
+
+    def prompt_id(self, number: int) -> str:
+        return f"{self.name}[{number}]"
 
 
 def open_python(source: PythonSource, settings: SourceSettings) -> RowPrompts:

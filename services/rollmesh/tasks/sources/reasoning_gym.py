@@ -12,7 +12,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.tasks.entries import entry_to_text
 from rollmesh.tasks.sources.permutation import epoch_order
 from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
-from rollmesh.tasks.sources.source_protocol import SourceSettings, Split
+from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
 
 _SEED_SPAN = 2**30
@@ -42,6 +42,15 @@ class ReasoningGymPrompts:
         if epoch < 0 or not 0 <= index < size:
             raise IndexError(f"reasoning_gym {task}: no position (epoch {epoch}, index {index})")
         number = int(epoch_order(size, self._settings.seed, epoch)[index]) if self._settings.shuffle else index
+        return self.drawn(number, epoch, index)
+
+    def rows(self) -> SourceRows:
+        count = len(self._items)
+        names = [f"{self._source.task}:{number}" for number in range(count)]
+        return SourceRows(names=names, domains=[""] * count, endless=[False] * count)
+
+    def drawn(self, row: int, epoch: int, index: int) -> Prompt:
+        number, task = row, self._source.task
         entry = self._items[number]
         fields = {
             "prompt": entry["question"],

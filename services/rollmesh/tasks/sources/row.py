@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, time
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.config.data import JsonlSource
+from rollmesh.config.data import DOMAIN_PATTERN, JsonlSource
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
@@ -21,6 +22,8 @@ from rollmesh.types import Int32Array, Prompt
 
 MESSAGES = "_messages"
 """Metadata key of the chat messages of a prompt, if they are kept."""
+
+_DOMAIN = re.compile(DOMAIN_PATTERN)
 
 LARGEST_EXACT_INTEGER = 2**53
 """Largest integer in metadata, which is sent as JSON numbers; larger integers would be rounded."""
@@ -70,7 +73,26 @@ def prompt_from_row(row: Row, form: RowFormat, settings: SourceSettings) -> Prom
     metadata = _metadata(row, form)
     if settings.keep_messages and (messages := _chat(prompt_value(row, form), form)) is not None:
         metadata[MESSAGES] = [_json_value(m, f"{row.where}: field {form.prompt_field!r}") for m in messages]
-    return Prompt(prompt_id=row.prompt_id, token_ids=token_ids, verifier=_verifier(row, form), metadata=metadata)
+    return Prompt(
+        prompt_id=row.prompt_id,
+        token_ids=token_ids,
+        verifier=_verifier(row, form),
+        metadata=metadata,
+        domain=domain_of_row(row, settings.domain_field),
+    )
+
+
+def domain_of_row(row: Row, domain_field: str | None) -> str:
+    """Return the domain of a row; empty without domains. Raises DataError with the row if it names none."""
+    if domain_field is None:
+        return ""
+    domain = _required(row, domain_field)
+    if not isinstance(domain, str) or not _DOMAIN.fullmatch(domain):
+        raise DataError(
+            f"{row.where}: field {domain_field!r} (data.domain_field): expected a name of at most 64 letters, digits, "
+            f"'_', '.', '+' and '-', got {short_repr(domain)}"
+        )
+    return domain
 
 
 def check_row(row: Row, form: RowFormat, settings: SourceSettings) -> None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
-from rollmesh.tasks.sources.row import Row, RowFormat, check_row, prompt_from_row, prompt_value
-from rollmesh.tasks.sources.source_protocol import OnChecked, SourceSettings, Split
+from rollmesh.tasks.sources.row import Row, RowFormat, check_row, domain_of_row, prompt_from_row, prompt_value
+from rollmesh.tasks.sources.source_protocol import OnChecked, SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
 
 _ROWS_PER_REPORT = 1024
@@ -30,6 +30,9 @@ class RowReader(Protocol):
     def row(self, number: int) -> Row:
         """Return row ``number``, counted from 0. Raises DataError if it cannot be read."""
 
+    def prompt_id(self, number: int) -> str:
+        """Return the id of the prompt of a row, without reading the row."""
+
 
 class RowPrompts:
     """Prompt source over rows; every row is checked once, when the source is opened.
@@ -44,8 +47,11 @@ class RowPrompts:
         self._settings = settings
         split = settings.split
         self._shuffle = settings.shuffle or split == "eval"
+        domains: list[str] = []
+        self._domains = domains
         hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, len(reader))
         self._rows = _rows_of_split(hashes, split, settings.held_out_ratio)
+        self._domains = [domains[number] for number in self._rows] if domains else []
         if len(self._rows) == 0:
             problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
             raise DataError(f"{reader.name}: {problem} (data.held_out_ratio={settings.held_out_ratio})")
@@ -59,7 +65,18 @@ class RowPrompts:
         if epoch < 0 or not 0 <= index < len(self._rows):
             raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
         at = int(epoch_order(len(self._rows), self._settings.seed, epoch)[index]) if self._shuffle else index
-        return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._settings)
+        return self.drawn(at, epoch, index)
+
+    def rows(self) -> SourceRows:
+        count = len(self._rows)
+        return SourceRows(
+            names=[self._reader.prompt_id(int(number)) for number in self._rows],
+            domains=self._domains or [""] * count,
+            endless=[False] * count,
+        )
+
+    def drawn(self, row: int, epoch: int, index: int) -> Prompt:
+        return prompt_from_row(self._reader.row(int(self._rows[row])), self._form, self._settings)
 
     def _checked(self, on_checked: OnChecked | None) -> Iterator[int]:
         for number in range(len(self._reader)):
@@ -70,6 +87,8 @@ class RowPrompts:
     def _check(self, number: int) -> int:
         row = self._reader.row(number)
         check_row(row, self._form, self._settings)
+        if self._settings.domain_field is not None:
+            self._domains.append(domain_of_row(row, self._settings.domain_field))
         content = json.dumps(prompt_value(row, self._form), sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 

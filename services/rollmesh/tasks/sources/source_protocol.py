@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rollmesh.text import Tokenizer
@@ -31,6 +31,22 @@ class SourceSettings:
     keep_messages: bool
     """True to put the messages of chat prompts into their metadata, for agents that send them."""
     on_checked: OnChecked | None
+    domain_field: str | None = None
+    """Field of a row with the domain of its prompt; None without domains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRows:
+    """Rows that a sampler chooses from; one value per row."""
+
+    names: Sequence[str]
+    """Name of the record in the prompt history; the id of the prompt, unless the row is endless."""
+    domains: Sequence[str]
+    """Domain of the prompt; empty without domains."""
+    endless: Sequence[bool]
+    """True for a row that gives a new prompt at every draw."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of every domain of a mixture; empty for other sources."""
 
 
 class PromptSource(Protocol):
@@ -47,4 +63,17 @@ class PromptSource(Protocol):
         """Return the prompt at a position.
 
         Raises DataError with the name of a row that gives no valid prompt, and IndexError outside the epoch.
+        """
+
+
+class RowSource(PromptSource, Protocol):
+    """Prompts that a sampler may choose by their row."""
+
+    def rows(self) -> SourceRows:
+        """Return the rows; no prompt is read for it."""
+
+    def drawn(self, row: int, epoch: int, index: int) -> Prompt:
+        """Return the prompt of a row for the draw at (epoch, index), which matters for an endless row only.
+
+        Raises DataError as ``prompt`` does.
         """

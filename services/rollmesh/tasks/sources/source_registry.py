@@ -5,23 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollmesh.config.data import DataConfig
+from rollmesh.config.data import DataConfig, MixtureSource
 from rollmesh.tasks.sources.countdown import open_countdown
 from rollmesh.tasks.sources.jsonl import open_jsonl
+from rollmesh.tasks.sources.mixture import MixturePrompts, OpenPart
 from rollmesh.tasks.sources.parquet import open_parquet
 from rollmesh.tasks.sources.python import open_python
 from rollmesh.tasks.sources.reasoning_gym import ReasoningGymPrompts
-from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, SourceSettings, Split
+from rollmesh.tasks.sources.source_protocol import OnChecked, RowSource, SourceSettings, Split
 from rollmesh.text import Tokenizer
 
-SOURCES: Mapping[str, Callable[[Any, SourceSettings], PromptSource]] = {
+
+def _open_mixture(source: MixtureSource, settings: SourceSettings) -> MixturePrompts:
+    parts = [
+        OpenPart(name=part.name, weight=part.weight, source=SOURCES[part.source.type](part.source, settings))
+        for part in source.parts
+    ]
+    return MixturePrompts(parts, settings.split)
+
+
+SOURCES: Mapping[str, Callable[[Any, SourceSettings], RowSource]] = {
     "countdown": open_countdown,
     "jsonl": open_jsonl,
     "parquet": open_parquet,
     "reasoning_gym": ReasoningGymPrompts,
     "python": open_python,
+    "mixture": _open_mixture,
 }
 """Functions of (section of the source, settings) that open a source, by its ``type``."""
+_WITHOUT_ROWS = ("countdown", "reasoning_gym", "mixture")
+"""Sources without rows of the user; an evaluation source may be one of them beside a table with domains."""
 
 
 def build_prompt_source(
@@ -32,7 +45,7 @@ def build_prompt_source(
     *,
     keep_messages: bool = False,
     on_checked: OnChecked | None = None,
-) -> PromptSource:
+) -> RowSource:
     """Open the prompts of one split.
 
     The eval split is read from ``evaluation_source`` if it is set. Otherwise generated tasks create new prompts, and
@@ -48,5 +61,6 @@ def build_prompt_source(
         held_out_ratio=config.held_out_ratio if config.evaluation_source is None else 0.0,
         keep_messages=keep_messages,
         on_checked=on_checked,
+        domain_field=None if source.type in _WITHOUT_ROWS else config.domain_field,
     )
     return SOURCES[source.type](source, settings)

@@ -8,7 +8,9 @@
 -- group: none of its members is leased, scored or settled before the last slice.
 
 -- `restarted` and `set_aside` count how often the group began again, for operators.
-local KEPT_FIELDS = {'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside'}
+local KEPT_FIELDS = {
+  'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside', 'domain',
+}
 
 -- Larger than every incarnation so far, because each of these events makes at most one.
 local function next_incarnation()

@@ -14,7 +14,7 @@ local function load_group(gid)
   if group then return not group.gone and group or nil end
   local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step',
     'member_steps', 'tokens', 'prompt', 'facts', 'rank', 'expected', 'incarnation', 'spare',
-    'admitted_at', 'round', 'closed')
+    'admitted_at', 'round', 'closed', 'domain')
   if not v[1] then return nil end
   group = {
     id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
@@ -23,6 +23,7 @@ local function load_group(gid)
     rank = v[13], expected = v[14], incarnation = v[15], spare = v[16], admitted_at = tonumber(v[17]),
     -- Set while the leader decides at the end of each round.
     round = not v[19] and tonumber(v[18]) or nil,
+    domain = v[20],
   }
   groups[gid] = group
   return group

@@ -19,12 +19,16 @@ local function add_member_facts(group, id, reward, tokens)
   }, ' ')
 end
 
--- Adds one group, "members solved rewards tokens longest step prompt", to the record of its prompt. A new prompt beyond
--- MOST_PROMPTS has no record.
-local function add_to_history(outcome)
-  local members, solved, rewards, tokens, longest, step, prompt =
-    string.match(outcome, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (.*)$')
-  local there = call('HGET', K.history, prompt)
+-- `history_changes` numbers the changes of records; the newest ones are in a stream, for leaders that follow them.
+local MOST_CHANGES = 16384
+local function note_change(name)
+  local number = call('HINCRBY', K.meta, 'history_changes', 1)
+  call('XADD', K.changes, 'MAXLEN', '~', MOST_CHANGES, integer(number) .. '-0', 'name', name)
+end
+
+-- Adds one group to a record. A new record beyond MOST_PROMPTS is left out.
+local function add_to_record(name, members, solved, rewards, tokens, longest, step)
+  local there = call('HGET', K.history, name)
   if not there and call('HLEN', K.history) >= MOST_PROMPTS then return count('history_full_total', 1) end
   local sums = {}
   for word in string.gmatch(there or '0 0 0 0 0 0 0', '%S+') do sums[#sums + 1] = tonumber(word) end
@@ -32,7 +36,17 @@ local function add_to_history(outcome)
   for at, by in ipairs(added) do sums[at] = integer(sums[at] + by) end
   sums[6] = integer(math.max(sums[6], tonumber(longest)))
   sums[7] = integer(math.max(sums[7], tonumber(step)))
-  call('HSET', K.history, prompt, table.concat(sums, ' '))
+  call('HSET', K.history, name, table.concat(sums, ' '))
+  note_change(name)
+end
+
+-- Adds one group, "members solved rewards tokens longest step prompt", to the record of its prompt. With a domain, the
+-- step is "step@domain", and the record "domain:<domain>" gets the same.
+local function add_to_history(outcome)
+  local members, solved, rewards, tokens, longest, step, domain, prompt =
+    string.match(outcome, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%d+)@?(%S*) (.*)$')
+  add_to_record(prompt, members, solved, rewards, tokens, longest, step)
+  if domain ~= '' then add_to_record('domain:' .. domain, members, solved, rewards, tokens, longest, step) end
 end
 
 -- Notes how well lengths were predicted: "expected mean first rest", the expectation at the admission and the mean length
@@ -52,10 +66,9 @@ local function note_outcome(group)
   if not group.prompt then return end
   local solved, rewards, longest, first = string.match(group.facts or NO_FACTS, FACTS)
   note_prediction(group, first)
-  local words = {
-    integer(group.scored), solved, rewards, integer(group.tokens), longest, call('HGET', K.meta, 'trained_step'),
-    group.prompt,
-  }
+  local step = call('HGET', K.meta, 'trained_step')
+  if group.domain then step = step .. '@' .. group.domain end
+  local words = {integer(group.scored), solved, rewards, integer(group.tokens), longest, step, group.prompt}
   local outcome = table.concat(words, ' ')
   add_to_history(outcome)
   if call('HLEN', K.outcomes) >= MOST_OUTCOMES then return count('outcomes_full_total', 1) end

@@ -1,0 +1,1 @@
+"""Built-in prompt samplers, one file each."""

@@ -1,0 +1,48 @@
+"""Choice among rows: which may be drawn, which share new ones get, and a draw by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rollmesh.curriculum.sampler_protocol import Draw, Float64Array, History, Int64Array, PromptTable
+
+Weigh = Callable[[Int64Array], Float64Array]
+"""Weights of rows that have a scored trajectory, float64 [rows]; not negative."""
+
+
+def choose_row(draw: Draw, prompts: PromptTable, history: History, unseen: float, weigh: Weigh) -> int:
+    """Return a row without an unfinished group: an unseen one with probability ``unseen``, else one by weight.
+
+    An unseen row has no scored trajectory. If all rows have an unfinished group, every row may be drawn.
+    """
+    free = np.flatnonzero(prompts.endless | (history.in_progress == 0))
+    if not len(free):
+        free = np.arange(prompts.row_count)
+    is_seen = history.members[free] > 0
+    seen, new = free[is_seen], free[~is_seen]
+    if len(new) and (not len(seen) or draw.uniform("unseen") < unseen):
+        # A row whose trajectories all stayed without a score comes after those that were never drawn.
+        return draw_uniformly(draw, new[history.groups[new] == history.groups[new].min()])
+    return draw_by_weight(draw, seen, weigh(seen))
+
+
+def draw_uniformly(draw: Draw, rows: Int64Array) -> int:
+    """Return one of the rows, each with the same probability."""
+    return int(rows[int(draw.uniform("row") * len(rows))])
+
+
+def draw_by_weight(draw: Draw, rows: Int64Array, weights: Float64Array) -> int:
+    """Return one of the rows in proportion to its weight; uniformly if all weights are 0."""
+    sums = np.cumsum(weights)
+    if not sums[-1] > 0:
+        return draw_uniformly(draw, rows)
+    at = int(np.searchsorted(sums, draw.uniform("row") * sums[-1], side="right"))
+    return int(rows[min(at, len(rows) - 1)])
+
+
+def solve_rates(history: History, rows: Int64Array) -> Float64Array:
+    """Return the share of solved trajectories of rows that have a scored one, float64 [rows]."""
+    rates: Float64Array = history.solved[rows] / history.members[rows]
+    return rates
