@@ -95,6 +95,8 @@ STEP_METRICS: tuple[StepMetric, ...] = (
                gauge="learning_rate", curve="learning_rate"),
     StepMetric("rate_factor", "ratio", "Factor of the update scale on the learning rate.",
                gauge="learning_rate_factor_ratio"),
+    StepMetric("replayed_share", "ratio", "Share of the batch's trajectories that are of replayed groups.",
+               gauge="replayed_ratio"),
     StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy",
                panel=Panel(plot="drift", label="entropy\nnats")),
     StepMetric("policy.kl_behavior_k3", "nats", "k3 KL(behavior || policy) per token.",

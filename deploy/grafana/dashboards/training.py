@@ -87,6 +87,11 @@ PAGE = Page(
                 per_second("rollmesh_trainer_skipped_trajectories_total", "run"),
                 unit="short",
             ),
+            share(
+                "Replayed",
+                "Share of the batch's trajectories that are of replayed groups (trainer.replay).",
+                gauge("rollmesh_trainer_replayed_ratio"),
+            ),
             curve(
                 "Factor on the learning rate",
                 "Of the update scale; 1 without one.",

@@ -8,6 +8,7 @@ recompute  one pass with the weights right before the train step: pi_prox of dec
 current    the same weights for every token, mixed caches included: pseudo on-policy (POIS of UloRL, arXiv 2507.19766)
 snapshot   the stored weights of the version that sampled the token (strategy 1 of Missing Old Logits)
 loglinear  between the behavior_logprobs and those of the gradient pass, without a pass of its own (AReaL)
+ewma       one pass with an exponentially weighted average of the weights as proximal policy (Missing Old Logits)
 
 A token that attended to another version's KV cache has no exact policy, and no recomputation reproduces it. The sources
 that claim exactness fall back to ``sampler`` for such tokens, counted by reason.
@@ -34,6 +35,8 @@ class TrainerLogprobs(Enum):
     """Log-probabilities recorded at the end of the stage that sampled the token."""
     SNAPSHOT = "snapshot"
     """Log-probabilities recomputed with the stored weights of the token's version."""
+    AVERAGE = "average"
+    """Log-probabilities under the average of the weights at the start of the train step."""
     GRADIENT_PASS = "gradient_pass"
     """Log-probabilities of the gradient pass, in a share that grows with the token's staleness."""
 
@@ -105,6 +108,12 @@ SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
                 trainer_logprobs=TrainerLogprobs.SNAPSHOT,
                 needs_pure=True,
                 missing_reason="version_not_kept",
+            ),
+            OldLogprobSource(
+                name="ewma",
+                trainer_logprobs=TrainerLogprobs.AVERAGE,
+                needs_pure=False,
+                missing_reason="average_not_kept",
             ),
             OldLogprobSource(name="loglinear", trainer_logprobs=TrainerLogprobs.GRADIENT_PASS, needs_pure=False),
         )

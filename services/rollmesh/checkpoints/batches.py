@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollmesh.checkpoints.batch_frames import decode_groups, encode_groups
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
 from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, DataError
@@ -98,6 +99,8 @@ class BatchFooter(BaseModel):
     """Settings of the trainer that wrote the file; None in a file of an older release."""
     outcomes: list[PromptOutcome] = Field(default_factory=list)
     """Groups that ended since the batch file before, trained or not: the disaster copy of the prompt history."""
+    replay: ReplayDraw | None = None
+    """Groups of earlier batch files that the step trains on too; None without replay."""
 
     @property
     def cursor(self) -> Cursor:
@@ -126,13 +129,14 @@ def write_batch(
     train_steps: Mapping[int, int] | None = None,
     settings: StepSettings | None = None,
     outcomes: Sequence[PromptOutcome] = (),
+    replay: ReplayDraw | None = None,
 ) -> str:
     """Write and flush the file of ``batch.train_step``; return its digest.
 
     ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
-    settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch.
-    Idempotent for the same batch. A complete file with other groups is never replaced: it is the batch of this step,
-    and the caller is a superseded trainer.
+    settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch, ``replay``
+    the groups of earlier files that the step trains on too. Idempotent for the same batch. A complete file with other
+    groups is never replaced: it is the batch of this step, and the caller is a superseded trainer.
     """
     path = batch_path(root, batch.train_step)
     if (written := _written(root, secret, batch)) is not None:
@@ -141,7 +145,7 @@ def write_batch(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor, train_steps or {}, settings, outcomes)
+            digest = _write(file, secret, batch, cursor, train_steps or {}, settings, outcomes, replay)
             file.flush()
             os.fsync(file.fileno())
         if not _link_new(temporary, path):
@@ -259,6 +263,7 @@ def _write(
     train_steps: Mapping[int, int],
     settings: StepSettings | None,
     outcomes: Sequence[PromptOutcome],
+    replay: ReplayDraw | None,
 ) -> str:
     digest = hashlib.sha256()
     sizes: list[int] = []
@@ -278,6 +283,7 @@ def _write(
         version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},
         settings=settings,
         outcomes=list(outcomes),
+        replay=replay,
         **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
     )
     text = canonical(footer.model_dump(mode="json"))

@@ -31,6 +31,7 @@ from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import TRANSIENT, Reason
+from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import LINEAGE_FILE
 from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
 from rollmesh.mesh import Cursor
@@ -130,13 +131,14 @@ class BucketStore(CheckpointStore):
         train_steps: Mapping[int, int] | None = None,
         settings: StepSettings | None = None,
         outcomes: Sequence[PromptOutcome] = (),
+        replay: ReplayDraw | None = None,
     ) -> str:
         """Write a batch file locally and upload it unless the bucket has one; return the digest of the bucket's file.
 
         Raises CheckpointError if another trainer has already uploaded other groups.
         """
         self._copy_of_bucket(batch.train_step)
-        super().write_batch(batch, cursor, train_steps, settings, outcomes)
+        super().write_batch(batch, cursor, train_steps, settings, outcomes, replay)
         return self._push_batch(batch.train_step)
 
     def _copy_of_bucket(self, train_step: int) -> None:
@@ -182,7 +184,7 @@ class BucketStore(CheckpointStore):
             local = batches.read_footer(self.root, self._secret, train_step)
         except CheckpointError:
             return False  # missing or damaged local copy
-        return local.payload_sha256 == stored.payload_sha256
+        return (local.payload_sha256, local.replay) == (stored.payload_sha256, stored.replay)
 
     def _pull_batch(self, train_step: int) -> None:
         key = _batch_key(train_step)

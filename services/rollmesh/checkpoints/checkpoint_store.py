@@ -25,7 +25,9 @@ from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
 from rollmesh.checkpoints.manifest import CanarySequence, Manifest
 from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy
+from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import lineage
+from rollmesh.checkpoints.training_batch import training_batch
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group, PolicyRecord
@@ -120,17 +122,23 @@ class CheckpointStore:
         train_steps: Mapping[int, int] | None = None,
         settings: StepSettings | None = None,
         outcomes: Sequence[PromptOutcome] = (),
+        replay: ReplayDraw | None = None,
     ) -> str:
         """Write and flush the batch file of ``batch.train_step``, once; return its digest.
 
         ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
-        settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch.
+        settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch,
+        ``replay`` the groups of earlier files that the step trains on too.
         """
-        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings, outcomes)
+        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings, outcomes, replay)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
         return self.stored_batch(train_step).batch
+
+    def training_batch(self, train_step: int) -> Batch:
+        """Read the batch of a train step with its replayed groups, which are in earlier batch files."""
+        return training_batch(self.stored_batch(train_step), self.stored_batch)
 
     def stored_batch(self, train_step: int) -> StoredBatch:
         """Read and verify a batch file, with its footer."""

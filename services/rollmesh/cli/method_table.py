@@ -15,6 +15,7 @@ from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
 from rollmesh.config.planner_methods import PLANNER_METHODS
+from rollmesh.config.replay import REPLAY_METHODS
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.shaper_methods import SHAPER_METHODS
 from rollmesh.config.update_scales import UPDATE_SCALES
@@ -30,13 +31,15 @@ POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
         "masks": MASK_METHODS,
         "old_logprobs": OLD_LOGPROB_METHODS,
         "update_scale": UPDATE_SCALES,
+        "replay": REPLAY_METHODS,
     }
 )
-"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them; budget is its two budgets."""
+"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them, and replay by ``trainer.replay``;
+budget is the two budgets of ``curriculum``."""
 
 
 def methods() -> None:
-    """Print the methods that `curriculum` and `trainer.algorithm` name: options with their defaults, source, deviation.
+    """Print the methods of `curriculum`, `trainer.algorithm` and `trainer.replay`: options, source, deviation.
 
     Those of `curriculum`, advantage, loss and masks may also be `module:function` of your code.
     """

@@ -5,7 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pydantic import Field
+
 from rollmesh.config.methods import Method
+from rollmesh.config.section import Section
+
+
+class EwmaOptions(Section):
+    """Options of ewma."""
+
+    window: float = Field(default=2.0, gt=0, le=1000)
+    """W, the staleness in train steps that the average is made for."""
+    reset_below: float = Field(default=0.9, ge=0, le=1)
+    """Share of tokens outside masks and clips below which the average begins again with the current weights; 0 never
+    resets it."""
+
+    @property
+    def beta(self) -> float:
+        """Factor of the weights that are one train step older: W / (W + 2)."""
+        return self.window / (self.window + 2)
+
 
 OLD_LOGPROB_METHODS: Mapping[str, Method] = MappingProxyType(
     {
@@ -17,6 +36,11 @@ OLD_LOGPROB_METHODS: Mapping[str, Method] = MappingProxyType(
         "loglinear": Method(
             source="AReaL (documentation)",
             deviation="versions are train steps, and that of the update is one above the weights at its start",
+        ),
+        "ewma": Method(
+            source="revised PPO-EWMA of Missing Old Logits, arXiv 2605.12070",
+            options=EwmaOptions,
+            deviation="once per train step, also with several minibatches; truncated weights count as active tokens",
         ),
     }
 )

@@ -125,6 +125,16 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "state, and a replay cannot compute them again"
         )
     yield from _advantage_problems(config)
+    if config.trainer.replay is not None and algorithm.old_logprobs in ("sampler", "stage_end"):
+        reason = (
+            "sampler leaves nothing to correct the age of replayed groups with"
+            if algorithm.old_logprobs == "sampler"
+            else "the log-probabilities of a stage are kept for one batch only"
+        )
+        yield (
+            f"trainer.replay with trainer.algorithm.old_logprobs={algorithm.old_logprobs}: {reason}; set "
+            "old_logprobs=recompute, current, snapshot, loglinear or ewma, or trainer.replay=null"
+        )
     yield from _loss_problems(config.trainer)
     recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
     if recomputed and config.generator.on_new_version == "keep_kv":
@@ -175,6 +185,11 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
             "old_logprobs=recompute, snapshot, current or (with a barrier, as in schedule.preset=copris_paper) "
             "stage_end, or loss=ppo_clip"
         )
+    if algorithm.old_logprobs == "ewma" and (algorithm.loss, algorithm.advantage) == ("topr", "filtered_bc"):
+        yield (
+            "trainer.algorithm.old_logprobs=ewma with loss=topr and advantage=filtered_bc has no effect: topr has no "
+            "ratio where the advantage is positive, and filtered_bc gives 0 elsewhere; use old_logprobs=sampler"
+        )
     # The default is allowed, because the resolved run file of every run contains it.
     if loss is not None and not loss.has_dual_clip and algorithm.dual_clip not in (None, DUAL_CLIP):
         yield (
@@ -195,8 +210,8 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.algorithm.masks.{index}={mask.name} with trainer.algorithm.old_logprobs="
                 f"{algorithm.old_logprobs} would mask nothing: it compares the trainer's log-probabilities before the "
-                "step with those of the behavior policy; use old_logprobs=recompute, current, snapshot or (with a "
-                "barrier) stage_end"
+                "step with those of the behavior policy; use old_logprobs=recompute, current, snapshot, ewma or (with "
+                "a barrier) stage_end"
             )
 
 

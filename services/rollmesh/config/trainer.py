@@ -10,6 +10,8 @@ from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
 from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS, MaskConfig
 from rollmesh.config.methods import check_name, complete_options
+from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.replay import ReplayConfig
 from rollmesh.config.section import Section
 from rollmesh.config.update_scales import UPDATE_SCALES
 
@@ -32,9 +34,11 @@ class AlgorithmConfig(Section):
     """Options of the loss beyond the fields of this section; ``rollmesh methods`` lists them."""
     masks: tuple[MaskConfig, ...] = ()
     """Token masks in order; each takes tokens out of the loss that the ones before it left. icepop, ratio, opsm and
-    m2po need old_logprobs recompute, current, snapshot or stage_end."""
-    old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot", "loglinear"] = "sampler"
+    m2po need old_logprobs recompute, current, snapshot, ewma or stage_end."""
+    old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot", "loglinear", "ewma"] = "sampler"
     """Source of the denominator of the ratio."""
+    old_logprobs_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the old-logprob source; ``rollmesh methods`` lists them."""
     clip_low: float | None = Field(default=None, gt=0)
     """Lower clip; null uses the default of the loss (ppo_clip, decoupled_ppo, tis and minpro 0.2, gspo 3e-4, cispo 1:
     none). topr and kimi have no bounds."""
@@ -78,6 +82,7 @@ class AlgorithmConfig(Section):
     def _options_fit_their_methods(self) -> Self:
         complete_options(self.advantage, self.advantage_options, ADVANTAGE_METHODS, "advantage_options")
         complete_options(self.loss, self.loss_options, LOSS_METHODS, "loss_options")
+        complete_options(self.old_logprobs, self.old_logprobs_options, OLD_LOGPROB_METHODS, "old_logprobs_options")
         complete_options(self.update_scale, self.update_scale_options, UPDATE_SCALES, "update_scale_options")
         return self
 
@@ -93,6 +98,9 @@ def with_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
             algorithm.advantage, algorithm.advantage_options, ADVANTAGE_METHODS, "advantage_options"
         ),
         "loss_options": complete_options(algorithm.loss, algorithm.loss_options, LOSS_METHODS, "loss_options"),
+        "old_logprobs_options": complete_options(
+            algorithm.old_logprobs, algorithm.old_logprobs_options, OLD_LOGPROB_METHODS, "old_logprobs_options"
+        ),
         "update_scale_options": complete_options(
             algorithm.update_scale, algorithm.update_scale_options, UPDATE_SCALES, "update_scale_options"
         ),
@@ -133,3 +141,6 @@ class TrainerConfig(Section):
     """Completions recorded per train step for inspection."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, old-logprob source, loss."""
+    replay: ReplayConfig | None = None
+    """Groups of earlier batches in every batch; null for none. It needs old_logprobs recompute, current, snapshot,
+    loglinear or ewma."""

@@ -156,6 +156,12 @@ class AuditResult:
     """Groups in more than one batch file, with their train steps."""
     trajectories_twice: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Trajectories in several groups, or several times in one group, with their groups."""
+    replayed_groups: int = 0
+    """Groups of earlier batches that train steps trained on again (trainer.replay); not in the other counts."""
+    replay_staleness: Mapping[int, int] = field(default_factory=dict)
+    """Number of replayed groups by the staleness of their oldest token."""
+    replay_problems: tuple[str, ...] = ()
+    """Replayed groups that are not those that the seed draws from the batch files."""
     announced_step: int = -1
     """Train step of the newest announced policy; -1 without one."""
     unsound_states: Mapping[str, str] = field(default_factory=dict)

@@ -52,6 +52,10 @@ _NOT_AS_TRAINED: Mapping[str, str] = {
         "the weights of their versions are pruned by now; if the training still had them, its old, ratio, weight and "
         "result are different"
     ),
+    "average_not_kept": (
+        "the average of the weights is kept for the next step only, so old, ratio, weight and result differ from those "
+        "of the training"
+    ),
     "mixed_cache": "no weights reproduce tokens that attended to another version's cache; the training did the same",
 }
 """Explanations of the fallbacks of the old logprob, for the notes."""
@@ -229,7 +233,7 @@ def _batch(store: CheckpointStore, train_step: int) -> Batch:
     if train_step not in steps:
         available = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
         raise DataError(f"train step {train_step}: no batch file ({available})")
-    return store.read_batch(train_step)
+    return store.training_batch(train_step)
 
 
 def _chosen(batch: Batch, trajectory_id: str | None, limit: int) -> list[Trajectory]:

@@ -38,6 +38,7 @@ def problems(result: AuditResult, run: RecordedRun, damaged_copies: Mapping[str,
     if twice_in := result.trajectories_twice:
         places = listed([f"{t} in {' and '.join(groups)}" for t, groups in twice_in.items()])
         yield f"{len(twice_in)} trajectories are in more than one place: {places}"
+    yield from result.replay_problems
     if result.max_staleness is None:
         yield f"the staleness bound is not known, so staleness was not checked: {run.config_problem}"
     if late := result.staleness_violations:

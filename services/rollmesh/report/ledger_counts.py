@@ -16,6 +16,7 @@ import numpy as np
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
+from rollmesh.report.replay_check import Replays
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
 
 _GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
@@ -71,6 +72,7 @@ class Trained:
     impure_tokens: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     """Largest prompt cursor in the batch files."""
+    replays: Replays = field(default_factory=Replays)
 
     def trained_twice(self) -> dict[str, tuple[int, ...]]:
         """Return the groups in more than one batch file, with their train steps."""
@@ -120,14 +122,15 @@ def read_batches(
     later = [step for step in store.batch_steps() if step > committed]
     for step in (*range(1, committed + 1), *later):
         try:
-            batch = store.read_batch(step)
-            trained.cursor = max(trained.cursor, store.batch_footer(step).cursor, key=lambda c: (c.epoch, c.index))
+            stored = store.stored_batch(step)
         except CheckpointError as error:
             damaged[step] = str(error)
         else:
-            trained.add_locations(batch)
+            trained.cursor = max(trained.cursor, stored.footer.cursor, key=lambda c: (c.epoch, c.index))
+            trained.add_locations(stored.batch)
+            trained.replays.add(stored, counted=step <= committed)
             if step <= committed:
-                count_batch(trained, batch, rule, train_steps)
+                count_batch(trained, stored.batch, rule, train_steps)
         if step <= committed:
             advance()
     return trained, damaged

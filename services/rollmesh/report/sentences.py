@@ -195,6 +195,12 @@ def audit_claims(audit: AuditResult) -> list[str]:
         if audit.max_staleness is not None
         else "staleness not checked (the bound is not known)",
     ]
+    if audit.replayed_groups:
+        claims.insert(
+            2,
+            f"replayed {audit.replayed_groups:,} groups of earlier batches, staleness at most "
+            f"{max(audit.replay_staleness, default=0)}",
+        )
     if audit.lost is not None:
         claims.append(
             f"lost {len(audit.lost)}" + (f" ({audit.lost_note})" if audit.lost_note and audit.forgotten else "")

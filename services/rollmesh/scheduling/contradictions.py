@@ -30,6 +30,12 @@ def contradictions(
             f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
             f"start on versions that old, so it would have no effect; lower it{remedy}"
         )
+    if config.trainer.replay is not None and bounds.max_staleness == 0:
+        remedy = "take another preset" if preset.fixed_staleness else "raise it"
+        yield (
+            f"trainer.replay with schedule.preset={section.preset} and max_staleness=0: every earlier group is over "
+            f"the bound, so none would be replayed; {remedy}, or set trainer.replay=null"
+        )
     if on_stale in (OnStale.RESTART, OnStale.SET_ASIDE) and not (
         preset.barrier and preset.admission is AdmissionRule.WAVE
     ):

@@ -149,9 +149,7 @@ def run_limits(config: RunConfig) -> RunLimits:
         mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
         train_steps=schedule.train_steps,
         keeps_history=(
-            has_rounds
-            or schedule.start_order is StartOrder.LONGEST_EXPECTED
-            or config.curriculum.sampler != ORDER
+            has_rounds or schedule.start_order is StartOrder.LONGEST_EXPECTED or config.curriculum.sampler != ORDER
         ),
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,

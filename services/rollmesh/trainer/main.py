@@ -36,6 +36,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.publishing import Publisher, canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
+from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.rollback import RollbackRunner
 from rollmesh.trainer.service.stage_ends import StageEnds
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
@@ -135,12 +136,16 @@ async def _build_deps(
     canary = canary_sequences(vocab_size)
     publisher = Publisher(config, ranks, session, checkpoints, retry, metrics, executor, canary, progress, references)
     stage_end = algorithm.old_logprobs == "stage_end"
+    schedule = Schedule.from_config(config)
+    replay = ReplaySource(
+        config.trainer.replay, checkpoints, ranks.catalog, progress, config.seed, schedule.max_staleness
+    )
     return TrainerDeps(
         config=config,
         ranks=ranks,
         session=session,
-        batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, ranks.trainer.settings),
-        parts=PartSource(ranks, session, executor, shutdown, Schedule.from_config(config)),
+        batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, replay, ranks.trainer.settings),
+        parts=PartSource(ranks, session, executor, shutdown, schedule),
         publisher=publisher,
         rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
         progress=progress,

@@ -88,6 +88,9 @@ def step_report(
         forward_tokens=int(trajectories * (length + 20)),
         groups_before_cut=0,
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
+        average_reset=False,
+        replayed_share=0.0,
+        replay=None,
         batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
         policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )

@@ -18,6 +18,7 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.step_metrics import STEP_METRICS, Panel, StepMetric
+from rollmesh.trainer.learner.step_report import SpreadStats
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.step_summaries import reported
 
@@ -91,6 +92,22 @@ def test_every_gauge_has_the_number_of_its_line() -> None:
 def _labels(metrics: Metrics) -> dict[str, str]:
     (sample,) = next(f for f in metrics.registry.collect() if f.name == "rollmesh_trainer_loss").samples
     return dict(sample.labels)
+
+
+def test_replayed_groups_and_their_staleness_are_counted_apart() -> None:
+    report, line = step_report(3)
+    metrics = Metrics("trainer")
+    trainer = TrainerMetrics(metrics)
+    older = SpreadStats(mean=2.5, max=3, histogram={2: 1, 3: 1})
+    replayed = replace(report.batch, groups=2, trajectory_staleness=older)
+    trainer.observe_step(replace(report, replay=replayed, replayed_share=0.25), line | {"replayed_share": 0.25})
+    values = {s.name: s.value for family in metrics.registry.collect() for s in family.samples}
+    assert values["rollmesh_trainer_replayed_groups_total"] == 2
+    assert values["rollmesh_trainer_replayed_ratio"] == 0.25
+    assert values["rollmesh_trainer_replayed_staleness_steps_count"] == 2
+    assert values["rollmesh_trainer_replayed_staleness_steps_sum"] == 5
+    assert values["rollmesh_trainer_staleness_steps_count"] == report.batch.trajectories
+    assert values["rollmesh_trainer_trained_tokens_total"] == report.batch.trained_tokens
 
 
 def test_tokens_out_of_the_loss_are_counted_by_mask_and_passes_by_trajectory() -> None:

@@ -29,6 +29,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Snapshot and the KL reference load further sharded models.
         "snapshot": {"old_logprobs": "snapshot", "kl_coefficient": 0.05, "kl_reference_version": 0},
         "loglinear_ess": {"old_logprobs": "loglinear", "update_scale": "ess"},
+        # The average is sharded as the policy is.
+        "ewma": {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}},
         "recompute_m2po": {"old_logprobs": "recompute", "masks": ("m2po",)},
     }
 )
@@ -83,7 +85,8 @@ def main(model: Path, out: Path, recipe: str) -> None:
         extra=trainer.state_extra(),
     )
     fresh = make_trainer(model, text, world, out)
-    fresh.restore_extra(load_state(state, fresh.state_tensors()))
+    tensors = fresh.tensors_to_fill(state.record.extra)
+    fresh.restore_extra(load_state(state, tensors), tensors)
     fresh.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
     fresh.export(out / "continued")
     if world.leads:

@@ -18,11 +18,13 @@ from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.batch_source import BatchSource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.replay_source import ReplaySource
+from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Group, Segment
 
-from .trainer_run import VOCABULARY, opened_run, write_run_file
+from .trainer_run import VOCABULARY, TrainerRun, opened_run, write_run_file
 
 
 async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
@@ -41,7 +43,8 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         session = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await session.open("trainer", run_limits(config))
         await session.begin(0)
-        batch_source = BatchSource(session, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
+        retry, replay = Retry(metrics, Health(), shutdown), _no_replay(run, catalog)
+        batch_source = BatchSource(session, run.checkpoints, catalog, retry, replay, _settings)
         found = await run.store.training.claim(session.token, 1, 5.0)
         assert found is not None
         written = replace(found, groups=tuple(_with_other_tokens(group) for group in found.groups))
@@ -74,7 +77,8 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         older = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await older.open("older", run_limits(config))
         await older.begin(0)
-        batch_source = BatchSource(older, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
+        retry, replay = Retry(metrics, Health(), shutdown), _no_replay(run, catalog)
+        batch_source = BatchSource(older, run.checkpoints, catalog, retry, replay, _settings)
         read_cursor = run.store.leadership.cursor
 
         async def cursor() -> Cursor:
@@ -86,6 +90,10 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         with pytest.raises(SessionLost):
             await batch_source.next(1, 5.0)
         assert run.checkpoints.batch_steps() == []
+
+
+def _no_replay(run: TrainerRun, catalog: PolicyCatalog) -> ReplaySource:
+    return ReplaySource(None, run.checkpoints, catalog, Progress(), 0, 20)
 
 
 def _settings(train_step: int) -> StepSettings:

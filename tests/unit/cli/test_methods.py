@@ -12,6 +12,7 @@ from rollmesh.algorithms.old_logprobs import SOURCES
 from rollmesh.algorithms.token_masks.mask_registry import MASKS
 from rollmesh.cli.main import app
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
+from rollmesh.config.replay import REPLAY_METHODS, ReplayConfig
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import UPDATE_SCALES
@@ -34,6 +35,7 @@ def test_every_method_is_printed_with_its_point_options_and_source() -> None:
         "masks": MASKS,
         "old_logprobs": SOURCES,
         "update_scale": UPDATE_SCALES,
+        "replay": REPLAY_METHODS,
     }
     assert headings == {f"{point}: {name}" for point, names in points.items() for name in names}
     assert "  options: longest_tokens (required), length_scale (0.1), tau (10.0)\n" in result.output
@@ -44,3 +46,4 @@ def test_every_old_logprob_source_has_one_entry() -> None:
     named = get_args(AlgorithmConfig.model_fields["old_logprobs"].annotation)
     assert set(named) == set(SOURCES) == set(OLD_LOGPROB_METHODS)
     assert set(get_args(AlgorithmConfig.model_fields["update_scale"].annotation)) == set(UPDATE_SCALES)
+    assert set(get_args(ReplayConfig.model_fields["by"].annotation)) == set(REPLAY_METHODS)

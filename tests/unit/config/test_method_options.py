@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from rollmesh.config import RunConfig
 from rollmesh.config.trainer import AlgorithmConfig, with_options
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling import Schedule
 
 
 def run(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
@@ -46,6 +48,30 @@ def run(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
 def test_a_method_with_wrong_options_is_refused_with_its_field(algorithm: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         run(algorithm)
+
+
+@pytest.mark.parametrize("source", ["sampler", "stage_end"])
+def test_replay_without_a_trainer_side_source_is_refused(source: str) -> None:
+    trainer = {"algorithm": {"old_logprobs": source}, "replay": {"share": 0.5}}
+    with pytest.raises(
+        ValidationError, match=f"trainer.replay with trainer.algorithm.old_logprobs={source}.*recompute"
+    ):
+        run({}, trainer=trainer)
+
+
+def test_replay_needs_a_staleness_bound_above_zero() -> None:
+    trainer = {"algorithm": {"old_logprobs": "recompute"}, "replay": {}}
+    for schedule, remedy in (({"preset": "sync"}, "take another preset"), ({"max_staleness": 0}, "raise it")):
+        with pytest.raises(ConfigError, match=f"max_staleness=0: every earlier group.*{remedy}"):
+            Schedule.from_config(run({}, trainer=trainer, schedule=schedule))
+    assert Schedule.from_config(run({}, trainer=trainer)).max_staleness > 0
+
+
+def test_ewma_is_refused_where_no_ratio_is_left() -> None:
+    with pytest.raises(
+        ValidationError, match="old_logprobs=ewma with loss=topr and advantage=filtered_bc has no effect"
+    ):
+        run({"old_logprobs": "ewma", "loss": "topr", "advantage": "filtered_bc"})
 
 
 DRPO = {

@@ -25,7 +25,7 @@ end
 -- Every group is checked before the first write, so a lost upload leaves the whole call without effect.
 local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
-  local at = 8 + group * 10
+  local at = 8 + group * 11
   local gid, prompt = ARGV[at], ARGV[at + 5]
   if not named[gid] and not known(gid, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])) then
     if prompt == '' and call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end

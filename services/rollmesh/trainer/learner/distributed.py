@@ -82,6 +82,11 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().cpu()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the shard of this rank, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
     """Sum a CPU tensor over the ranks in place."""
     if world.size > 1:

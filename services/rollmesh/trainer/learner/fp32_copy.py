@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rollmesh.trainer.learner.distributed import shard
+from rollmesh.trainer.learner.distributed import local_part, shard
 from rollmesh.trainer.learner.forward_backward import Compute
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 
@@ -38,9 +36,5 @@ class Fp32Copy:
             self._copy.requires_grad_(False)
             shard(self._copy, self._copy.causal_lm, self.compute.world, mixed=False)
         for target, current in zip(self._copy.parameters(), self._model.parameters(), strict=True):
-            _local(target).copy_(_local(current))
+            local_part(target).copy_(local_part(current))
         return self._copy
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

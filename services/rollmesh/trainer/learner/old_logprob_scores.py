@@ -17,6 +17,7 @@ from rollmesh.trainer.learner.forward_backward import Compute, score_batch, scor
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 from rollmesh.trainer.learner.stage_logprobs import StageRecord
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, TrainBatch
+from rollmesh.trainer.learner.weight_average import WeightAverage
 
 PolicyFolder = Callable[[int], Path | None]
 """Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank."""
@@ -30,6 +31,7 @@ class OldLogprobScorer:
     _compute: Compute
     _stage: StageRecord
     _policy_folder: PolicyFolder | None
+    _average: WeightAverage
     _reference: tuple[int, PolicyModel] | None = field(default=None, init=False)
 
     def denominator(
@@ -86,6 +88,14 @@ class OldLogprobScorer:
         zeros = np.zeros(tokens, np.float64)
         if trainer_logprobs in (TrainerLogprobs.NONE, TrainerLogprobs.GRADIENT_PASS):
             return zeros, no_token, no_token
+        if trainer_logprobs is TrainerLogprobs.AVERAGE:
+            if self._average.model is None:
+                return zeros, no_token, no_token
+            if not self._average.is_current:
+                sequences = np.unique(batch.sequence_index[batch.passed_mask])
+                values = score_batch(self._average.model, self._compute, batch, sequences)
+                return values, batch.passed_mask, no_token
+            trainer_logprobs = TrainerLogprobs.STEP_START
         now = (
             batch.passed_mask
             if trainer_logprobs is TrainerLogprobs.STEP_START

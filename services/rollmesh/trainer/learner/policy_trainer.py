@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World, pick_device, shard, whole
@@ -43,9 +44,10 @@ from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
 from rollmesh.trainer.learner.step_inputs import StepInputs, passed_trajectories, step_inputs, token_columns
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings
-from rollmesh.trainer.learner.step_statistics import TokenResults, batch_stats, policy_stats
+from rollmesh.trainer.learner.step_statistics import TokenResults, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches
+from rollmesh.trainer.learner.weight_average import WeightAverage
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, Trajectory
 
 _STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
@@ -79,7 +81,8 @@ class PolicyTrainer:
         self._stage = StageRecord()
         self._parts = Parts()
         self._fp32_copy = Fp32Copy(model, source, compute)
-        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder)
+        self._average = WeightAverage(model, source, compute)
+        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder, self._average)
 
     @classmethod
     def from_folder(
@@ -142,13 +145,18 @@ class PolicyTrainer:
         return step_settings(self._config, self._recipe, train_step)
 
     def train(
-        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+        self,
+        batch: Batch,
+        train_step_of_version: Mapping[int, int],
+        settings: StepSettings | None = None,
+        replayed: Collection[str] = (),
     ) -> StepReport:
         """Train on one batch and return its report; afterwards ``train_step == batch.train_step``.
 
         ``train_step_of_version`` maps every version that wrote tokens of the batch to its train step. ``settings`` are
-        the settings in the batch file, which may be older than the run file; None uses the run file's. Raises DataError
-        if the batch does not follow the last one or cannot be trained on; the weights are then unchanged.
+        the settings in the batch file, which may be older than the run file; None uses the run file's. ``replayed`` are
+        the groups of earlier batches, which the report counts apart. Raises DataError if the batch does not follow the
+        last one or cannot be trained on; the weights are then unchanged.
         """
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
@@ -160,6 +168,7 @@ class PolicyTrainer:
         set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
         if not self._parts.fit(batch, settings):
             self.forget_parts()
+        self._keep_average(recipe)
         early = len(self._parts.group_ids)
         update = self._update_from_parts if early else self._update
         inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
@@ -168,6 +177,8 @@ class PolicyTrainer:
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
         results = _results(loss, flat, columns, done)
+        reset = self._average_weights(recipe, flat, results)
+        again = np.array([group.group_id in replayed for group in batch.groups])[flat.group_index]
         return StepReport(
             train_step=batch.train_step,
             loss=done.loss,
@@ -180,7 +191,10 @@ class PolicyTrainer:
             microbatches=done.microbatches,
             forward_tokens=done.forward_tokens,
             groups_before_cut=early,
-            batch=batch_stats(flat),
+            average_reset=reset,
+            replayed_share=float(again.mean()),
+            batch=batch_stats(flat.subset(~again)),
+            replay=batch_stats(flat.subset(again)) if again.any() else None,
             policy=policy_stats(
                 flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
             ),
@@ -217,6 +231,7 @@ class PolicyTrainer:
         settings, begin = self.settings(step), time.perf_counter()
         recipe = settings.recipe or self._recipe
         flat = _flatten(Batch(train_step=step, groups=tuple(groups)), train_step_of_version, recipe)
+        self._keep_average(recipe)
         inputs = self._inputs(flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=True)
         flat, columns, old = inputs.flat, inputs.columns, inputs.old
         every = np.arange(flat.trajectory_count)
@@ -299,15 +314,17 @@ class PolicyTrainer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.
 
-        With the old-logprob source ``stage_end`` the result includes a copy of the recorded log-probabilities.
+        With the old-logprob source ``stage_end`` the result includes a copy of the recorded log-probabilities, with
+        ``ewma`` the average of the weights.
         """
         recorded = torch.from_numpy(self._stage.values())
-        return self._live_tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+        return self._live_tensors() | self._average.tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors to load a state with this ``extra`` into: the live tensors, and one for stage records."""
+        """Return the tensors to load a state with this ``extra`` into: live ones, and those of stage and average."""
         recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
-        return self._live_tensors() | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
+        live = self._live_tensors() | self._average.tensors_to_fill(extra)
+        return live | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
 
     def _live_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -320,19 +337,35 @@ class PolicyTrainer:
     def state_extra(self) -> dict[str, Any]:
         """Return the rest of the state, as JSON values."""
         layout = self._stage.layout()
-        return {"train_step": self.train_step} | ({_STAGE_LAYOUT: layout} if layout else {})
+        return {"train_step": self.train_step} | self._average.extra() | ({_STAGE_LAYOUT: layout} if layout else {})
 
     def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
         """Restore ``state_extra`` after its ``tensors_to_fill`` are ``filled``."""
         self.train_step = int(extra["train_step"])
         self.forget_parts()
+        self._average.restore(extra)
         values = filled.get(_STAGE_TENSOR, torch.empty(0))
         self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
 
     def forget_unfinished(self) -> None:
-        """Drop stage records and parts: after a rollback their trajectories are not trained on."""
+        """Drop stage records, parts and the average: after a rollback they are of an abandoned branch."""
         self._stage.keep(())
+        self._average.drop()
         self.forget_parts()
+
+    def _keep_average(self, recipe: StepRecipe) -> None:
+        """Begin the average that the recipe needs, or drop one that it does not."""
+        if recipe.algorithm.old_logprobs == "ewma":
+            self._average.start()
+        else:
+            self._average.drop()
+
+    def _average_weights(self, recipe: StepRecipe, flat: TrainBatch, results: TokenResults) -> bool:
+        """Add the weights after the step to the average; return True if it began again with them."""
+        if recipe.algorithm.old_logprobs != "ewma":
+            return False
+        options = EwmaOptions.model_validate(recipe.algorithm.old_logprobs_options)
+        return self._average.update(options, active_token_share(flat, results.clip))
 
     def _update(
         self,

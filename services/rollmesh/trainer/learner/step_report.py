@@ -44,7 +44,7 @@ class SpreadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """Properties of the batch before any forward pass."""
+    """Properties of the fresh or of the replayed groups of a batch before any forward pass."""
 
     groups: int
     trajectories: int
@@ -125,8 +125,16 @@ class StepReport:
     """Groups whose gradient was computed before the batch was cut (schedule.part_groups)."""
     seconds: Mapping[str, float]
     """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
+    average_reset: bool
+    """True if the average of old_logprobs ewma began again with the weights after the step."""
+    replayed_share: float
+    """Share of the trajectories that are of replayed groups."""
     batch: BatchStats
+    """Fresh groups."""
+    replay: BatchStats | None
+    """Replayed groups; None without any."""
     policy: PolicyStats
+    """Comparison over fresh and replayed groups."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a nested dictionary of numbers with string keys."""

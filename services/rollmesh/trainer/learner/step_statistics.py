@@ -100,6 +100,16 @@ def policy_stats(
     )
 
 
+def active_token_share(batch: TrainBatch, clip: npt.NDArray[np.int8]) -> float:
+    """Return the share of the tokens of the passes with a gradient: in the loss and not clipped; ``clip`` is [tokens].
+
+    A truncated weight leaves a gradient. 1 without tokens.
+    """
+    passed = batch.passed_mask
+    active = batch.loss_mask & np.isin(clip, (ClipReason.NONE, ClipReason.TRUNCATED))
+    return float(active[passed].mean()) if passed.any() else 1.0
+
+
 def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) -> float:
     """Compute ``(sum w)^2 / sum w^2`` with ``w_i = exp(sum_t log_ratio_t)``, unclipped (VCPO, arXiv 2602.17616).
 

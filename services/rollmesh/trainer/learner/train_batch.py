@@ -20,6 +20,26 @@ BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
+_TRAJECTORY_COLUMNS = (
+    "group_index",
+    "prompt_lengths",
+    "rewards",
+    "outcome_values",
+    "advantages",
+    "truncated",
+    "passed",
+)
+_TOKEN_COLUMNS = (
+    "token_ids",
+    "policy_mask",
+    "loss_mask",
+    "behavior_logprobs",
+    "versions",
+    "staleness",
+    "pure",
+    "temperatures",
+)
+
 NO_VERSION = -1
 """Version of tokens that no policy wrote."""
 
@@ -51,6 +71,24 @@ class TrainBatch:
     passed: BoolArray  # [trajectories], in the forward and backward passes
     unscored_trajectories: int
     """Trajectories that were dropped because they have neither a verifier's nor an assigned reward."""
+
+    def subset(self, chosen: BoolArray) -> TrainBatch:
+        """Return the batch of the ``chosen`` trajectories, bool [trajectories]; itself if that is all of them."""
+        if chosen.all():
+            return self
+        rows, inside = np.flatnonzero(chosen), chosen[self.sequence_index]
+        lengths = self.lengths[rows]
+        parts = {name: getattr(self, name)[rows] for name in _TRAJECTORY_COLUMNS}
+        tokens = {name: getattr(self, name)[inside] for name in _TOKEN_COLUMNS}
+        return replace(
+            self,
+            trajectory_ids=tuple(self.trajectory_ids[row] for row in rows),
+            starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            sequence_index=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
+            masked_by={mask: column[inside] for mask, column in self.masked_by.items()},
+            **parts,
+            **tokens,
+        )
 
     @property
     def trajectory_count(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
@@ -33,8 +33,13 @@ class TrainerMetrics:
         self.policy_version = m.gauge("rollmesh_trainer_policy_version", "Newest announced policy version.")
         self.steps = m.counter("rollmesh_trainer_steps_total", "Train steps, replays included.")
         self.replays = m.counter("rollmesh_trainer_replayed_steps_total", "Train steps replayed after a restart.")
-        self.tokens = m.counter("rollmesh_trainer_trained_tokens_total", "Tokens in the numerator of the loss.")
-        self.trajectories = m.counter("rollmesh_trainer_trajectories_total", "Trajectories trained on.")
+        self.replayed_groups = m.counter(
+            "rollmesh_trainer_replayed_groups_total", "Groups of earlier batches that were trained on again."
+        )
+        self.tokens = m.counter(
+            "rollmesh_trainer_trained_tokens_total", "Tokens of fresh groups in the numerator of the loss."
+        )
+        self.trajectories = m.counter("rollmesh_trainer_trajectories_total", "Trajectories of fresh groups trained on.")
         self.skipped = m.counter("rollmesh_trainer_skipped_updates_total", "Updates skipped for a non-finite gradient.")
         self.fallbacks = m.counter(
             "rollmesh_trainer_old_logprob_fallbacks_total",
@@ -81,7 +86,14 @@ class TrainerMetrics:
             "rollmesh_trainer_phase_seconds", "Wall time of a step's phases.", labels={"phase": _PHASES}
         )
         self.staleness = m.histogram(
-            "rollmesh_trainer_staleness_steps", "Staleness of trained trajectories, in train steps.", STALENESS_BUCKETS
+            "rollmesh_trainer_staleness_steps",
+            "Staleness of trained trajectories of fresh groups, in train steps.",
+            STALENESS_BUCKETS,
+        )
+        self.replayed_staleness = m.histogram(
+            "rollmesh_trainer_replayed_staleness_steps",
+            "Staleness of the trajectories of replayed groups, in train steps.",
+            STALENESS_BUCKETS,
         )
         self.last_step = m.gauge(
             "rollmesh_trainer_last_step_timestamp_seconds", "Unix time at the end of the newest step."
@@ -102,11 +114,12 @@ class TrainerMetrics:
         self._left_out.observe(batch)
         for reason, count in policy.old_logprob_fallbacks.items():
             self.fallbacks.labels(reason=reason).inc(count)
-        for staleness, count in batch.trajectory_staleness.histogram.items():
-            for _ in range(count):
-                self.staleness.observe(int(staleness))
+        _observe_staleness(self.staleness, batch)
         for phase, seconds in report.seconds.items():
             self.phase_seconds.labels(phase=phase).observe(seconds)
+        if report.replay is not None:
+            self.replayed_groups.inc(report.replay.groups)
+            _observe_staleness(self.replayed_staleness, report.replay)
         for metric, gauge in self._gauges:
             gauge.set(metric.value(line))
 
@@ -116,6 +129,12 @@ class TrainerMetrics:
             self.groups.labels(length_decile=str(decile)).inc(groups)
         self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
         self._wasted.update(counts.dropped_tokens)
+
+
+def _observe_staleness(histogram: Histogram, batch: BatchStats) -> None:
+    for staleness, count in batch.trajectory_staleness.histogram.items():
+        for _ in range(count):
+            histogram.observe(int(staleness))
 
 
 class LeftOut:

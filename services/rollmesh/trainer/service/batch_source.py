@@ -16,6 +16,7 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.segments import join_group
 from rollmesh.trainer.learner.step_settings import differing_settings
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Batch
@@ -31,10 +32,19 @@ class ClaimedBatch:
     replayed: bool
     """True if the file was written before a restart."""
 
+    training: Batch
+    """Groups to train on: those of the file, and the replayed ones."""
+
     @property
     def batch(self) -> Batch:
-        """Groups to train on."""
+        """Fresh groups: those of the cut."""
         return self.stored.batch
+
+    @property
+    def replayed_group_ids(self) -> frozenset[str]:
+        """Groups of earlier batches."""
+        draw = self.stored.footer.replay
+        return frozenset() if draw is None else frozenset(group_id for _, group_id in draw.groups)
 
 
 @dataclass(eq=False)
@@ -45,6 +55,7 @@ class BatchSource:
     _checkpoints: CheckpointStore
     _catalog: PolicyCatalog
     _retry: Retry
+    _replay: ReplaySource
     _settings: Callable[[int], StepSettings]
     """Function that returns the settings of the run file for a train step."""
     _log: Logger = field(default_factory=lambda: get_logger("batch_source"), init=False)
@@ -53,7 +64,7 @@ class BatchSource:
         """Return the batch of ``train_step``; None after ``timeout`` seconds without a cut, or at shutdown.
 
         Raises CheckpointError if Redis counts the step as trained but its batch file is missing or damaged, so that the
-        step cannot be replayed.
+        step cannot be replayed, or if an earlier batch file that the step draws groups from is.
         """
         claimed = await self._from_file(train_step)
         if claimed is None:
@@ -89,7 +100,8 @@ class BatchSource:
         await self._session.learn_policies()
         self._catalog.remember(stored.footer.version_train_steps)
         self._log_other_settings(train_step, stored.footer.settings)
-        return ClaimedBatch(stored=stored, replayed=True)
+        training = await asyncio.to_thread(self._replay.complete, stored)
+        return ClaimedBatch(stored=stored, replayed=True, training=training)
 
     def _log_other_settings(self, train_step: int, recorded: StepSettings | None) -> None:
         if recorded is None or recorded.recipe is None:
@@ -115,7 +127,7 @@ class BatchSource:
 
         def write() -> StoredBatch:
             # Read the file back: a superseded trainer may have written it in between, with different content.
-            self._checkpoints.write_batch(batch, cursor, train_steps, settings, outcomes)
+            self._checkpoints.write_batch(batch, cursor, train_steps, settings, outcomes, self._replay.draw(batch))
             return self._checkpoints.stored_batch(train_step)
 
         async def write_unless_superseded() -> StoredBatch:
@@ -126,4 +138,5 @@ class BatchSource:
         with tracer().span("write_batch", traceparent):
             stored = await self._retry.run("write_batch", write_unless_superseded)
         self._catalog.remember(stored.footer.version_train_steps)
-        return ClaimedBatch(stored=stored, replayed=False)
+        training = await asyncio.to_thread(self._replay.complete, stored)
+        return ClaimedBatch(stored=stored, replayed=False, training=training)

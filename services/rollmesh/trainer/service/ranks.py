@@ -42,15 +42,18 @@ class RankCoordinator:
     catalog: PolicyCatalog
     _known_to_peers: set[int] = field(default_factory=set, init=False)
 
-    def train(self, batch: Batch, settings: StepSettings | None = None) -> StepReport:
-        """Run one train step on all ranks, with ``settings`` or else the run file's."""
+    def train(self, batch: Batch, settings: StepSettings | None = None, replayed: Collection[str] = ()) -> StepReport:
+        """Run one train step on all ranks, with ``settings`` or else the run file's.
+
+        ``replayed`` are the groups of earlier batches, which the report counts apart.
+        """
         remembered = sorted(self.catalog.remembered.items())
         sent = settings and settings.model_dump(mode="json")
         details = {"policies": self._new_policies(), "remembered": remembered, "settings": sent}
         self._order({"do": "train", "train_step": batch.train_step, **details})
         if self.world.size > 1:
             broadcast_bytes(batch_to_bytes(batch), self.world)
-        return self.trainer.train(batch, self.catalog.train_steps, settings)
+        return self.trainer.train(batch, self.catalog.train_steps, settings, replayed)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the gradient of a part of the next batch on all ranks, before the batch is cut."""

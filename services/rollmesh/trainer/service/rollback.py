@@ -68,6 +68,7 @@ class RollbackRunner:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id
+        self._progress.rollback_step = self._ranks.trainer.train_step
         self._progress.rolled_back_to = version
         self._progress.nonfinite_updates_in_a_row = 0
         await commit()

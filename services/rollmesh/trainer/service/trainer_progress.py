@@ -32,18 +32,21 @@ class Progress:
     """Updates skipped for a gradient that is not finite, since the last applied update."""
     generated: GeneratedTokens = field(default_factory=GeneratedTokens)
     """Tokens that the generators sampled."""
+    rollback_step: int = 0
+    """Train step at the last rollback: batches up to it are of an abandoned branch, and no step replays them."""
 
     def to_extra(self) -> dict[str, Any]:
         """Return JSON values for the trainer state."""
         progress = asdict(self)
         del progress["generated"]
-        # Outside ``progress``: a trainer of an older release ignores it there.
-        return {"progress": progress, "generated_tokens": self.generated.to_json()}
+        rollback_step = progress.pop("rollback_step")
+        # Outside ``progress``: a trainer of an older release ignores them there.
+        return {"progress": progress, "generated_tokens": self.generated.to_json(), "rollback_step": rollback_step}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:
         """Restore from ``to_extra``; an empty mapping gives the progress of the initial model."""
-        progress = cls(**extra.get("progress", {}))
+        progress = cls(**extra.get("progress", {}), rollback_step=extra.get("rollback_step", 0))
         progress.generated = GeneratedTokens.from_json(
             extra.get("generated_tokens"), trained_tokens=progress.trained_token_total
         )

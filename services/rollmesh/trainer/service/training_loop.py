@@ -164,7 +164,8 @@ class TrainingLoop:
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
-            report = await self._in_thread(lambda: deps.ranks.train(claimed.batch, claimed.stored.footer.settings))
+            settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
+            report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
         await deps.session.report_trained(step)
         mark_trained(claimed, started_ns)
         await self._record(claimed, report, waited)

@@ -1,0 +1,60 @@
+"""Check of the replayed groups of a run: every draw is repeated from the batch files that it names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rollmesh.checkpoints.batches import BatchFooter, StoredBatch
+from rollmesh.checkpoints.replay_draw import ReplayDraw
+from rollmesh.config.replay import MOST_BATCHES
+from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates, replayed_count
+
+
+@dataclass(slots=True, kw_only=True)
+class Replays:
+    """Replayed groups over the batch files, read in order. They are no second training of their own batch."""
+
+    groups: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Number of replayed groups by the staleness of their oldest token."""
+    problems: list[str] = field(default_factory=list)
+    _digests: dict[int, str] = field(default_factory=dict)
+    _candidates: dict[int, list[ReplayCandidate]] = field(default_factory=dict)
+
+    def add(self, stored: StoredBatch, *, counted: bool) -> None:
+        """Check the draw of a batch file; ``counted`` if its step is committed."""
+        step, draw = stored.batch.train_step, stored.footer.replay
+        if draw is not None and counted:
+            self.problems += self._differences(stored.footer, draw)
+            self.groups += len(draw.groups)
+            drawn = set(draw.groups)
+            for source in draw.sources:
+                chosen = (c for c in self._candidates.get(source, ()) if (source, c.group_id) in drawn)
+                self.staleness.update(step - 1 - candidate.oldest for candidate in chosen)
+        self._digests[step] = stored.footer.payload_sha256
+        self._candidates[step] = replay_candidates(stored.batch, stored.footer.version_train_steps)
+        for old in [known for known in self._candidates if known <= step - MOST_BATCHES]:
+            del self._candidates[old], self._digests[old]
+
+    def _differences(self, footer: BatchFooter, draw: ReplayDraw) -> Iterator[str]:
+        step = footer.train_step
+        outside = [source for source in draw.sources if not step - draw.batches <= source < step]
+        if outside:
+            yield f"train step {step} drew from batch {outside[0]}, which is none of the {draw.batches} before it"
+        for source, digest in draw.sources.items():
+            if source not in self._digests:
+                yield f"train step {step} drew from batch {source}, which has no valid file"
+            elif self._digests[source] != digest:
+                yield f"train step {step} drew from batch {source}, whose file has other trajectories now"
+        again = draw_replay(
+            [candidate for source in draw.sources for candidate in self._candidates.get(source, ())],
+            replayed_count(len(footer.group_ids), draw.share),
+            by=draw.by,
+            seed=draw.seed,
+            train_step=step,
+            max_staleness=draw.max_staleness,
+        )
+        if [(c.train_step, c.group_id) for c in again] != draw.groups:
+            yield f"train step {step} replayed {len(draw.groups)} groups, which are not those that its seed draws"

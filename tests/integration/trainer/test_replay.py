@@ -1,0 +1,144 @@
+"""A trainer that replays groups of earlier batches: the same draw after every kill, and a ledger that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.report.ledger_counts import StalenessRule, Trained, read_batches
+from rollmesh.store import EmbeddedServer
+
+from .test_kills import MOMENTS, last_weights
+from .test_parts import accumulated, begun
+from .test_parts import trained as trained_step
+from .test_rollback import _announced, _rolled_back
+from .trainer_run import GROUPS, TrainerRun, opened_run, write_run_file
+
+STEPS = len(MOMENTS) + 2
+ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "recompute"}
+TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "replay": {"share": 0.5, "batches": 2, "by": "reward"}}
+
+
+def ledger(run: TrainerRun) -> Trained:
+    rule = StalenessRule(max_staleness=20, mask_old_segments=False)
+    committed = run.checkpoints.committed_states()[0].train_step
+    counts, damaged = read_batches(run.checkpoints, committed, rule, {0: 0}, lambda: None)
+    assert damaged == {}
+    return counts
+
+
+def lines(run: TrainerRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def draws(run: TrainerRun) -> list[list[tuple[int, str]]]:
+    footers = [run.checkpoints.batch_footer(step) for step in run.checkpoints.batch_steps()]
+    return [footer.replay.groups for footer in footers if footer.replay is not None]
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterrupted_one(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    calm = write_run_file(tmp_path / "calm", tiny_model, server, trainer=TRAINER, checkpoints={"state_every_steps": 2})
+    async with opened_run(calm) as run:
+        run.start()
+        async with run.fed(STEPS):
+            await run.until_finished()
+        expected, expected_draws, recorded = await last_weights(run), draws(run), lines(run)
+        counts = ledger(run)
+    assert [len(drawn) for drawn in expected_draws] == [0, *[GROUPS] * (STEPS - 1)]
+    assert counts.replays.problems == [] and counts.trained_twice() == {} and counts.trajectories_twice == {}
+    assert (counts.groups, counts.replays.groups) == (GROUPS * STEPS, GROUPS * (STEPS - 1))
+    assert [line["replayed_share"] for line in recorded] == [0.0, *[0.5] * (STEPS - 1)]
+    assert all(line["batch"]["groups"] == GROUPS for line in recorded)
+    assert recorded[-1]["replay"]["groups"] == GROUPS
+    fresh_tokens = sum(line["batch"]["trained_tokens"] for line in recorded)
+    assert recorded[-1]["mesh"]["trained_token_total"] == fresh_tokens == counts.loss_tokens
+
+    killed = write_run_file(
+        tmp_path / "killed", tiny_model, server, trainer=TRAINER, checkpoints={"state_every_steps": 2}
+    )
+    async with opened_run(killed) as run:
+        run.start()
+        async with run.fed(STEPS):
+            for step, (name, moment) in enumerate(MOMENTS, start=1):
+                await run.until(f"step {step}: {name}", lambda m=moment, s=step: m(run, s))
+                run.kill()
+                run.start()
+            await run.until_finished()
+        assert draws(run) == expected_draws
+        assert ledger(run).replays.problems == []
+        assert await last_weights(run) == expected
+
+
+async def test_a_missing_batch_file_is_left_out_of_the_draw_with_a_warning(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer=TRAINER | {"train_steps": 4})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until("step 3", lambda: _committed(run, 3), pause=0.01)
+        (run.checkpoints.root / "batches" / "00000002.pb").unlink()
+        run.start()
+        async with run.fed(1):
+            await run.until_finished()
+        replay = run.checkpoints.batch_footer(4).replay
+        assert replay is not None and set(replay.sources) == {3}
+        assert {step for step, _ in replay.groups} == {3}
+        assert '"replay_without_batch"' in run.log()
+
+
+async def test_batches_from_before_a_rollback_are_not_replayed(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer=TRAINER | {"train_steps": 6})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until("version 3", lambda: _announced(run, 3), pause=0.01)
+            await run.store.rollbacks.request(1)
+            await run.until("the end of the rollback", lambda: _rolled_back(run), pause=0.01)
+            run.kill()
+            run.start()
+            await run.feed(3)
+            await run.until_finished()
+        footers = [run.checkpoints.batch_footer(step).replay for step in range(1, 7)]
+        assert [sorted(replay.sources) for replay in footers if replay] == [[], [1], [1, 2], [], [4], [4, 5]]
+        assert ledger(run).replays.problems == []
+
+
+async def test_replayed_groups_join_the_parts_of_their_batch(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    first_lines = []
+    for name, parts in (("parts", 1), ("whole", 0)):
+        config = write_run_file(
+            tmp_path / name,
+            tiny_model,
+            server,
+            schedule={"preset": "one_step_off", "max_staleness": 1, "part_groups": parts},
+            trainer=TRAINER | {"train_steps": 3},
+        )
+        async with opened_run(config) as run:
+            await begun(run, 2)
+            for step in (1, 2):
+                if parts:
+                    await accumulated(run, step)
+                await run.store.leadership.cut(run.leader, step, run.cuts[step - 1])
+                await trained_step(run, step)
+            first_lines.append(lines(run)[1])
+    ours, theirs = first_lines
+    assert (ours["groups_before_cut"], theirs["groups_before_cut"]) == (GROUPS, 0)
+    assert ours["replayed_share"] == theirs["replayed_share"] == 0.5
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7)
+
+
+async def _committed(run: TrainerRun, step: int) -> bool:
+    return (await run.store.training.state()).committed_step == step

@@ -1,0 +1,150 @@
+"""The old-logprob source ewma: its average, its resets, and a state that continues it bit by bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from rollmesh.config.old_logprob_methods import EwmaOptions
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.step_report import StepReport
+from rollmesh.types import Batch
+
+from .conftest import ModelMaker
+from .made_batches import batch_of, policy_segment, random_batch, trajectory
+
+VERSIONS = {v: v for v in range(9)}
+
+
+def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **fields: Any) -> PolicyTrainer:
+    options = {"window": 3, "reset_below": reset_below}
+    algorithm = AlgorithmConfig(loss="decoupled_ppo", old_logprobs="ewma", old_logprobs_options=options)
+    return PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=rate, algorithm=algorithm, **fields))
+
+
+def batch(step: int) -> Batch:
+    return random_batch(step, train_step=step, versions=min(2, step))
+
+
+def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    return {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
+
+
+def average(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    found = {n: t.clone() for n, t in trainer.state_tensors().items() if n.startswith("ewma.")}
+    return {name.removeprefix("ewma."): tensor for name, tensor in found.items()}
+
+
+def test_the_average_is_that_of_the_formula(make_model: ModelMaker, tmp_path: Path) -> None:
+    trainer = make(make_model("qwen2"))
+    history = [weights(trainer, tmp_path / "0")]
+    for step in range(1, 5):
+        trainer.train(batch(step), VERSIONS)
+        history.append(weights(trainer, tmp_path / str(step)))
+    beta = 3 / 5
+    powers = [beta ** (len(history) - 1 - k) for k in range(len(history))]
+    for name, found in average(trainer).items():
+        expected = sum(p * theta[name] for p, theta in zip(powers, history, strict=True)) / sum(powers)
+        assert torch.allclose(found.double(), expected, rtol=0, atol=1e-6), name
+        assert not torch.allclose(found.double(), history[-1][name], rtol=0, atol=1e-3), name
+
+
+def test_ratios_are_one_against_the_first_weights_and_then_against_the_average(
+    make_model: ModelMaker, tmp_path: Path
+) -> None:
+    folder = make_model("qwen2")
+    trainer = make(folder)
+    first = trainer.train(batch(1), VERSIONS)
+    assert (first.policy.ratio.min, first.policy.ratio.max) == (1.0, 1.0)
+    trainer.train(batch(2), VERSIONS)
+    rng = np.random.default_rng(0)
+    members = [trajectory(f"g.{m}", [policy_segment(rng, 7)], float(m)) for m in (0, 1)]
+    averaged, current = tmp_path / "average", tmp_path / "current"
+    _write(trainer, folder, averaged, average(trainer))
+    trainer.export(current)
+    report = trainer.train(batch_of(members, train_step=3), VERSIONS)
+    ratios = np.concatenate([np.exp(_score(current, m) - _score(averaged, m)) for m in members])
+    assert report.policy.ratio.mean == pytest.approx(ratios.mean(), abs=1e-5)
+    assert report.policy.ratio.max == pytest.approx(ratios.max(), abs=1e-5)
+    assert report.policy.old_logprob_fallbacks == {}
+
+
+def test_a_share_of_active_tokens_below_the_bound_resets_the_average(make_model: ModelMaker) -> None:
+    trainer = make(make_model("qwen2"), reset_below=0.9)
+    reports = [trainer.train(batch(step), VERSIONS) for step in range(1, 6)]
+    # Large steps leave the clip range of the average, which then begins again.
+    assert any(report.average_reset for report in reports) and not reports[0].average_reset
+    for before, after in pairwise(reports):
+        assert _all_one(after) == before.average_reset
+
+
+def test_a_saved_average_continues_bit_by_bit(make_model: ModelMaker) -> None:
+    folder = make_model("qwen2")
+    whole, first, second = make(folder), make(folder), make(folder)
+    for step in (1, 2):
+        whole.train(batch(step), VERSIONS)
+        first.train(batch(step), VERSIONS)
+    extra = first.state_extra()
+    target = second.tensors_to_fill(extra)
+    for name, tensor in first.state_tensors().items():
+        target[name].copy_(tensor)
+    second.restore_extra(extra, target)
+    for step in (3, 4):
+        assert whole.train(batch(step), VERSIONS).loss == second.train(batch(step), VERSIONS).loss
+    assert all(torch.equal(a, b) for a, b in zip(*(t.state_tensors().values() for t in (whole, second)), strict=True))
+
+
+def test_a_rollback_begins_the_average_again(make_model: ModelMaker) -> None:
+    trainer = make(make_model("qwen2"))
+    for step in (1, 2):
+        trainer.train(batch(step), VERSIONS)
+    trainer.forget_unfinished()
+    assert average(trainer) == {}
+    assert _all_one(trainer.train(batch(3), VERSIONS))
+
+
+def test_a_step_with_another_source_drops_the_average(make_model: ModelMaker) -> None:
+    trainer = make(make_model("qwen2"))
+    trainer.train(batch(1), VERSIONS)
+    settings = trainer.settings(2)
+    assert settings.recipe is not None
+    algorithm = AlgorithmConfig(loss="decoupled_ppo", old_logprobs="recompute")
+    other = settings.model_copy(update={"recipe": settings.recipe.model_copy(update={"algorithm": algorithm})})
+    trainer.train(batch(2), VERSIONS, other)
+    assert average(trainer) == {} and "ewma_weight" not in trainer.state_extra()
+
+
+def test_beta_follows_from_the_window_and_bad_options_are_refused() -> None:
+    assert EwmaOptions(window=2).beta == 0.5
+    for options in ({"window": 0}, {"reset_below": 1.1}, {"beta": 0.5}):
+        with pytest.raises(ValidationError, match="old_logprobs_options"):
+            AlgorithmConfig(old_logprobs="ewma", old_logprobs_options=options)
+    with pytest.raises(ValidationError, match="window belongs to ewma"):
+        AlgorithmConfig(old_logprobs="recompute", old_logprobs_options={"window": 2})
+
+
+def _all_one(report: StepReport) -> bool:
+    return report.policy.ratio.min == report.policy.ratio.max == 1.0
+
+
+def _write(trainer: PolicyTrainer, source: Path, folder: Path, values: dict[str, torch.Tensor]) -> None:
+    twin = PolicyTrainer.from_folder(source, TrainerConfig())
+    for name, tensor in twin.state_tensors().items():
+        if name.startswith("model."):
+            tensor.copy_(values[name.removeprefix("model.")])
+    twin.export(folder)
+
+
+def _score(folder: Path, member: Any) -> np.ndarray:
+    ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
+    return PolicyScorer.from_folder(folder).logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
