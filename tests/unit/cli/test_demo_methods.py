@@ -11,8 +11,13 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.scheduling import Schedule
 
 
+FIELDS = {"budget": "token_budget", "replay": "by"}
+"""Fields of the points that `rollmesh methods` names otherwise."""
+
+
 def test_every_method_of_the_registries_has_a_row() -> None:
-    assert list(method_settings()) == [f"{point}/{name}" for point, methods in POINTS.items() for name in methods]
+    every = [f"{FIELDS.get(point, point)}/{name}" for point, methods in POINTS.items() for name in methods]
+    assert list(method_settings()) == every
 
 
 @pytest.mark.parametrize("name", method_settings())
