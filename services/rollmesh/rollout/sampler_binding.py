@@ -14,7 +14,7 @@ from rollmesh.config.sampler_methods import ORDER, SAMPLER_METHODS
 from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
 from rollmesh.curriculum.samplers.sampler_registry import SAMPLERS
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.loading import load_target
+from rollmesh.user_code import load_target
 
 _INPUTS = ("draw", "prompts", "history", "train_step")
 

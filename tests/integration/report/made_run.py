@@ -109,6 +109,7 @@ def _batch_stats(
         groups=16,
         trajectories=count,
         unscored_trajectories=0,
+        rollouts_per_group=SpreadStats(mean=8.0, max=8, histogram={8: 16}),
         original_tokens=int(count * length),
         trained_tokens=int(count * length),
         masked_fraction=0.0,

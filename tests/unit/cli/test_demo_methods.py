@@ -10,9 +10,8 @@ from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.scheduling import Schedule
 
-
-FIELDS = {"budget": "token_budget", "replay": "by"}
-"""Fields of the points that `rollmesh methods` names otherwise."""
+FIELDS = {"budget": "token_budget"}
+"""Points with two fields, of which the demo runs one."""
 
 
 def test_every_method_of_the_registries_has_a_row() -> None:
