@@ -94,7 +94,8 @@ PAGE = Page(
             ),
             curve(
                 "Rounds and rollouts of a group",
-                "Means: scored trajectories of the batch's groups, and rounds of all closed groups (curriculum.planner).",
+                "Means: scored trajectories of the groups of the batch, and rounds of all closed groups "
+                "(curriculum.planner).",
                 gauge("rollmesh_trainer_rollouts_per_group_mean", word="rollouts"),
                 gauge("rollmesh_trainer_rounds_per_group_mean", word="rounds"),
                 unit="short",
