@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.group_outcome import GroupOutcome
 from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 

@@ -76,8 +76,8 @@ def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     options = method.options.model_validate(section.planner_options) if section.planner in PLANNER_METHODS else None
     if isinstance(options, QuorumOptions) and options.needed(size) < min(2, size):
         yield (
-            f"curriculum.planner_options.share={options.share:g} with schedule.group_size={size} completes a group with "
-            "one scored member, which has nothing to compare it with; raise share"
+            f"curriculum.planner_options.share={options.share:g} with schedule.group_size={size} completes a "
+            "group with one scored member, which has nothing to compare it with; raise share"
         )
     if isinstance(options, DarsOptions) and options.largest_group <= size:
         yield (

@@ -29,4 +29,4 @@ def test_the_settings_that_go_with_a_method_make_a_valid_run_of_the_demo(name: s
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     done = CliRunner().invoke(app, ["demo-methods", "--method", "drpo"])
     assert done.exit_code == 2
-    assert "--method drpo: not a method of the demo; known: advantage/grpo, " in " ".join(done.output.split())
+    assert "--method drpo: not a method of the demo; known: sampler/order, " in " ".join(done.output.split())
