@@ -52,6 +52,20 @@ def domain_record(domain: str) -> str:
     return f"domain:{domain}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainTotals:
+    """Sums over all prompts of one domain since the start of the run."""
+
+    drawn: int
+    """Admitted groups."""
+    completed: int
+    """Scored trajectories of ended groups."""
+    solved: int
+    """Those with a positive reward."""
+    tokens: int
+    """Tokens of the completed trajectories, after the prompt."""
+
+
 class LengthPrediction(NamedTuple):
     """Expected length of a group before it ended, and its true length; in tokens, None when unknown."""
 

@@ -93,6 +93,33 @@ PAGE = Page(
                 gauge("rollmesh_trainer_replayed_ratio"),
             ),
             curve(
+                "Rounds and rollouts of a group",
+                "Means: scored trajectories of the groups of the batch, and rounds of all closed groups "
+                "(curriculum.planner).",
+                gauge("rollmesh_trainer_rollouts_per_group_mean", word="rollouts"),
+                gauge("rollmesh_trainer_rounds_per_group_mean", word="rounds"),
+                unit="short",
+            ),
+            curve(
+                "Groups drawn by domain",
+                "Per second.",
+                per_second("rollmesh_trainer_domain_groups_total", "run, domain"),
+                unit="short",
+            ),
+            curve(
+                "Completed trajectories by domain",
+                "Per second, in ended groups; and those with a positive reward.",
+                per_second("rollmesh_trainer_domain_trajectories_total", "run, domain"),
+                per_second("rollmesh_trainer_domain_solved_trajectories_total", "run, domain", word="solved"),
+                unit="short",
+            ),
+            curve(
+                "Tokens by domain",
+                "Of completed trajectories, per second.",
+                per_second("rollmesh_trainer_domain_tokens_total", "run, domain"),
+                unit="short",
+            ),
+            curve(
                 "Factor on the learning rate",
                 "Of the update scale; 1 without one.",
                 gauge("rollmesh_trainer_learning_rate_factor_ratio"),

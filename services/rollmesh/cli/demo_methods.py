@@ -46,7 +46,7 @@ def method_settings() -> dict[str, list[str]]:
     text = recipe_file("countdown", "methods.yaml").read_text(encoding="utf-8")
     table: Mapping[str, Mapping[str, Mapping[str, Any]]] = parse_yaml(text)
     return {
-        f"{field.rpartition('.')[2]}/{name}": [
+        f"{field.removesuffix('.by').rpartition('.')[2]}/{name}": [
             f"{key}={json.dumps(value)}" for key, value in ({field: name} | dict(others)).items()
         ]
         for field, methods in table.items()

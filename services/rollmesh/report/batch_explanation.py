@@ -80,6 +80,8 @@ class ExplainedTrajectory:
             "group_id": self.trajectory.group_id,
             "reward": outcome.verdict if outcome is not None else None,
             "shaped_reward": self.trajectory.shaped_reward,
+            "domain": self.trajectory.prompt.domain,
+            "cut_token_count": self.trajectory.cut_token_count,
             "prompt": self.prompt,
             "response": self.response,
             "tokens": [{"text": t} | asdict(e) for t, e in zip(self.texts, self.tokens, strict=True)],
@@ -175,6 +177,10 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     reward = "unscored" if trajectory.outcome is None else _reward(trajectory.outcome)
     advantage = next((t.advantage for t in explained.tokens if t.policy_version is not None), 0.0)
     title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {advantage:.3f}"
+    if trajectory.prompt.domain:
+        title += f", domain {trajectory.prompt.domain}"
+    if trajectory.cut_token_count:
+        title += f", {trajectory.cut_token_count} tokens cut off by curriculum.group_shaper"
     console.print(Text(title, style="bold"))
     console.print(Text(f"prompt   {explained.prompt}", style="dim"))
     console.print(Text(f"response {explained.response}", style="dim"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -54,6 +54,10 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),
         ("trajectories without a pass", count(summary.skipped_trajectories or None)),
         ("mean factor on the learning rate", _factor(summary.mean_rate_factor)),
+        ("replayed trajectories", percent(summary.replayed_share)),
+        ("rounds per group", None if summary.rounds_per_group is None else f"{summary.rounds_per_group:.2f}"),
+        ("trained groups by rollouts", _rollouts(summary)),
+        *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
         ("audit", None if summary.audit is None else summary.audit.verdict.value),
     ]
     return [(name, value) for name, value in rows if value]
@@ -73,6 +77,18 @@ def moment(point: EvaluationPoint, summary: RunSummary) -> str:
 
 def _text(value: object | None) -> str | None:
     return None if value is None else str(value)
+
+
+def _rollouts(summary: RunSummary) -> str | None:
+    """Describe the sizes of groups; None if all groups have the same."""
+    sizes = summary.rollouts_per_group
+    return ", ".join(f"{groups:,} of {size}" for size, groups in sizes.items()) if len(sizes) > 1 else None
+
+
+def _domain(totals: Mapping[str, int]) -> str:
+    drawn, completed, solved, tokens = (totals[name] for name in ("drawn", "completed", "solved", "tokens"))
+    rate = f" ({percent(solved / completed)})" if completed else ""
+    return f"{drawn:,} groups drawn, {completed:,} trajectories completed, {solved:,} solved{rate}, {tokens:,} tokens"
 
 
 def _factor(factor: float | None) -> str | None:

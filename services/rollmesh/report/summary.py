@@ -90,6 +90,14 @@ class RunSummary:
     """Trajectories without a pass, because their advantage is 0."""
     mean_rate_factor: float | None = None
     """Mean factor of the update scale on the learning rate; None without one."""
+    rollouts_per_group: Mapping[int, int] = field(default_factory=dict)
+    """Number of trained groups by their scored trajectories."""
+    rounds_per_group: float | None = None
+    """Mean rounds of closed groups, at the last train step; None without rounds."""
+    replayed_share: float | None = None
+    """Mean share of replayed trajectories over all train steps; None without replay."""
+    domains: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Groups drawn, trajectories completed and solved, and tokens by domain, at the last train step."""
     audit: AuditResult | None = None
     missing: tuple[str, ...] = ()
     """Descriptions of missing data of the folder."""
@@ -145,6 +153,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         dropped=_dropped(audit, timeline, folder),
         **_fates(folder),
         **_left_out(folder),
+        **_curriculum(folder),
         audit=audit,
         missing=folder.missing() + audit_problem,
     )
@@ -258,6 +267,23 @@ def _left_out(folder: RecordedRun) -> dict[str, Any]:
         "masked_tokens": {mask: tokens for mask, tokens in masked.items() if tokens},
         "skipped_trajectories": sum(batch.get("skipped_trajectories", 0) for batch in batches),
         "mean_rate_factor": float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None,
+    }
+
+
+def _curriculum(folder: RecordedRun) -> dict[str, Any]:
+    """Return the fields on rounds, domains and replay."""
+    records = newest_per_step(folder.metrics.records)
+    mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
+    rollouts: Counter[int] = Counter()
+    for record in records:
+        histogram = (record.get("batch") or {}).get("rollouts_per_group", {}).get("histogram", {})
+        rollouts.update({int(count): groups for count, groups in histogram.items()})
+    shares = [record.get("replayed_share", 0.0) for record in records]
+    return {
+        "rollouts_per_group": dict(sorted(rollouts.items())),
+        "rounds_per_group": mesh.get("rounds_per_group"),
+        "replayed_share": float(np.mean(shares)) if any(shares) else None,
+        "domains": mesh.get("domains", {}),
     }
 
 

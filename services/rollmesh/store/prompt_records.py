@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord
+from rollmesh.prompt_history import DomainTotals, LengthPrediction, PromptOutcome, PromptRecord, domain_record
 from rollmesh.store.limits import Limits
 from rollmesh.store.redis_connection import Connection
 
@@ -59,6 +59,17 @@ class PromptRecords:
         """Return the number of admitted groups by domain."""
         raw = await self._connection.command("HGETALL", self._keys.single("domains"))
         return {name.decode(): int(count) for name, count in sorted(raw.items())}
+
+    async def domain_totals(self) -> dict[str, DomainTotals]:
+        """Return the sums of every domain, by name; empty without domains."""
+        drawn = await self.drawn()
+        records = await self.read([domain_record(domain) for domain in drawn])
+        found: dict[str, DomainTotals] = {}
+        for domain, groups in drawn.items():
+            record = records.get(domain_record(domain))
+            sums = (record.members, record.solved, record.token_sum) if record is not None else (0, 0, 0)
+            found[domain] = DomainTotals(drawn=groups, completed=sums[0], solved=sums[1], tokens=sums[2])
+        return found
 
     async def _all(self) -> dict[str, PromptRecord]:
         found: dict[str, PromptRecord] = {}

@@ -95,7 +95,7 @@ def step_report(
         policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
-    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}, "engines": engines}
+    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}, "engines": engines, "rounds_per_group": 1.0}
     line = step_record(report, mesh) | {"policy_version": step, "wait_seconds": 0.5}
     return report, line | {"time": START + 10 + seconds * step}
 
@@ -109,6 +109,7 @@ def _batch_stats(
         groups=16,
         trajectories=count,
         unscored_trajectories=0,
+        rollouts_per_group=SpreadStats(mean=8.0, max=8, histogram={8: 16}),
         original_tokens=int(count * length),
         trained_tokens=int(count * length),
         masked_fraction=0.0,

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from rollmesh import step_metrics
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.gateway.curves import Curves
+from rollmesh.prompt_history import DomainTotals
 from rollmesh.report.metrics_document import metrics_document
 from rollmesh.report.plots import plot_specs, style
 from rollmesh.report.recorded_run import RecordedRun
@@ -19,7 +20,7 @@ from rollmesh.report.series import train_series
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.step_metrics import STEP_METRICS, Panel, StepMetric
 from rollmesh.trainer.learner.step_report import SpreadStats
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.records.trainer_metrics import MOST_DOMAINS, TrainerMetrics
 from rollmesh.trainer.service.step_summaries import reported
 
 from .made_run import make_run, step_report
@@ -92,6 +93,25 @@ def test_every_gauge_has_the_number_of_its_line() -> None:
 def _labels(metrics: Metrics) -> dict[str, str]:
     (sample,) = next(f for f in metrics.registry.collect() if f.name == "rollmesh_trainer_loss").samples
     return dict(sample.labels)
+
+
+def test_totals_of_domains_are_counted_from_the_first_step_on_for_at_most_64_domains() -> None:
+    metrics = Metrics("trainer")
+    counters = TrainerMetrics(metrics).domains
+    before = {f"d{n:02}": DomainTotals(drawn=4, completed=16, solved=3, tokens=900) for n in range(70)}
+    after = before | {"d01": DomainTotals(drawn=6, completed=24, solved=8, tokens=1500)}
+    counters.observe(before)
+    counters.observe(after)
+    values = {
+        s.name.removeprefix("rollmesh_trainer_domain_"): s.value
+        for family in metrics.registry.collect()
+        for s in family.samples
+        if s.labels.get("domain") == "d01" and s.name.endswith("_total")
+    }
+    assert values == {"groups_total": 2, "trajectories_total": 8, "solved_trajectories_total": 5, "tokens_total": 600}
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    shown = {sample.labels["domain"] for sample in samples if "domain" in sample.labels}
+    assert len(shown) == MOST_DOMAINS and "d69" not in shown
 
 
 def test_replayed_groups_and_their_staleness_are_counted_apart() -> None:

@@ -69,6 +69,26 @@ def test_masks_skipped_passes_and_the_factor_on_the_rate_are_summed_over_the_ste
     assert told["masked tokens"] == "icepop 24" and told["trajectories without a pass"] == "36"
 
 
+def test_domains_rounds_rollouts_and_replay_are_told_of(run_folder: Path) -> None:
+    """Domains and rounds are those of the last step report."""
+    plain = summarise(run_folder)
+    assert (plain.domains, plain.replayed_share, plain.rollouts_per_group) == ({}, None, {8: 16 * 12})
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["batch"]["rollouts_per_group"]["histogram"] = {"8": 3, "32": 1}
+        line["replayed_share"] = 0.5
+    lines[-1]["mesh"] |= {
+        "rounds_per_group": 1.25,
+        "domains": {"algebra": {"drawn": 30, "completed": 200, "solved": 50, "tokens": 9000}},
+    }
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = dict(facts(summarise(run_folder)))
+    assert told["rounds per group"] == "1.25" and told["trained groups by rollouts"] == "36 of 8, 12 of 32"
+    assert told["replayed trajectories"] == "50.0%"
+    expected = "30 groups drawn, 200 trajectories completed, 50 solved (25.0%), 9,000 tokens"
+    assert told["domain algebra"] == expected
+
+
 def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of(run_folder: Path) -> None:
     """The counts are those of the last step report."""
     assert not any(word in words_of(run_folder) for word in ("decile", "began again", "surplus"))

@@ -49,6 +49,8 @@ class BatchStats:
     groups: int
     trajectories: int
     unscored_trajectories: int
+    rollouts_per_group: SpreadStats
+    """Scored trajectories of a group, as many as its rounds gave."""
     original_tokens: int
     """Tokens that a policy wrote, the count in the denominators."""
     trained_tokens: int

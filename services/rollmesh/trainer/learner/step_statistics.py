@@ -41,6 +41,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         groups=len(np.unique(batch.group_index)),
         trajectories=batch.trajectory_count,
         unscored_trajectories=batch.unscored_trajectories,
+        rollouts_per_group=_spread(np.unique(batch.group_index, return_counts=True)[1]),
         original_tokens=original,
         trained_tokens=tokens,
         masked_fraction=1 - tokens / original if original else 0.0,

@@ -14,12 +14,15 @@ from prometheus_client import Counter, Histogram
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
+from rollmesh.prompt_history import DomainTotals
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
 from rollmesh.trainer.learner.step_report import BatchStats, StepReport
 from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 
+MOST_DOMAINS = 64
+"""Most domains with metrics, because every label value is a series of its own."""
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
 _DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
 
@@ -73,6 +76,7 @@ class TrainerMetrics:
                 {"reason": WASTE_REASONS},
             )
         )
+        self.domains = DomainCounters(m)
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
             "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": Reason}
@@ -155,6 +159,27 @@ class LeftOut:
         self._skipped.inc(batch.skipped_trajectories)
         for reason, tokens in batch.masked_tokens.items():
             self._masked.labels(reason=reason).inc(tokens)
+
+
+class DomainCounters:
+    """Totals of every domain of the prompts, of the first ``MOST_DOMAINS`` in alphabetical order."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._growth = {
+            field: Growth(m.counter(f"rollmesh_trainer_domain_{name}_total", text, ("domain",)))
+            for field, name, text in (
+                ("drawn", "groups", "Groups admitted while this trainer ran, by domain of their prompt."),
+                ("completed", "trajectories", "Trajectories scored in ended groups, by domain of their prompt."),
+                ("solved", "solved_trajectories", "The part of them with a positive reward."),
+                ("tokens", "tokens", "Tokens of the scored trajectories, by domain of their prompt."),
+            )
+        }
+
+    def observe(self, domains: Mapping[str, DomainTotals]) -> None:
+        """Add what has been counted since the last step."""
+        shown = sorted(domains)[:MOST_DOMAINS]
+        for field, growth in self._growth.items():
+            growth.update({domain: getattr(domains[domain], field) for domain in shown})
 
 
 class DiskGauges:

@@ -17,10 +17,11 @@ batch files after it in order, and publishes only policies that were not announc
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -222,7 +223,9 @@ class TrainingLoop:
         totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
         progress.trained_groups_by_length_decile = [before + now for before, now in totals]
         engines = self._engines.since_last(await self._generators())
+        domains = await deps.session.retry("domains", deps.session.store.prompt_records.domain_totals)
         mesh = mesh_numbers(counts, progress) | {"engines": engines}
+        mesh["domains"] = {name: asdict(totals) for name, totals in domains.items()}
         record = step_record(report, mesh) | {
             "policy_version": deps.ranks.catalog.version_of(report.train_step),
             "replayed": claimed.replayed,
@@ -234,6 +237,7 @@ class TrainingLoop:
         await deps.retry.run("record", lambda: asyncio.to_thread(deps.records.append, record, samples))
         deps.metrics.observe_step(report, record)
         deps.metrics.observe_groups(deciles, counts)
+        deps.metrics.domains.observe(domains)
         if claimed.replayed:
             deps.metrics.replays.inc()
         for tracker in deps.trackers:
@@ -274,8 +278,15 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
         "wasted_tokens": dict(counts.dropped_tokens),
         "groups_begun_again_by_reason_and_length_decile": dict(counts.begun_again_deciles),
         "surplus_members_by_length_decile": [counts.surplus_deciles.get(str(d), 0) for d in range(DECILES)],
+        "rounds_per_group": _rounds_per_group(counts.totals),
         "totals": dict(counts.totals),
     }
+
+
+def _rounds_per_group(totals: Mapping[str, int]) -> float:
+    """Return the mean rounds of closed groups; NaN without any. The later rounds of open groups count too."""
+    closed = totals.get("groups_closed_total", 0)
+    return 1 + totals.get("groups_extended_total", 0) / closed if closed else math.nan
 
 
 def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
