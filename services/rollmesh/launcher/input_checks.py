@@ -101,7 +101,7 @@ def _port_notes(config: RunConfig) -> list[str]:
 
 
 def _taken(host: str, port: int, seconds: float = 0.0) -> str:
-    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or if any port will do."""
+    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or for any port."""
     deadline = time.monotonic() + seconds
     while port != 0:
         try:

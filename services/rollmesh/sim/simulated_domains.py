@@ -44,7 +44,8 @@ class DomainRows:
     @cached_property
     def _places(self) -> list[int]:
         places, _ = interleaved([max(1, round(domain.weight * self.count)) for domain in self.domains])
-        return (places.tolist() * 2)[: self.count]
+        rows: list[int] = places.tolist()
+        return (rows * 2)[: self.count]
 
 
 def parse_domains(text: str) -> tuple[SimulatedDomain, ...]:

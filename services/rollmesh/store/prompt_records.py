@@ -144,7 +144,8 @@ def _prediction(text: bytes) -> LengthPrediction:
 def _outcome(group_id: bytes, text: bytes) -> PromptOutcome:
     *numbers, last, prompt_id = text.decode().split(" ", 6)
     step, _, domain = last.partition("@")
-    return PromptOutcome(group_id.decode(), prompt_id, *map(int, (*numbers, step)), domain=domain)
+    members, solved, rewards, tokens, longest = map(int, numbers)
+    return PromptOutcome(group_id.decode(), prompt_id, members, solved, rewards, tokens, longest, int(step), domain)
 
 
 def _text(outcome: PromptOutcome) -> str:

@@ -60,8 +60,8 @@ class ReasoningGymPrompts:
             "entry": entry_to_text(entry),
         }
         where = f"{task}:{number}"
-        row = Row(fields=fields, where=f"reasoning_gym {where}", prompt_id=where)
-        return prompt_from_row(row, self._form, self._settings)
+        filled = Row(fields=fields, where=f"reasoning_gym {where}", prompt_id=where)
+        return prompt_from_row(filled, self._form, self._settings)
 
 
 def create_task(task: str, options: Mapping[str, Any]) -> Any:
