@@ -56,6 +56,6 @@ def methods() -> None:
 def option_defaults(method: Method) -> list[str]:
     """Return the options of a method, each with its default or ``required``."""
     return [
-        f"{name} ({'required' if field.is_required() else json.dumps(field.default)})"
+        f"{name} ({'required' if field.is_required() else json.dumps(field.get_default(call_default_factory=True))})"
         for name, field in method.options.model_fields.items()
     ]

@@ -16,6 +16,7 @@ def band(
     def weigh(rows: Int64Array) -> Float64Array:
         means = history.reward_sums[rows] / history.members[rows]
         bottom, top = np.quantile(means, (low, high))
-        return ((means >= bottom) & (means <= top)).astype(np.float64)
+        weights: Float64Array = ((means >= bottom) & (means <= top)).astype(np.float64)
+        return weights
 
     return choose_row(draw, prompts, history, unseen, weigh)
