@@ -23,9 +23,11 @@ from rollmesh.cli.common import (
     store_of,
 )
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.launcher.run_folder import has_launcher
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.queue_types import WASTE_TOTALS
 
@@ -33,17 +35,24 @@ VersionOption = Annotated[int | None, typer.Option("--version", help="Policy ver
 
 
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Show versions, queue, generators and drops of a run, and the addresses of its page and API."""
+    """Show versions, queue, generators and drops of a run, and the addresses of its page and API.
+
+    For a run that is not in progress also its result: finished, failed or stopped, reward, evaluation, audit.
+
+    Example: `rollmesh status runs/demo`
+    """
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             view, counts = await store.mesh.view(), await store.mesh.counts()
             generators, failure = await store.generators.live(), await store.leadership.failure()
         failure = failure or RecordedRun(folder.path).failure
+        ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(folder.path)
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
             data["failure"] = failure
+            data["ending"] = dict(ended)
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
             typer.echo(json.dumps(data, default=str))
@@ -52,6 +61,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         table = Table("field", "value", title=f"run {config.name}")
         if failure:
             table.add_row("failed", escape(failure))
+        for name, value in ended:
+            table.add_row(name, escape(value))
         table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
         table.add_row("policy version", f"{view.policy_version}")
         resting = f", {view.resting} resting" if view.resting else ""
@@ -72,6 +83,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         if pages or apis:
             table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         console.print(table)
+        if ended and not generators:
+            return
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
         for g in generators:
             state = "serving" if g.serving else g.reason
@@ -198,11 +211,21 @@ def pin(
     """Pin generators to one policy version, or release the pin."""
 
     async def main() -> None:
-        if release == (version is not None):
-            raise typer.BadParameter("expected either --version N or --release")
+        if release and version is not None:
+            raise ConfigError(f"--version {version} with --release: give one of them")
         async with store_of(run) as (_, _, store):
-            await store.policies.pin(version)
-        typer.echo("released" if release else f"pinned to policy version {version}")
+            chosen = None if release else version
+            if not release and version is None:
+                latest = await store.policies.latest()
+                if latest is None:
+                    raise ConfigError("the run has published no policy yet; pin one once the trainer has started")
+                chosen = latest.policy_version
+            await store.policies.pin(chosen)
+        typer.echo(
+            "released"
+            if chosen is None
+            else f"pinned to policy version {chosen}; rollmesh pin {run} --release serves the newest one again"
+        )
 
     run_async(main)
 

@@ -14,14 +14,18 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from rollmesh.cli.common import JsonOption, run_async, shutdown_event
+from rollmesh.cli.common import JsonOption, run_async, run_of, shutdown_event
 from rollmesh.cli.gateway_client import GatewayClient, GatewayError
 from rollmesh.cli.top_view import SHOWN_SERIES, screen
 from rollmesh.gateway.models.items import Done
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
+from rollmesh.launcher.run_folder import has_launcher
 from rollmesh.report.console import output_console
+from rollmesh.report.run_ending import ending
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.tasks import BackgroundTasks
 
@@ -43,10 +47,15 @@ def top(
 ) -> None:
     """Watch a run in the terminal: queue, staleness, generators, curves, the oldest rollouts in flight.
 
+    For a run that is not in progress, show its result.
+
     q quits, p pauses and resumes the run (with the token of the run folder, or ROLLMESH_GATEWAY__TOKEN).
     """
 
     async def main() -> None:
+        if run is not None and url is None and not as_json and (ended := _ended(run)):
+            output_console().print(ended)
+            return
         async with GatewayClient.of(run, url) as client:
             if as_json:
                 typer.echo((await client.request("overview")).decode())
@@ -56,6 +65,17 @@ def top(
                 await _watch(client, interval)
 
     run_async(main)
+
+
+def _ended(run: Path) -> RenderableType | None:
+    """Return the result of a run that is not in progress on this machine; None for any other run."""
+    config, folder = run_of(run)
+    if not config.network.shared_folder or has_launcher(folder.path) or read_endpoints(folder.path, "gateway"):
+        return None
+    table = Table(title=f"run {config.name}", title_justify="left", show_header=False, box=None)
+    for name, value in ending(folder.path):
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
 
 
 async def _screen(client: GatewayClient, *, rollouts: int, note: str = "") -> RenderableType:
