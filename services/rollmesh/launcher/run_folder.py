@@ -178,4 +178,5 @@ def _value(values: dict[str, Any], name: str) -> str:
 
 
 def _free_folder(path: Path) -> Path:
-    return next(other for number in range(2, 10_000) if not (other := path.with_name(f"{path.name}-{number}")).exists())
+    names = (path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))
+    return next(other for other in names if not other.exists())

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config.recipes import resolve_model
+from rollmesh.launcher import input_checks
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
@@ -101,12 +102,18 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "preset": (sections(schedule={"preset": "asynk"}), "schedule.preset: Input should be"),
     "context": (sections(rollout={"max_new_tokens": 9000}), "generator.max_context_tokens=512 is less than"),
     "top_p": (sections(rollout={"top_p": 0.9}), "training samples from the full vocabulary"),
-    "positions": (sections(generator={"max_context_tokens": 4096}), "is more than the model's max_position_embeddings="),
+    "positions": (
+        sections(generator={"max_context_tokens": 4096}),
+        "is more than the model's max_position_embeddings=",
+    ),
     "environment": (
         sections(rollout={"program": "environment", "environment": "abacus"}),
         "rollout.environment: 'abacus' is none of calculator",
     ),
-    "hub name": (sections(model={"path": "Qwen/Qwen3-0.6B"}), "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+    "hub name": (
+        sections(model={"path": "Qwen/Qwen3-0.6B"}),
+        "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B",
+    ),
     "no model": (sections(model={"path": "absent"}), "model.path=absent: absent contains no config.json"),
     "git-lfs pointer": (model(pointer), "a git-lfs pointer, not weights; run git lfs pull"),
     "cut weights": (model(cut), "bytes; copy or download it again"),
@@ -133,17 +140,26 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "signature": (verifier("checks:one_argument"), "cannot be called as f(response, prompt_metadata"),
     "raises": (verifier("checks:no_name"), "scores none of 4 trial answers to rows.jsonl:"),
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
-    "ends the process": (verifier("checks:leaves"), "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3"),
+    "ends the process": (
+        verifier("checks:leaves"),
+        "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3",
+    ),
     "coroutine": (verifier("checks:waits"), "must be a plain function"),
     "too many replicas": (sections(generator={"replicas": 5000}), "generator.replicas=5000: the run file starts 5002"),
-    "verifier option": (verifier("exact", options={"strictness": 3}), "reward.options: exact got an unexpected keyword"),
+    "verifier option": (
+        verifier("exact", options={"strictness": 3}),
+        "reward.options: exact got an unexpected keyword",
+    ),
     "regex without options": (verifier("regex"), "reward.options: regex missing a required argument"),
     "rows are a number": (
         lambda folder: {**verifier("exact")(folder), "data": {"source": {"type": "python", "target": "checks:rows"}}},
         "checks:rows must return rows, got int",
     ),
     "rows raise": (
-        lambda folder: {**verifier("exact")(folder), "data": {"source": {"type": "python", "target": "checks:no_rows"}}},
+        lambda folder: {
+            **verifier("exact")(folder),
+            "data": {"source": {"type": "python", "target": "checks:no_rows"}},
+        },
         "data.source: KeyError: 'split'",
     ),
 }
@@ -160,6 +176,7 @@ def seconds() -> Iterator[dict[str, tuple[float, str]]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(input_checks, "TRIAL_SECONDS", 240.0)  # a loaded machine; no input here is slow
     (tmp_path / "checks.py").write_text(VERIFIERS)
     (tmp_path / "broken.py").write_text("def reward(response, metadata)\n    return 1.0\n")
     return tmp_path

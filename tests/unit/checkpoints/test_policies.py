@@ -302,4 +302,6 @@ def test_latest_names_the_newest_announced_policy_and_never_an_older_one(store: 
     assert link.resolve() == store.root / new.path
     assert not os.path.isabs(os.readlink(link))
     store.mark_announced(publish(store, 2, step=1, session="def"))  # a rollback: the same step, a newer version
-    assert (link / MANIFEST_FILE).read_bytes() == (store.root / "policies" / "00000001-def" / MANIFEST_FILE).read_bytes()
+    assert (link / MANIFEST_FILE).read_bytes() == (
+        store.root / "policies" / "00000001-def" / MANIFEST_FILE
+    ).read_bytes()
