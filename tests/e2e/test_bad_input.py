@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config.recipes import recipe_file
+from rollmesh.launcher.input_trial import FIRST_ROWS
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
@@ -127,8 +128,9 @@ def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_o
     assert "restart 1 of" not in done.stdout
 
 
-def test_a_bad_row_ends_the_run_at_once_and_the_person_reads_its_line(tmp_path: Path) -> None:
-    rows = [{"prompt": "1 2 5 > 7 :", "answer": "7"}, {"question": "1 2 5 > 7 :", "answer": "7"}]
+def test_a_bad_row_after_the_first_ones_ends_the_run_at_once_and_the_error_names_its_line(tmp_path: Path) -> None:
+    good = [{"prompt": f"{a} {b} 5 > 7 :", "answer": "7"} for a in range(1, 10) for b in range(1, 10)]
+    rows = [*(good * (1 + FIRST_ROWS // len(good))), {"question": "1 2 5 > 7 :", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = write_small_run(
         tmp_path,
@@ -139,7 +141,7 @@ def test_a_bad_row_ends_the_run_at_once_and_the_person_reads_its_line(tmp_path: 
     )
     done = line.run("up", str(line.run_file))
     assert done.returncode == 2, done.stdout
-    assert "rows.jsonl:2: field 'prompt' is missing; the row has question, answer" in done.stderr
+    assert f"rows.jsonl:{len(rows)}: field 'prompt' is missing; the row has question, answer" in done.stderr
     assert str(line.folder / "logs" / "rollout-0.log") in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -60,7 +60,7 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
 
 def _print_error(message: str) -> None:
     # Escaped and unwrapped: messages contain paths, brackets and log lines that users copy.
-    Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(message)}", highlight=False)
+    Console(stderr=True, soft_wrap=True, emoji=False).print(f"[red]error[/red] {escape(message)}", highlight=False)
 
 
 def heavy_module(name: str, purpose: str) -> ModuleType:

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from rollmesh.checkpoints.api_token import known_token
 from rollmesh.cli.common import run_of
+from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.launcher.run_folder import RunFolder, has_launcher
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 
@@ -23,6 +25,15 @@ M = TypeVar("M", bound=BaseModel)
 
 class GatewayError(RollmeshError, RuntimeError):
     """Error of a gateway that is unreachable or rejects a request."""
+
+
+def _remedy(config: RunConfig, folder: RunFolder) -> str:
+    """Return the way to a gateway: with the run, or beside it where the queue is not the launcher's own."""
+    if config.network.shared_folder and not has_launcher(folder.path):
+        return f"the run is not in progress: rollmesh status {folder.path} shows its result, rollmesh up continues it"
+    if config.store.url is None:
+        return "the run was started without one: stop it and start it again with --set gateway.enabled=true"
+    return "rollmesh up starts one with a run (gateway.enabled), rollmesh gateway RUN.yaml starts one separately"
 
 
 class GatewayClient:
@@ -49,10 +60,7 @@ class GatewayClient:
         config, folder = run_of(run)
         endpoints = read_endpoints(folder.path, "gateway")
         if not endpoints:
-            raise ConfigError(
-                f"{folder.path}: no gateway runs; rollmesh up starts one with a run (gateway.enabled), "
-                "rollmesh gateway RUN.yaml starts one separately"
-            )
+            raise ConfigError(f"{folder.path}: no gateway runs; {_remedy(config, folder)}")
         return cls(endpoints[0].url, known_token(config), PortSecurity.from_config(config.security))
 
     async def __aenter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,66 +23,86 @@ from rollmesh.cli.common import (
     shutdown_event,
     store_of,
 )
+from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.launcher.run_folder import has_launcher
+from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.store.queue_types import WASTE_TOTALS
+from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts
+from rollmesh.types import GeneratorRecord
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
 
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Show versions, queue, generators and drops of a run, and the addresses of its page and API."""
+    """Show versions, queue, generators and drops of a run, and the addresses of its page and API.
+
+    For a run that is not in progress also its result: finished, failed or stopped, reward, evaluation, audit.
+
+    Example: `rollmesh status runs/demo`
+    """
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             view, counts = await store.mesh.view(), await store.mesh.counts()
             generators, failure = await store.generators.live(), await store.leadership.failure()
         failure = failure or RecordedRun(folder.path).failure
+        ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(folder.path)
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
             data["failure"] = failure
+            data["ending"] = dict(ended)
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
             typer.echo(json.dumps(data, default=str))
             return
-        console = output_console()
         table = Table("field", "value", title=f"run {config.name}")
-        if failure:
-            table.add_row("failed", escape(failure))
-        table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
-        table.add_row("policy version", f"{view.policy_version}")
-        resting = f", {view.resting} resting" if view.resting else ""
-        table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial{resting}, {view.pending} pending")
-        aside = f", {view.aside_groups} aside" if view.aside_groups else ""
-        table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready{aside}")
-        table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
-        for reason, number in sorted(counts.drops.items()):
-            table.add_row(f"dropped: {reason}", str(number))
-        for reason, total in WASTE_TOTALS.items():
-            if counts.totals.get(total):
-                tokens = counts.dropped_tokens.get(reason, 0)
-                table.add_row(f"wasted: {reason}", f"{counts.totals[total]} with {tokens} tokens")
+        for name, value in [("failed", failure)] * bool(failure) + ended:
+            table.add_row(name, escape(value))
+        _add_queue(table, config, view, counts)
         for page in pages:
             table.add_row("page", page.url)
         for api in apis:
             table.add_row("OpenAI-compatible API", api.url)
         if pages or apis:
             table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
-        console.print(table)
-        serving = Table("generator", "version", "running", "waiting", "slots", "state")
-        for g in generators:
-            state = "serving" if g.serving else g.reason
-            if g.refused_version is not None:
-                state += f"; refuses version {g.refused_version}: {g.refused_reason}"
-            row = (g.address, g.policy_version, g.running_count, g.waiting_count, g.slot_count, state)
-            serving.add_row(*map(str, row))
-        console.print(serving)
+        output_console().print(table)
+        if generators or not ended:
+            _print_generators(generators)
 
     run_async(main)
+
+
+def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCounts) -> None:
+    table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
+    table.add_row("policy version", f"{view.policy_version}")
+    resting = f", {view.resting} resting" if view.resting else ""
+    table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial{resting}, {view.pending} pending")
+    aside = f", {view.aside_groups} aside" if view.aside_groups else ""
+    table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready{aside}")
+    table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
+    for reason, number in sorted(counts.drops.items()):
+        table.add_row(f"dropped: {reason}", str(number))
+    for reason, total in WASTE_TOTALS.items():
+        if counts.totals.get(total):
+            tokens = counts.dropped_tokens.get(reason, 0)
+            table.add_row(f"wasted: {reason}", f"{counts.totals[total]} with {tokens} tokens")
+
+
+def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
+    serving = Table("generator", "version", "running", "waiting", "slots", "state")
+    for g in generators:
+        state = "serving" if g.serving else g.reason
+        if g.refused_version is not None:
+            state += f"; refuses version {g.refused_version}: {g.refused_reason}"
+        row = (g.address, g.policy_version, g.running_count, g.waiting_count, g.slot_count, state)
+        serving.add_row(*map(str, row))
+    output_console().print(serving)
 
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
@@ -198,11 +219,21 @@ def pin(
     """Pin generators to one policy version, or release the pin."""
 
     async def main() -> None:
-        if release == (version is not None):
-            raise typer.BadParameter("expected either --version N or --release")
+        if release and version is not None:
+            raise ConfigError(f"--version {version} with --release: give one of them")
         async with store_of(run) as (_, _, store):
-            await store.policies.pin(version)
-        typer.echo("released" if release else f"pinned to policy version {version}")
+            chosen = None if release else version
+            if not release and version is None:
+                latest = await store.policies.latest()
+                if latest is None:
+                    raise ConfigError("the run has published no policy yet; pin one once the trainer has started")
+                chosen = latest.policy_version
+            await store.policies.pin(chosen)
+        typer.echo(
+            "released"
+            if chosen is None
+            else f"pinned to policy version {chosen}; rollmesh pin {run} --release serves the newest one again"
+        )
 
     run_async(main)
 

@@ -23,6 +23,7 @@ from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.console import output_console
+from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
 
@@ -37,7 +38,16 @@ InlineOption = Annotated[
 ]
 
 
-def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None, inline: InlineOption = False) -> None:
+ForceOption = Annotated[bool, typer.Option("--force", help="Start more processes than this machine's cores can serve.")]
+
+
+def up(
+    run: RunFileArgument,
+    set_: SetOption = None,
+    folder: FolderOption = None,
+    inline: InlineOption = False,
+    force: ForceOption = False,
+) -> None:
     """Start every service of a run on this machine, train, evaluate before and after, audit, report.
 
     Ctrl-C drains the services without loss; the same command continues the run.
@@ -45,6 +55,8 @@ def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None
     with clear_errors():
         overrides = _overrides(set_, folder)
         config = load_run_config(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
+        if not force:
+            check_configured(config, this_machine())
         raise typer.Exit(run_to_report(config, output_console(), inline=inline))
 
 

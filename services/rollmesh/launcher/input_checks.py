@@ -19,7 +19,7 @@ from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
-TRIAL_SECONDS = 20.0
+TRIAL_SECONDS = 60.0
 """Time limit of the trial; a slower input is checked by its service."""
 PORT_SECONDS = 3.0
 """Wait for the port of the agents service to become free."""
@@ -101,7 +101,7 @@ def _port_notes(config: RunConfig) -> list[str]:
 
 
 def _taken(host: str, port: int, seconds: float = 0.0) -> str:
-    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or for any port."""
+    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or for port 0."""
     deadline = time.monotonic() + seconds
     while port != 0:
         try:

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
@@ -99,6 +101,17 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     return folder
 
 
+def has_launcher(folder: Path) -> bool:
+    """Tell whether the process that the lock file names still runs; it is read, never locked, by commands."""
+    lock = folder / "lock"
+    try:
+        process = psutil.Process(int(lock.read_text()))
+        # A process that began after the file was written has taken over the id of an ended launcher.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= lock.stat().st_mtime
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
 @contextlib.contextmanager
 def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
@@ -114,7 +127,7 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
             lock.seek(0)
             raise ConfigError(
                 f"folder={folder.path}: another launcher (pid {lock.read().strip() or 'unknown'}) runs there; "
-                "stop it, or set another folder for this run"
+                "stop it first, or name another folder"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -122,7 +135,10 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
         if folder.config_file.exists():
             _refuse_other_settings(_recorded_settings(folder), config, folder)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
-        yield folder
+        try:
+            yield folder
+        finally:
+            lock.truncate(0)
 
 
 def _recorded_settings(folder: RunFolder) -> RunConfig:
@@ -162,4 +178,5 @@ def _value(values: dict[str, Any], name: str) -> str:
 
 
 def _free_folder(path: Path) -> Path:
-    return next(other for number in range(2, 10_000) if not (other := path.with_name(f"{path.name}-{number}")).exists())
+    names = (path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))
+    return next(other for other in names if not other.exists())

@@ -22,7 +22,7 @@ def output_console(*, stderr: bool = False) -> OutputConsole:
 
     The variable COLUMNS overrides the width. Sentences are printed unwrapped (``soft_wrap``) in any case.
     """
-    console = OutputConsole(stderr=stderr)
+    console = OutputConsole(stderr=stderr, emoji=False)  # messages contain names such as my_task:leaves
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return OutputConsole(stderr=stderr, width=_PIPE_COLUMNS)
+    return OutputConsole(stderr=stderr, width=_PIPE_COLUMNS, emoji=False)

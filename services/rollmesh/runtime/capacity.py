@@ -47,6 +47,19 @@ def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str
     refuse_overload(this_machine(), current, service, replicas, _process_bytes(Path(config.folder), service))
 
 
+def check_configured(config: RunConfig, machine: Machine) -> None:
+    """Raise ConfigError when the run file starts more service processes than the cores of a machine can serve."""
+    replicas = configured_replicas(config)
+    total, limit = sum(replicas.values()), machine.cores * PROCESSES_PER_CORE
+    if total > limit:
+        service = max(replicas, key=lambda name: replicas[name])
+        field = f"{service}.replicas" if service == "generator" else f"launcher.{service}_replicas"
+        raise ConfigError(
+            f"{field}={replicas[service]}: the run file starts {total} service processes, more than {limit}, "
+            f"{PROCESSES_PER_CORE} for each of the {machine.cores} cores of this machine; lower it, or use --force"
+        )
+
+
 def refuse_overload(
     machine: Machine, current: Mapping[str, int], service: str, replicas: int, process_bytes: int
 ) -> None:

@@ -66,7 +66,8 @@ class Invariants:
             members = queue.groups[GroupState.READY][group_id].members
             scored = (member for member in members if member.state is TrajectoryState.SCORED)
             versions = {save.policy_version for member in scored for save in member.saves}
-            _at_most(f"members of group {group_id}", len(members), queue.most_members(schedule.group_size))
+            most_members = max(queue.most_members(schedule.group_size), 2 * schedule.launched_members)
+            _at_most(f"members of group {group_id}", len(members), most_members)
             age = queue.cut_step - min((queue.version_steps[version] for version in versions), default=queue.cut_step)
             _at_most(f"schedule.max_staleness: staleness of group {group_id}", age, schedule.max_staleness)
 

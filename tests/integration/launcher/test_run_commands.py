@@ -90,7 +90,9 @@ def test_a_dead_letter_is_listed_inspected_replayed_once_and_deleted(folder: Pat
 
 
 def test_a_version_is_pinned_and_released_and_an_unknown_one_refused(folder: Path) -> None:
-    assert printed("pin", str(folder), "--version", "0") == "pinned to policy version 0\n"
+    released = f"rollmesh pin {folder} --release serves the newest one again"
+    assert printed("pin", str(folder)) == f"pinned to policy version 1; {released}\n"
+    assert printed("pin", str(folder), "--version", "0") == f"pinned to policy version 0; {released}\n"
     assert asyncio.run(pinned(folder)) == 0
     unknown = CliRunner().invoke(app, ["pin", str(folder), "--version", "9"])
     assert unknown.exit_code == 2 and "9" in unknown.stderr

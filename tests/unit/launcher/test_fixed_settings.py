@@ -41,7 +41,7 @@ MAY_CHANGE: dict[str, str] = {
         "maxmemory_bytes heartbeat_seconds"
     ),
     "evaluation": "every_versions before_and_after",
-    "curriculum": "sampler sampler_options token_budget token_budget_options turn_budget turn_budget_options",
+    "curriculum": "sampler sampler_options",
 }
 """Sections with fields of both kinds: those that may change."""
 
@@ -79,7 +79,7 @@ def test_every_setting_is_either_fixed_for_a_reason_or_may_change() -> None:
         ({"store": {"session_ttl_seconds": 60}}, "store.session_ttl_seconds", "the queue applies it"),
         ({"trainer": {"algorithm": {"loss": "gspo"}}}, "trainer.algorithm.loss", "defines a train step"),
         ({"curriculum": {"planner": "quorum"}}, "curriculum.planner", "defines a rollout"),
-        ({"curriculum": {"group_shaper": "dot"}}, "curriculum.group_shaper", "defines the score of an answer"),
+        ({"curriculum": {"group_shaper": "dap"}}, "curriculum.group_shaper", "defines the score of an answer"),
         ({"trainer": {"train_steps": 39}}, "trainer.train_steps", "only grow, and was 40"),
         ({"checkpoints": {"folder": "elsewhere"}}, "checkpoints.folder", "batch files"),
     ],

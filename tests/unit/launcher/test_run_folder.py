@@ -64,8 +64,7 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_with_field_values_and_
     with (
         pytest.raises(
             ConfigError,
-            match=r"trainer.max_grad_norm: it defines a train step.* \(recorded 1.0, now 2.0\).* --folder "
-            rf"{tmp_path}-2",
+            match=rf"max_grad_norm: it defines a train step.* \(recorded 1.0, now 2.0\).* --folder {tmp_path}-2",
         ),
         locked_run_folder(config(tmp_path, max_grad_norm=2.0)),
     ):

@@ -5,7 +5,7 @@ import { count, plural, version } from "./format.js";
 import { confirmed } from "./confirm.js";
 
 const SERVICES = ["generator", "reward", "rollout"];
-const MOST_REPLICAS = 64;
+const MOST_REPLICAS = 256;
 
 export class Actions {
   #allowed = false;

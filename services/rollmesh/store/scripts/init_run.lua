@@ -7,20 +7,21 @@
 -- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
-  local old, changed = {}, {}
+  local old, changed, history_begins = {}, {}, false
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
     local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
     local size = ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
     local history = ARGV[at] == 'keeps_history'
     local begins = history and ARGV[at + 1] == '1' and old[ARGV[at]] ~= '1'
-    if begins then call('HSET', K.meta, 'history_step', call('HGET', K.meta, 'trained_step')) end
+    history_begins = history_begins or begins
     if begins or longer or (size and not old[ARGV[at]]) then
       changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
     elseif not history and (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
       fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. (old[ARGV[at]] or '0') .. ', not ' .. ARGV[at + 1])
     end
   end
+  if history_begins then call('HSET', K.meta, 'history_step', call('HGET', K.meta, 'trained_step')) end
   if #changed > 0 then call('HSET', K.limits, unpack(changed)) end
   return 0
 end

@@ -1,0 +1,238 @@
+"""Forty wrong inputs: each is refused before a folder is made, with field, value and remedy.
+
+Run with ``-s`` to see the table of inputs, seconds and messages.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config.recipes import resolve_model
+from rollmesh.launcher import input_checks
+
+ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
+VERIFIERS = """
+import os, sys
+def no_name(response, metadata): return metadata["nope"]
+def nan(response, metadata): return float("nan")
+def text(response, metadata): return "1.0"
+def one_argument(response): return 1.0
+def leaves(response, metadata): os._exit(3)
+async def waits(response, metadata): return 1.0
+def rows(): return 7
+def no_rows(): raise KeyError("split")
+"""
+
+
+def table(text: str | bytes, **fields: Any) -> Callable[[Path], dict[str, Any]]:
+    """A run over a JSONL file with this content."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        (folder / "rows.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return {"data": {"source": {"type": "jsonl", "path": "rows.jsonl", **fields}}, "reward": {"verifier": "exact"}}
+
+    return write
+
+
+def verifier(name: str, **reward: Any) -> Callable[[Path], dict[str, Any]]:
+    """A run over good rows with this verifier."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        run = table("".join(json.dumps({**ROW, "prompt": f"1 2 {n} > 7 :"}) + "\n" for n in range(3, 9)))(folder)
+        return {**run, "reward": {"verifier": name, **reward}}
+
+    return write
+
+
+def model(change: Callable[[Path], object]) -> Callable[[Path], dict[str, Any]]:
+    """A run with a changed copy of the demo's model."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        shutil.copytree(resolve_model("recipe:countdown"), folder / "model")
+        change(folder / "model")
+        return {"model": {"path": "model"}}
+
+    return write
+
+
+def sections(**changed: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda _: changed
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
+def other_vocabulary(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "unknown section": (sections(shedule={}), "shedule: unknown key; did you mean schedule?"),
+    "unknown field": (sections(trainer={"learnin_rate": 1}), "did you mean learning_rate?"),
+    "text as number": (sections(trainer={"train_steps": "many"}), "trainer.train_steps: Input should be a valid integ"),
+    "negative": (sections(trainer={"train_steps": -1}), "trainer.train_steps: Input should be greater than or equal"),
+    "not finite": (sections(trainer={"learning_rate": float("nan")}), "trainer.learning_rate: Input should be"),
+    "name": (sections(name="My Run"), "name: expected 1 to 63 lower-case letters"),
+    "one member": (sections(schedule={"group_size": 1}), "schedule.group_size=1: grpo compares the members of a group"),
+    "minibatches": (sections(trainer={"minibatches": 7}), "trainer.minibatches=7 does not divide"),
+    "pool": (sections(schedule={"pool_size": 4000}), "schedule.pool_size=4000 is above"),
+    "preset": (sections(schedule={"preset": "asynk"}), "schedule.preset: Input should be"),
+    "context": (sections(rollout={"max_new_tokens": 9000}), "generator.max_context_tokens=512 is less than"),
+    "top_p": (sections(rollout={"top_p": 0.9}), "training samples from the full vocabulary"),
+    "positions": (
+        sections(generator={"max_context_tokens": 4096}),
+        "is more than the model's max_position_embeddings=",
+    ),
+    "environment": (
+        sections(rollout={"program": "environment", "environment": "abacus"}),
+        "rollout.environment: 'abacus' is none of calculator",
+    ),
+    "hub name": (
+        sections(model={"path": "Qwen/Qwen3-0.6B"}),
+        "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B",
+    ),
+    "no model": (sections(model={"path": "absent"}), "model.path=absent: absent contains no config.json"),
+    "git-lfs pointer": (model(pointer), "a git-lfs pointer, not weights; run git lfs pull"),
+    "cut weights": (model(cut), "bytes; copy or download it again"),
+    "no header": (model(huge_header), "model.safetensors: not a safetensors file"),
+    "other vocabulary": (model(other_vocabulary), "use weights and config of the same model"),
+    "no tokenizer": (model(lambda f: (f / "tokenizer.json").unlink()), "the model folder needs a fast tokenizer"),
+    "config is not JSON": (model(lambda f: (f / "config.json").write_text("{")), "config.json"),
+    "unknown verifier": (sections(reward={"verifier": "countdwn"}), "reward.verifier: 'countdwn' is none of exact"),
+    "no such file": (
+        sections(data={"source": {"type": "jsonl", "path": "absent.jsonl"}}),
+        "data.source.path=absent.jsonl: no such file",
+    ),
+    "empty table": (table(""), "rows.jsonl: no rows"),
+    "CSV": (table("prompt,answer\n1,2\n"), "rows.jsonl:1: not valid JSON"),
+    "not UTF-8": (table(b'{"prompt": "\xe9", "answer": "1"}\n'), "rows.jsonl:1: not UTF-8"),
+    "NaN in a row": (table('{"prompt": "1", "answer": NaN}\n'), "NaN is not a JSON value"),
+    "missing field": (table('{"question": "1 2", "answer": "1"}\n'), "field 'prompt' is missing; the row has question"),
+    "null answer": (table('{"prompt": "1 2", "answer": null}\n'), "field 'answer' is null"),
+    "long prompt": (table(json.dumps({**ROW, "prompt": "1 " * 600})), "more than data.max_prompt_tokens="),
+    "chat without template": (table(json.dumps(ROW), chat=True), "rows.jsonl:1: field 'prompt'"),
+    "no module": (verifier("absent_module:reward"), "reward.verifier: no module 'absent_module'"),
+    "no function": (verifier("checks:absent"), "module 'checks' has no 'absent'"),
+    "syntax": (verifier("broken:reward"), "reward.verifier: broken:reward: SyntaxError"),
+    "signature": (verifier("checks:one_argument"), "cannot be called as f(response, prompt_metadata"),
+    "raises": (verifier("checks:no_name"), "scores none of 4 trial answers to rows.jsonl:"),
+    "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
+    "ends the process": (
+        verifier("checks:leaves"),
+        "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3",
+    ),
+    "coroutine": (verifier("checks:waits"), "must be a plain function"),
+    "too many replicas": (sections(generator={"replicas": 5000}), "generator.replicas=5000: the run file starts 5002"),
+    "verifier option": (
+        verifier("exact", options={"strictness": 3}),
+        "reward.options: exact got an unexpected keyword",
+    ),
+    "regex without options": (verifier("regex"), "reward.options: regex missing a required argument"),
+    "rows are a number": (
+        lambda folder: {**verifier("exact")(folder), "data": {"source": {"type": "python", "target": "checks:rows"}}},
+        "checks:rows must return rows, got int",
+    ),
+    "rows raise": (
+        lambda folder: {
+            **verifier("exact")(folder),
+            "data": {"source": {"type": "python", "target": "checks:no_rows"}},
+        },
+        "data.source: KeyError: 'split'",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def seconds() -> Iterator[dict[str, tuple[float, str]]]:
+    """Print a table of all inputs at the end."""
+    rows: dict[str, tuple[float, str]] = {}
+    yield rows
+    print("\n" + "\n".join(f"{took:5.2f} s  {name:24} {message}" for name, (took, message) in rows.items()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(input_checks, "TRIAL_SECONDS", 240.0)  # a loaded machine; no input here is slow
+    (tmp_path / "checks.py").write_text(VERIFIERS)
+    (tmp_path / "broken.py").write_text("def reward(response, metadata)\n    return 1.0\n")
+    return tmp_path
+
+
+def refused(folder: Path, changed: dict[str, Any], *options: str) -> str:
+    """Start a run; return its error, after checking that nothing was written."""
+    base = {
+        "name": "wrong",
+        "folder": str(folder / "run"),
+        "model": {"path": "recipe:countdown"},
+        "data": {"max_prompt_tokens": 256},
+        "rollout": {"max_new_tokens": 128},
+        "generator": {"max_context_tokens": 512},
+    }
+    merged = {**base, **changed}
+    for name in ("data", "rollout", "generator"):
+        merged[name] = {**base[name], **changed.get(name, {})}
+    (folder / "run.yaml").write_text(yaml.safe_dump(merged))
+    done = CliRunner().invoke(app, ["up", "run.yaml", *options])
+    assert done.exit_code == 2, done.output
+    assert not (folder / "run").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_input_is_refused_with_its_field_before_anything_is_written(
+    folder: Path, seconds: dict[str, tuple[float, str]], name: str
+) -> None:
+    write, expected = WRONG[name]
+    changed = write(folder)
+    start = time.monotonic()
+    message = refused(folder, changed)
+    seconds[name] = (time.monotonic() - start, message.splitlines()[-1][:150])
+    assert expected in message, message
+    assert "Traceback" not in message
+
+
+def test_a_key_that_is_set_twice_is_refused_with_both_lines(folder: Path) -> None:
+    (folder / "run.yaml").write_text("name: a\ntrainer: {}\nseed: 1\ntrainer: {}\n")
+    done = CliRunner().invoke(app, ["up", "run.yaml"])
+    assert done.exit_code == 2
+    assert "trainer is set more than once, in lines 2 and 4; keep one of them" in done.stderr
+
+
+def test_a_wrong_value_from_the_environment_or_an_option_names_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "set by --set trainer.train_steps" in refused(folder, {}, "--set", "trainer.train_steps=few")
+    monkeypatch.setenv("ROLLMESH_FOO", "1")
+    assert "foo: unknown key" in (message := refused(folder, {}))
+    assert "set by the environment variable ROLLMESH_FOO" in message
+
+
+def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(folder, {"agents": {"port": port}, "rollout": {"program": "agent"}})
+    assert f"agents.port={port}: 127.0.0.1 refuses it" in message

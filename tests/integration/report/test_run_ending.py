@@ -1,0 +1,55 @@
+"""Result of a run that is not in progress."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config import load_run_config
+from rollmesh.launcher.run_folder import has_launcher, locked_run_folder
+from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.report.run_ending import ending
+
+from .made_run import START, make_run
+
+
+def test_a_finished_run_states_when_it_ended_its_reward_evaluation_and_audit(tmp_path: Path) -> None:
+    rows = dict(ending(make_run(tmp_path / "run", steps=10, seconds=5.0), now=START + 60 + 7200))
+    assert rows["state"].startswith("finished: train step 10 of 10 at ")
+    assert rows["state"].endswith("(2 h 00 min ago)")
+    assert float(rows["reward of the last step"]) > 0
+    assert "policy version 0" in rows["accuracy before"] and "policy version 10" in rows["accuracy after"]
+    assert rows["audit"] == "not run"
+
+
+def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))
+    assert dict(ending(run))["state"].startswith("stopped after train step 4 of 10")
+    (run / FAILURE_FILE).write_text(json.dumps({"message": "no memory"}))
+    assert dict(ending(run))["state"].startswith("failed after train step 4 of 10")
+    (run / "metrics.jsonl").unlink()
+    (run / FAILURE_FILE).unlink()
+    assert dict(ending(run))["state"].startswith("stopped before the first train step")
+
+
+def test_top_of_a_run_without_a_launcher_shows_its_result(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    done = CliRunner().invoke(app, ["top", str(run)])
+    assert done.exit_code == 0, done.output
+    assert "finished: train step 10 of 10" in done.stdout
+
+
+def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    assert not has_launcher(run)
+    with locked_run_folder(load_run_config(run / "config.yaml")):
+        assert has_launcher(run)
+        os.utime(run / "lock", (1.0, 1.0))  # older than this process
+        assert not has_launcher(run)
+    assert not has_launcher(run)
