@@ -79,7 +79,7 @@ def test_every_setting_is_either_fixed_for_a_reason_or_may_change() -> None:
         ({"store": {"session_ttl_seconds": 60}}, "store.session_ttl_seconds", "the queue applies it"),
         ({"trainer": {"algorithm": {"loss": "gspo"}}}, "trainer.algorithm.loss", "defines a train step"),
         ({"curriculum": {"planner": "quorum"}}, "curriculum.planner", "defines a rollout"),
-        ({"curriculum": {"group_shaper": "dap"}}, "curriculum.group_shaper", "defines the score of an answer"),
+        ({"curriculum": {"group_shaper": "tests:shaper"}}, "curriculum.group_shaper", "defines the score of an answer"),
         ({"trainer": {"train_steps": 39}}, "trainer.train_steps", "only grow, and was 40"),
         ({"checkpoints": {"folder": "elsewhere"}}, "checkpoints.folder", "batch files"),
     ],
