@@ -163,8 +163,8 @@ def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder)
     remedy = (
         f"{folder.config_file}: {problem}; {_REFUSED}"
         if problem
-        else f"Continue it with its recorded settings ({folder.config_file}), or start a new run: the same command with "
-        f"--folder {_free_folder(folder.path)}"
+        else f"Continue it with its recorded settings ({folder.config_file}), or start a new run: the same command "
+        f"with --folder {_free_folder(folder.path)}"
     )
     raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
 
