@@ -90,8 +90,7 @@ class RunSampler:
 
     def use(self) -> ProcessorUse:
         """Return the processor seconds between the first and the last sample."""
-        ran = dict.fromkeys(("generators", "trainer", "services"), 0.0)
-        waited = dict(ran)
+        ran, waited = Counter[str](), Counter[str]()
         for part, first, last in self._seconds.values():
             ran[part] += last.ran - first.ran
             # The threads of a process that has ended some of them have waited less than before.
