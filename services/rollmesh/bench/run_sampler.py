@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import psutil
@@ -25,14 +24,6 @@ _WEIGHT_OF_A_NICE = 1.25
 _COUNTERS = ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
 
 
-class ProcessSeconds(NamedTuple):
-    """Seconds of one process since its start."""
-
-    ran: float
-    waited: float
-    """Time in which its threads could run and had no core, their sum."""
-
-
 class RunSampler:
     """Counters of the generators and processor seconds of all processes, about twice a second."""
 
@@ -43,8 +34,8 @@ class RunSampler:
         self._client = client
         self._placed: dict[int, bool] = {}
         self._counters: list[dict[int, dict[str, float]]] = []
-        self._seconds: dict[int, tuple[str, ProcessSeconds, ProcessSeconds]] = {}
-        """Service and seconds at the first and at the newest sample, by process."""
+        self._seconds: dict[int, tuple[str, float, float]] = {}
+        """Service and processor seconds at the first and at the newest sample, by process."""
         self._strangers: list[Counter[float]] = []
 
     def place(self, generator_cores: Sequence[int], other_cores: Sequence[int]) -> None:
@@ -71,7 +62,7 @@ class RunSampler:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times, pid = process.cpu_times(), process.pid
-                seconds = ProcessSeconds(times.user + times.system, _waited_seconds(pid))
+                seconds = times.user + times.system
                 first = self._seconds.get(pid, ("", seconds, seconds))[1]
                 self._seconds[pid] = (parts.get(pid, "services"), first, seconds)
 
@@ -89,19 +80,11 @@ class RunSampler:
         )
 
     def use(self) -> ProcessorUse:
-        """Return the processor seconds between the first and the last sample."""
-        ran, waited = Counter[str](), Counter[str]()
+        """Return the processor seconds between the first and the last sample, without those of the trainer."""
+        sums = dict.fromkeys(("generators", "trainer", "services"), 0.0)
         for part, first, last in self._seconds.values():
-            ran[part] += last.ran - first.ran
-            # The threads of a process that has ended some of them have waited less than before.
-            waited[part] += max(0.0, last.waited - first.waited)
-        return ProcessorUse(
-            generators=ran["generators"],
-            generators_waited=waited["generators"],
-            trainer=ran["trainer"],
-            trainer_waited=waited["trainer"],
-            services=ran["services"],
-        )
+            sums[part] += last - first
+        return ProcessorUse(generators=sums["generators"], services=sums["services"])
 
     def strangers(self) -> Samples:
         """Return the runnable threads of other programs at each sample, by their weight."""
@@ -141,15 +124,6 @@ def _runnable_weights(own: Collection[int]) -> Counter[float]:
             if fields[_STATE] == "R" and int(file.parts[2]) not in own:
                 found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
     return found
-
-
-def _waited_seconds(pid: int) -> float:
-    """Return the seconds in which threads of a process could run and had no core (man 5 proc, schedstat)."""
-    nanoseconds = 0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            nanoseconds += int(file.read_text().split()[1])
-    return nanoseconds / 1e9
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

@@ -33,7 +33,9 @@ def calibrated_settings(
     ``strangers`` are the processes outside of the mesh in the run that is simulated.
     """
     settings = mesh_settings(config, SimulationSetup(lengths=str(records.folder), seed=config.seed))
-    shares = core_shares(records, cores=machine.cores, is_shared=machine.is_shared)
+    shares = core_shares(
+        records, cores=machine.cores, is_shared=machine.is_shared, is_paced=config.generator.pace is not None
+    )
     return replace(
         settings,
         fleet=replace(

@@ -42,10 +42,7 @@ class CoreShares:
     """True if the generators are on the cores of the trainer."""
     generators: int
     generator_demand: float
-    """Cores that one decoding generator takes if it can: 1, or less if it sleeps now and then, as at a pace."""
-    trainer_demand: float = 1.0
-    """Cores that the trainer takes if it can from a cut to the next policy: less than 1 if it waits for files and for
-    other services."""
+    """Cores that one decoding generator takes if it can: 1, or less if a pace makes it sleep."""
     service_demand: float
     """Cores that the other services take while every generator decodes; they are on the cores of the trainer."""
     strangers_before: Samples = ()
@@ -54,7 +51,7 @@ class CoreShares:
     """The same in the run that is simulated."""
 
     def __post_init__(self) -> None:
-        for name in ("generators", "generator_demand", "trainer_demand", "service_demand"):
+        for name in ("generators", "generator_demand", "service_demand"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ConfigError(f"shared cores: {name}={value}; expected a finite number of at least 0")
         if self.cores < (1 if self.is_shared else 2):
@@ -69,10 +66,8 @@ class CoreShares:
 
     def trainer_slowing(self, *, decoding: int) -> float:
         """Return the factor on the seconds of the trainer."""
-        if not self.trainer_demand:
-            return 1.0
-        before = self._trainer_side_share(self.trainer_demand, 0, self.strangers_before, is_training=True)
-        return before / self._trainer_side_share(self.trainer_demand, decoding, self.strangers, is_training=True)
+        before = self._trainer_side_share(1.0, 0, self.strangers_before, is_training=True)
+        return before / self._trainer_side_share(1.0, decoding, self.strangers, is_training=True)
 
     def _generator_share(self, decoding: int, strangers: Samples, *, is_training: bool) -> float:
         demand = self.generator_demand
@@ -82,7 +77,7 @@ class CoreShares:
 
     def _trainer_side_share(self, demand: float, decoding: int, strangers: Samples, *, is_training: bool) -> float:
         services = (1.0 if decoding else 0.0, self.service_demand * decoding / max(1, self.generators))
-        demands = [(1.0 if is_training else 0.0, self.trainer_demand), services]
+        demands = [(1.0 if is_training else 0.0, 1.0), services]
         if self.is_shared:
             return self._mean_share(demand, self.cores, [*demands, (decoding, self.generator_demand)], strangers)
         return self._mean_share(demand, self.cores - self.cores // 2, demands, strangers)

@@ -84,8 +84,8 @@ def unexplained_seconds(
     return max(0.0, real - model)
 
 
-def core_shares(records: RunRecords, *, cores: int, is_shared: bool) -> CoreShares:
-    """Return the demands on the cores while generators decode and the trainer works."""
+def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: bool) -> CoreShares:
+    """Return the demands on the cores. A generator without a pace takes a whole core."""
     updates, use = records.updates, records.use
     training = sum(update.announced_at - update.cut_at for update in updates[1:])
     decoding = updates[-1].announced_at - updates[0].announced_at - training
@@ -94,14 +94,8 @@ def core_shares(records: RunRecords, *, cores: int, is_shared: bool) -> CoreShar
         cores=cores,
         is_shared=is_shared,
         generators=records.generators,
-        generator_demand=_demand(use.generators, use.generators_waited, busy),
-        trainer_demand=_demand(use.trainer, use.trainer_waited, training),
+        generator_demand=min(1.0, use.generators / busy) if is_paced else 1.0,
         service_demand=use.services / decoding,
         strangers_before=records.strangers,
         strangers=records.strangers,
     )
-
-
-def _demand(processor_seconds: float, waited_seconds: float, seconds: float) -> float:
-    """Return the cores that a process takes if it can: a wait for a core is none of its sleeps."""
-    return processor_seconds / max(processor_seconds, seconds - waited_seconds)

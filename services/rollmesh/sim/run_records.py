@@ -40,12 +40,8 @@ class ProcessorUse:
     """Processor seconds of a run, from its first to its last recorded train step."""
 
     generators: float
-    generators_waited: float
-    """Seconds in which threads of the generators could run and had no core."""
-    trainer: float
-    trainer_waited: float
     services: float
-    """All other services together, the queue's server included."""
+    """All other services together without the trainer, the queue's server included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

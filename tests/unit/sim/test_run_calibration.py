@@ -42,7 +42,7 @@ RECORDS = RunRecords(
     updates=(update(0.0), update(12.75), update(25.5)),
     work=(work(400, 20_000, 1000), work(400, 4000, 0)),
     generators=2,
-    use=ProcessorUse(generators=1.3, generators_waited=0.8, trainer=1.1, trainer_waited=1.5, services=4.0),
+    use=ProcessorUse(generators=1.3, services=4.0),
     reward_seconds=0.1,
     fetch_seconds=0.02,
     swap_seconds=0.01,
@@ -97,21 +97,14 @@ def test_the_time_from_a_policy_to_the_next_cut_that_no_model_has(cuts: tuple[fl
 
 def test_generators_decode_between_the_steps() -> None:
     """The generators decode for 10 s after each of the two first steps, in which the services take 4 s."""
-    shares = core_shares(RECORDS, cores=2, is_shared=True)
+    shares = core_shares(RECORDS, cores=2, is_shared=True, is_paced=True)
     assert shares.service_demand == pytest.approx(0.2)
-    assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4 - 0.8))
+    assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4))
     assert (shares.generators, shares.strangers, shares.strangers_before) == (2, OTHERS, OTHERS)
 
 
-def test_a_generator_that_only_waits_for_cores_takes_a_whole_one() -> None:
-    """It ran for 1.3 s of 4.05 s, and had no core in the others: two generators on one core, and other programs."""
-    crowded = replace(RECORDS, use=replace(RECORDS.use, generators_waited=2.75))
-    assert core_shares(crowded, cores=2, is_shared=True).generator_demand == pytest.approx(1.0)
-
-
-def test_a_trainer_that_sleeps_in_a_train_step_takes_less_than_a_core() -> None:
-    """Two steps of 2.75 s: 1.1 s on a core, 1.5 s without one, and the rest asleep."""
-    assert core_shares(RECORDS, cores=2, is_shared=True).trainer_demand == pytest.approx(1.1 / (5.5 - 1.5))
+def test_without_a_pace_a_generator_takes_a_core_even_if_it_did_not_get_one() -> None:
+    assert core_shares(RECORDS, cores=2, is_shared=True, is_paced=False).generator_demand == 1.0
 
 
 def test_the_rate_of_a_run_leaves_its_start_out() -> None:
