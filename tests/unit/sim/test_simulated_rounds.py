@@ -77,7 +77,7 @@ def test_the_bound_on_members_holds_for_a_planner_that_never_closes():
             return Round(needed=len(group.members) + 3, launched=3)
 
     settings = planned()
-    mesh, result = run(replace(settings, rounds=replace(settings.rounds, planner=Endless())))
+    _, result = run(replace(settings, rounds=replace(settings.rounds, planner=Endless())))
     assert len(result.updates) == 6
     assert max(launched) == 12
 
