@@ -54,10 +54,10 @@ class _Reader:
 
     async def names(self) -> dict[str, list[str]]:
         """Return the ids in every queue and state; one exchange, because the state machine reads them at every step."""
-        ranges = [("ZRANGE", self.keys.single(name), 0, -1) for name in (*QUEUES, *SORTED_STATES, "tombstones")]
+        sets = (*QUEUES, *SORTED_STATES, "tombstones", "undecided")
+        ranges = [("ZRANGE", self.keys.single(name), 0, -1) for name in sets]
         raw = await self.connection.commands([*ranges, ("HKEYS", self.keys.single("cut"))])
-        names = (*QUEUES, *SORTED_STATES, "tombstones", "cut")
-        return {name: [item.decode() for item in items] for name, items in zip(names, raw, strict=True)}
+        return {name: [item.decode() for item in items] for name, items in zip((*sets, "cut"), raw, strict=True)}
 
     async def read(self) -> Truth:
         truth, names = self.truth, await self.names()
@@ -70,7 +70,7 @@ class _Reader:
         truth.tombstones = set(names["tombstones"])
         for gid in sorted(truth.tombstones & truth.groups.keys()):
             truth.problems.append(f"{gid} is {truth.groups[gid]} and gone")
-        truth.undecided = set(await self.names("ZRANGE", "undecided"))
+        truth.undecided = set(names["undecided"])
         truth.problems += [f"{i} is undecided, but not open" for i in truth.undecided if truth.groups.get(i) != "open"]
         placed = Counter(i for ids in queues.values() for i in ids)
         truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
