@@ -64,7 +64,7 @@ async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
 
 async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    words = ("e0-0", 2, 2, 0, 0, b"prompt", "", "", "")
+    words = ("e0-0", 2, 2, 0, 0, b"prompt", "", "", "", "", "")
     once = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     twice = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     assert (once, twice) == (1, 1)
