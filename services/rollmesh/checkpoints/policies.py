@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -37,6 +36,7 @@ from rollmesh.checkpoints.manifest import (
 )
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import get_logger
 from rollmesh.types import PolicyRecord
 
 FOLDER = "policies"
@@ -45,7 +45,6 @@ LATEST_LINK = "latest"
 ANNOUNCED_FILE = "ANNOUNCED"
 """Name of the empty marker of an accepted folder: a hint for recovery, which readers do not require."""
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 _NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
 
 
@@ -161,7 +160,8 @@ def mark_announced(root: Path, record: PolicyRecord) -> None:
 def link_latest(root: Path, record: PolicyRecord) -> None:
     """Let ``latest`` name this policy, unless it names a newer one. Atomic and idempotent.
 
-    A file system without symbolic links gets none. Raises CheckpointError (disk_full) on a full disk.
+    The link is for people: where it cannot be made, the folder has none. Raises CheckpointError (disk_full) on a full
+    disk.
     """
     link = root / LATEST_LINK
     if _linked_version(link) >= record.policy_version:
@@ -175,8 +175,7 @@ def link_latest(root: Path, record: PolicyRecord) -> None:
         temporary.unlink(missing_ok=True)
         if full_disk(error):
             raise disk_full_error(root, LATEST_LINK, error) from error
-        if error.errno not in _NO_LINKS:
-            raise
+        get_logger("checkpoints").warning("latest_not_linked", message=str(error))
 
 
 def _linked_version(link: Path) -> int:

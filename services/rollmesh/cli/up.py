@@ -15,7 +15,7 @@ from rich.text import Text
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.errors import ConfigError, PoliciesRefused
+from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
 from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
@@ -148,8 +148,11 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
     console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
-    for line in trained_model_lines(folder):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    try:
+        for line in trained_model_lines(folder):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    except CheckpointError as error:
+        console.print(f"the trained model: {error}", markup=False, highlight=False, soft_wrap=True)
     return 0 if green else 1
 
 

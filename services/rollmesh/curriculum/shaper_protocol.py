@@ -19,5 +19,5 @@ class Closing:
 
 
 GroupShaper = Callable[[GroupOutcome, Mapping[str, PromptRecord]], Closing]
-"""Shaper of a group; the mapping has the records of the group's prompt (by its id), of its domain
-(``domain:<name>``) and of all prompts (``all``) where the prompt history has them."""
+"""Shaper of a group; the mapping has the records of the group's prompt (by its id) and of its domain
+(``domain:<name>``) where the prompt history has them."""

@@ -29,8 +29,11 @@ _POLL_SECONDS = 0.1
 def check_inputs(config: RunConfig) -> list[str]:
     """Open the prompts, score one row with the verifier, and bind the ports; return notes for the user.
 
-    User code runs in a process of its own. Raises ConfigError or DataError naming field, value and remedy.
+    User code runs in a process of its own. Raises ConfigError or DataError naming field, value and remedy. Pods check
+    nothing here: each image holds the libraries, data and code of its own service only.
     """
+    if not config.network.shared_folder:
+        return []
     notes = _port_notes(config)
     built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):

@@ -7,6 +7,7 @@ with the pickled config on standard input, and reads the error from the file RES
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ def main() -> None:
     except (ConfigError, DataError) as problem:
         error = [type(problem).__name__, str(problem)]
     result.write_text(json.dumps(error), encoding="utf-8")
+    # The user's code may have left threads that never end.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollmesh.curriculum.round_rules import RoundRules, encode_plan
+from rollmesh.curriculum.round_rules import RoundDecision, RoundRules, encode_plan
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import MeshView
-from rollmesh.prompt_history import PromptRecord
+from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import NewGroup, TrajectoryStore
 
@@ -52,20 +52,24 @@ class RoundDecisions:
             if not groups:
                 break
             records = await self._records(groups)
-            for group in groups:
-                await self._apply(self._rules, token, group, records)
+            decided = [(group, self._decision(self._rules, group, records)) for group in groups]
+            # Closings first: they let batches be cut, which frees the memory that an extension may lack.
+            for group, decision in sorted(decided, key=lambda pair: pair[1].extension is not None):
+                await self._apply(self._rules, token, group, decision)
         return True
 
     async def _records(self, groups: Sequence[GroupOutcome]) -> dict[str, PromptRecord]:
-        names = {"all", *(group.prompt_id for group in groups), *(f"domain:{group.domain}" for group in groups)}
+        domains = {domain_record(group.domain) for group in groups if group.domain}
+        names = domains.union(group.prompt_id for group in groups)
         return await self._store.prompt_records.read(sorted(names))
 
-    async def _apply(
-        self, rules: RoundRules, token: str, group: GroupOutcome, records: dict[str, PromptRecord]
-    ) -> None:
+    def _decision(self, rules: RoundRules, group: GroupOutcome, records: dict[str, PromptRecord]) -> RoundDecision:
         decision = rules.decide(group, records)
         if decision.is_bounded:
             self._log.warning("round_is_bounded", group=group.group_id, most_members=rules.most_members)
+        return decision
+
+    async def _apply(self, rules: RoundRules, token: str, group: GroupOutcome, decision: RoundDecision) -> None:
         rounds, extension, closing = self._store.rounds, decision.extension, decision.closing
         if extension is not None:
             plan = encode_plan(extension.plan, f"curriculum.planner={rules.planner_name}")

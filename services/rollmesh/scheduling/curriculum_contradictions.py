@@ -18,6 +18,9 @@ from rollmesh.config.shaper_methods import DapOptions, DotOptions, largest_z_sco
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.schedule_bounds import Bounds
 
+MOST_MEMBERS = 2048
+"""Most members of a group: its places in the queue's order are 4,096, replacements and forks included."""
+
 
 def curriculum_contradictions(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
     """Yield one sentence per contradiction, with field, value and remedy."""
@@ -73,6 +76,11 @@ def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"members of a group with schedule.group_size={size}; set curriculum.most_members={least} or null, or "
             "another curriculum.planner"
         )
+    if (largest := section.largest_group(size)) > MOST_MEMBERS:
+        yield (
+            f"curriculum.planner={section.planner} with schedule.group_size={size}: a group would have up to {largest} "
+            f"members, above {MOST_MEMBERS}; set curriculum.most_members, lower its options, or schedule.group_size"
+        )
     options = method.options.model_validate(section.planner_options) if section.planner in PLANNER_METHODS else None
     if isinstance(options, QuorumOptions) and options.needed(size) < min(2, size):
         yield (
@@ -102,7 +110,8 @@ def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[
     if section.group_shaper == "dap":
         yield from _of_dap(config)
     if section.group_shaper == "dot":
-        count = section.largest_group(bounds.group_size)
+        # A second round of dars goes to groups with wrong answers, which dot leaves as they are.
+        count = bounds.group_size if section.planner == "dars" else section.largest_group(bounds.group_size)
         alpha, largest = DotOptions.model_validate(section.group_shaper_options).alpha, largest_z_score(count)
         if alpha >= largest:
             yield (
@@ -115,10 +124,10 @@ def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[
 def _of_dap(config: RunConfig) -> Iterator[str]:
     section, longest = config.curriculum, config.rollout.max_new_tokens
     options = DapOptions.model_validate(section.group_shaper_options)
-    if options.longest_tokens < longest:
+    if options.longest_tokens != longest:
         yield (
-            f"curriculum.group_shaper_options.longest_tokens={options.longest_tokens} is below rollout.max_new_tokens="
-            f"{longest}: longer answers would all have the same penalty; set longest_tokens={longest}"
+            f"curriculum.group_shaper_options.longest_tokens={options.longest_tokens} is not rollout.max_new_tokens="
+            f"{longest}, at which the penalty is largest; set longest_tokens={longest}"
         )
     if config.reward.overlong_buffer_tokens:
         yield (

@@ -148,7 +148,7 @@ class SimulatedLeader:
         group_id = self._prompts.group_id(position)
         rules = self._rounds
         row = None if self._draws is None else self._draws.row(position)
-        members = schedule.launched_members if rules is None else rules.most_members
+        members = max(schedule.launched_members, 0 if rules is None else rules.most_members)
         work = self._prompts.work(position, members, row)
         self._worker.works[group_id] = work
         expected, rank = self._expectation(work.prompt_id)

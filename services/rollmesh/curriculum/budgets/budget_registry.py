@@ -33,7 +33,10 @@ def load_budget(field: str, name: str, options: Mapping[str, Any], *, most: int,
     function = load_function(name, field, ("train_step",), options) if is_own(name) else BUDGETS[name]
     bound = partial(function, **options)
     for step in range(train_steps if is_own(name) else 0):
-        found = bound(step)
+        try:
+            found = bound(step)
+        except Exception as error:
+            raise ConfigError(f"{field}={name}: train step {step}: {type(error).__name__}: {error}") from error
         if type(found) is not int or found < 1:
             raise ConfigError(f"{field}={name}: returned {found!r} for train step {step}; expected a number above 0")
     return lambda train_step: min(bound(train_step), most)

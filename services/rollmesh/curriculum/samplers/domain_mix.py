@@ -76,3 +76,5 @@ def _check(targets: Mapping[str, float], prompts: PromptTable) -> None:
         raise DataError(f"curriculum.sampler_options.targets: name a share for every domain of the data: {known}")
     if absent := next((name for name in targets if name not in prompts.domains), None):
         raise DataError(f"curriculum.sampler_options.targets.{absent}: no row has this domain; the data has {known}")
+    if missing := next((name for name in prompts.domains if name not in targets), None):
+        raise DataError(f"curriculum.sampler_options.targets: {missing} is a domain of the data and has no target")

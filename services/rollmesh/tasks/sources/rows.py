@@ -52,6 +52,9 @@ class RowPrompts:
         self._domains = domains
         hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, self._count)
         self._rows = _rows_of_split(hashes, split, settings.held_out_ratio)
+        if len(self._rows) == 0 and 0 < self._count < len(reader):
+            # The first rows of a table may all have one prompt, and then none is held out.
+            self._rows = np.arange(self._count)
         self._domains = [domains[number] for number in self._rows] if domains else []
         if len(self._rows) == 0:
             problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
