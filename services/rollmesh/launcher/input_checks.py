@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 
 
 def check_inputs(config: RunConfig) -> list[str]:
-    """Load the methods, open the prompts, score one row with the verifier, and bind the ports; return notes for the user.
+    """Load the methods, open the prompts, score one row with the verifier, and bind the ports; return notes.
 
     User code runs in a process of its own. Raises ConfigError or DataError naming field, value and remedy.
     """

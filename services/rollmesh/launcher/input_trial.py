@@ -1,6 +1,6 @@
-"""Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row. It runs as a process of its own.
+"""Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
 
-User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT``
+It runs as a process of its own. User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT``
 with the pickled config on standard input, and reads the error from the file RESULT.
 """
 
