@@ -1,7 +1,7 @@
 """Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
 
-It runs as a process of its own. User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT``
-with the pickled config on standard input, and reads the error from the file RESULT.
+User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT`` as a
+process of its own, with the pickled config on standard input, and reads the error from the file RESULT.
 """
 
 from __future__ import annotations
