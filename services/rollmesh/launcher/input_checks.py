@@ -17,6 +17,7 @@ from pathlib import Path
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.launcher.input_trial import try_inputs
+from rollmesh.launcher.method_trial import has_own_methods
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
 TRIAL_SECONDS = 60.0
@@ -27,7 +28,7 @@ _POLL_SECONDS = 0.1
 
 
 def check_inputs(config: RunConfig) -> list[str]:
-    """Open the prompts, score one row with the verifier, and bind the ports; return notes for the user.
+    """Load the methods, open the prompts, score one row with the verifier, and bind the ports; return notes.
 
     User code runs in a process of its own. Raises ConfigError or DataError naming field, value and remedy. Pods check
     nothing here: each image holds the libraries, data and code of its own service only.
@@ -36,6 +37,7 @@ def check_inputs(config: RunConfig) -> list[str]:
         return []
     notes = _port_notes(config)
     built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
+    built_in = built_in and not has_own_methods(config)
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
         try_inputs(config)
     else:

@@ -1,7 +1,7 @@
-"""Trial of a run's inputs: open the prompts, build the verifier, score one row. It runs as a process of its own.
+"""Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
 
-User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT``
-with the pickled config on standard input, and reads the error from the file RESULT.
+User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT`` as a
+process of its own, with the pickled config on standard input, and reads the error from the file RESULT.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.launcher.method_trial import try_methods
 from rollmesh.reward.pool.worker_process import prompt_metadata
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.source_protocol import Split
@@ -32,11 +33,12 @@ _NOT_SCORED = frozenset({"http_judge", "composite", "python_code"})
 
 
 def try_inputs(config: RunConfig) -> None:
-    """Open the prompts, build the verifier, and score answers to the first row.
+    """Load the methods, open the prompts, build the verifier, and score answers to the first row.
 
     Raises ConfigError or DataError that names the field, or the row. A verifier is refused only if every trial answer
     fails: some verifiers reject some answers on purpose.
     """
+    try_methods(config)
     tokenizer = Tokenizer(resolve_model(config.model.path))
     prompt = _first_prompt(config, tokenizer, "train")
     if config.evaluation.before_and_after or config.evaluation.every_versions:

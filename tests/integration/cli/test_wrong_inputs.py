@@ -33,6 +33,11 @@ def leaves(response, metadata): os._exit(3)
 async def waits(response, metadata): return 1.0
 def rows(): return 7
 def no_rows(): raise KeyError("split")
+def no_inputs(): return 1
+def not_a_number(train_step): return float("nan")
+def fails(train_step): raise KeyError("length")
+class NoRounds:
+    def first(self): return None
 """
 
 
@@ -69,6 +74,19 @@ def model(change: Callable[[Path], object]) -> Callable[[Path], dict[str, Any]]:
 
 def sections(**changed: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda _: changed
+
+
+def own_sampler(name: str) -> Callable[[Path], dict[str, Any]]:
+    source = {"type": "countdown", "puzzles": 50}
+    return sections(data={"source": source}, reward={"verifier": "countdown"}, curriculum={"sampler": name})
+
+
+def method(**curriculum: Any) -> Callable[[Path], dict[str, Any]]:
+    return sections(curriculum=curriculum, trainer={"algorithm": {"advantage": "dr_grpo"}})
+
+
+def algorithm(**changed: Any) -> Callable[[Path], dict[str, Any]]:
+    return sections(trainer={"algorithm": changed})
 
 
 def cut(folder: Path) -> None:
@@ -161,6 +179,24 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
             "data": {"source": {"type": "python", "target": "checks:no_rows"}},
         },
         "data.source: KeyError: 'split'",
+    ),
+    "sampler without inputs": (own_sampler("checks:no_inputs"), "curriculum.sampler: checks:no_inputs cannot"),
+    "sampler not there": (own_sampler("checks:nope"), "curriculum.sampler: module 'checks' has no"),
+    "planner without rounds": (method(planner="checks:NoRounds"), "curriculum.planner: checks:NoRounds needs a method"),
+    "shaper without inputs": (
+        method(group_shaper="checks:no_inputs"),
+        "curriculum.group_shaper: checks:no_inputs cannot",
+    ),
+    "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
+    "budget raises": (method(token_budget="checks:fails"), "curriculum.token_budget: checks:fails: KeyError"),
+    "advantage without inputs": (
+        algorithm(advantage="checks:no_inputs"),
+        "trainer.algorithm.advantage: checks:no_inputs",
+    ),
+    "loss without inputs": (algorithm(loss="checks:no_inputs"), "trainer.algorithm.loss: checks:no_inputs cannot"),
+    "mask without inputs": (
+        algorithm(masks=["checks:no_inputs"], old_logprobs="recompute"),
+        "trainer.algorithm.masks.0: checks:no_inputs cannot",
     ),
 }
 
