@@ -19,13 +19,12 @@ def reported(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of a line of metrics.jsonl that the queue stores, with the same nesting."""
     kept: dict[str, Any] = {}
     for path in (*_SHOWN, *(path for metric in curves().values() for path in metric.paths)):
-        # Without those that are not finite: a line read from the file, where they are null, gives the same.
-        if (value := finite(lookup(record, path))) is not None:
+        if (value := lookup(record, path)) is not None:
             *folders, name = path.split(".")
             inner = kept
             for key in folders:
                 inner = inner.setdefault(key, {})
-            inner[name] = value
+            inner[name] = finite(value)
     return kept
 
 
