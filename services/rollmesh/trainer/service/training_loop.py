@@ -17,7 +17,6 @@ batch files after it in order, and publishes only policies that were not announc
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -283,10 +282,10 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _rounds_per_group(totals: Mapping[str, int]) -> float:
-    """Return the mean rounds of closed groups; NaN without any. The later rounds of open groups count too."""
+def _rounds_per_group(totals: Mapping[str, int]) -> float | None:
+    """Return the mean rounds of closed groups; None without any. The later rounds of open groups count too."""
     closed = totals.get("groups_closed_total", 0)
-    return 1 + totals.get("groups_extended_total", 0) / closed if closed else math.nan
+    return 1 + totals.get("groups_extended_total", 0) / closed if closed else None
 
 
 def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
