@@ -100,8 +100,11 @@ class BatchSource:
         await self._session.learn_policies()
         self._catalog.remember(stored.footer.version_train_steps)
         self._log_other_settings(train_step, stored.footer.settings)
-        training = await asyncio.to_thread(self._replay.complete, stored)
+        training = await self._complete(stored)
         return ClaimedBatch(stored=stored, replayed=True, training=training)
+
+    async def _complete(self, stored: StoredBatch) -> Batch:
+        return await self._retry.run("read_replayed_groups", lambda: asyncio.to_thread(self._replay.complete, stored))
 
     def _log_other_settings(self, train_step: int, recorded: StepSettings | None) -> None:
         if recorded is None or recorded.recipe is None:
@@ -138,5 +141,5 @@ class BatchSource:
         with tracer().span("write_batch", traceparent):
             stored = await self._retry.run("write_batch", write_unless_superseded)
         self._catalog.remember(stored.footer.version_train_steps)
-        training = await asyncio.to_thread(self._replay.complete, stored)
+        training = await self._complete(stored)
         return ClaimedBatch(stored=stored, replayed=False, training=training)

@@ -34,7 +34,8 @@ class ReplaySource:
         """Draw the replayed groups of a new batch; None without replay.
 
         Batches from before a rollback are of an abandoned branch and are never drawn from. A batch file that is missing
-        or damaged is left out of the draw, with a warning.
+        or damaged is left out of the draw, with a warning. Raises CheckpointError for one that cannot be read at the
+        moment, because the draw must not depend on it.
         """
         if self._config is None:
             return None
@@ -83,6 +84,8 @@ class ReplaySource:
             try:
                 found.append(self._stored(step))
             except CheckpointError as error:
+                if error.passing:  # a retry draws from it
+                    raise
                 self._log.warning("replay_without_batch", train_step=end, batch=step, message=str(error))
         return found
 
