@@ -109,7 +109,7 @@ async def test_groups_of_two_rounds_are_trained_with_the_members_of_both(store: 
 async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_and_lose_nothing(
     store: TrajectoryStore,
 ) -> None:
-    """Every other replica dies without a word while groups wait for a decision or run their second round."""
+    """Every other replica is stopped and drains while groups wait for a decision or run their second round."""
     steps = 6
     plan = schedule(train_steps=steps)
     slow = ScriptedGenerator("a", slots=64, seconds_per_token=0.001)
