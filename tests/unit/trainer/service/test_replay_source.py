@@ -17,7 +17,6 @@ from rollmesh.trainer.service.trainer_progress import Progress
 
 from ...checkpoints.checkpoint_samples import CURSOR, SECRET, make_batch
 
-
 VERSIONS = dict.fromkeys(range(10), 0)
 
 
