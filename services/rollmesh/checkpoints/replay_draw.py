@@ -18,6 +18,8 @@ class ReplayDraw(BaseModel):
     """Number of earlier batches that the run file allows."""
     seed: int
     max_staleness: int
+    first: int
+    """First train step that was allowed: of the last ``batches``, those after the last rollback."""
     sources: dict[int, str]
     """Digest of every batch that was drawn from, by train step: of those allowed, the ones that could be read and that
     no rollback has abandoned."""

@@ -33,6 +33,7 @@ from rollmesh.report.ledger_counts import (
 )
 from rollmesh.report.published import PublishedPolicies
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.replay_check import ReplayRule
 from rollmesh.report.rescore import rescore
 from rollmesh.report.series import train_series
 from rollmesh.types import PolicyRecord
@@ -130,9 +131,13 @@ def _audit(
     config = folder.config
     dtype = "float32" if config is None else config.model.dtype
     rule = StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=folder.mask_old_segments)
+    replay_rule = None
+    if config is not None and folder.max_staleness is not None:
+        replay_rule = ReplayRule(replay=config.trainer.replay, seed=config.seed, max_staleness=folder.max_staleness)
     with Progress(console=progress, transient=True, disable=progress is None or not progress.is_terminal) as bars:
         reading = bars.add_task("reading batch files", total=max(committed, 0))
-        trained, damaged = read_batches(store, committed, rule, train_steps, partial(bars.advance, reading))
+        advance = partial(bars.advance, reading)
+        trained, damaged = read_batches(store, committed, rule, train_steps, advance, replay_rule)
         scoring = bars.add_task("re-scoring policy versions", total=len(trained.pure_segments))
         keep_last = None if config is None else config.checkpoints.keep_last
         rescoring = rescore(

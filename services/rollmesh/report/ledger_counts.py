@@ -16,7 +16,7 @@ import numpy as np
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
-from rollmesh.report.replay_check import Replays
+from rollmesh.report.replay_check import ReplayRule, Replays
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
 
 _GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
@@ -110,14 +110,15 @@ def read_batches(
     rule: StalenessRule,
     train_steps: Mapping[int, int],
     advance: Callable[[], None],
+    replay_rule: ReplayRule | None = None,
 ) -> tuple[Trained, dict[int, str]]:
     """Count over the batch files of steps 1 to ``committed``; return (counts, reason by step without a valid file).
 
     Later files belong to steps that are not committed yet: they are read completely, but only the locations of their
     groups and trajectories count. ``train_steps`` contains the train step of every known policy version. ``advance`` is
-    called after each file up to ``committed``.
+    called after each file up to ``committed``. Draws are compared with the settings of ``replay_rule``.
     """
-    trained = Trained()
+    trained = Trained(replays=Replays(rule=replay_rule))
     damaged: dict[int, str] = {}
     later = [step for step in store.batch_steps() if step > committed]
     for step in (*range(1, committed + 1), *later):

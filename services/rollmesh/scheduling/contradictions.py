@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
+from rollmesh.curriculum.replay import replayed_count
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.curriculum_contradictions import curriculum_contradictions
 from rollmesh.scheduling.presets import PRESETS
@@ -30,7 +31,15 @@ def contradictions(
             f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
             f"start on versions that old, so it would have no effect; lower it{remedy}"
         )
-    if config.trainer.replay is not None and bounds.max_staleness == 0:
+    replay = config.trainer.replay
+    if replay is not None and replayed_count(section.groups_per_batch, replay.share) == 0:
+        smallest = (1000 // (2 * section.groups_per_batch + 1) + 1) / 1000
+        yield (
+            f"trainer.replay.share={replay.share} of a batch with schedule.groups_per_batch="
+            f"{section.groups_per_batch} fresh groups rounds to no group; set a share from {smallest}, or "
+            "trainer.replay=null"
+        )
+    if replay is not None and bounds.max_staleness == 0:
         remedy = "take another preset" if preset.fixed_staleness else "raise it"
         yield (
             f"trainer.replay with schedule.preset={section.preset} and max_staleness=0: every earlier group is over "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.config.replay import ReplayConfig
 from rollmesh.report.ledger_counts import StalenessRule, Trained, read_batches
+from rollmesh.report.replay_check import ReplayRule
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
@@ -36,8 +38,12 @@ def written(folder: Path, **changes: object) -> CheckpointStore:
     return store
 
 
-def counts(store: CheckpointStore) -> Trained:
-    return read_batches(store, 3, StalenessRule(max_staleness=20, mask_old_segments=False), VERSIONS, lambda: None)[0]
+RULE = ReplayRule(replay=ReplayConfig(batches=2), seed=7, max_staleness=20)
+
+
+def counts(store: CheckpointStore, rule: ReplayRule = RULE) -> Trained:
+    bound = StalenessRule(max_staleness=20, mask_old_segments=False)
+    return read_batches(store, 3, bound, VERSIONS, lambda: None, rule)[0]
 
 
 def test_replayed_groups_are_counted_apart_and_never_as_trained_twice(tmp_path: Path) -> None:
@@ -73,3 +79,27 @@ def test_a_source_with_other_trajectories_is_a_problem(tmp_path: Path) -> None:
     falsified = true.sources | {2: "0" * 64}
     problems = counts(written(tmp_path / "false", sources=falsified)).replays.problems
     assert problems == ["train step 3 drew from batch 2, whose file has other trajectories now"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (replace(RULE, seed=8), "train step 3 records replay with seed=7; the run has 8"),
+        (replace(RULE, replay=ReplayConfig(batches=4)), "train step 3 records replay with batches=2; the run has 4"),
+        (replace(RULE, replay=ReplayConfig(share=0.3)), "train step 3 records replay with share=0.5; the run has 0.3"),
+        (replace(RULE, replay=None), "train step 3 records replay with replay=True; the run has False"),
+        (replace(RULE, max_staleness=1), "train step 3 replayed a group of batch 2 with staleness 2; max_staleness=1"),
+    ],
+)
+def test_draws_with_other_settings_than_the_run_are_problems(tmp_path: Path, rule: ReplayRule, problem: str) -> None:
+    assert problem in counts(written(tmp_path), rule).replays.problems
+
+
+def test_a_draw_that_leaves_out_a_batch_that_can_be_read_is_a_problem(tmp_path: Path) -> None:
+    draw = _draw(written(tmp_path / "true"))
+    only = {2: draw.sources[2]}
+    groups = sorted((2, f"e0-{GROUPS * 2 + i}") for i in range(GROUPS))
+    problems = counts(written(tmp_path / "false", sources=only, groups=groups)).replays.problems
+    assert problems == ["train step 3 did not draw from batch 1, which has a valid file"]
+    problems = counts(written(tmp_path / "later", sources=only, groups=groups, first=2)).replays.problems
+    assert problems == ["train step 3 drew from batch 2 on instead of 1"]

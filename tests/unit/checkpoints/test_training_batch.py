@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     store = CheckpointStore(tmp_path, SECRET)
     digest = store.write_batch(make_batch(1, ["e0-0", "e0-1"]), CURSOR)
     draw = ReplayDraw(
-        share=0.34, by="uniform", batches=4, seed=0, max_staleness=4, sources={1: digest}, groups=[(1, "e0-1")]
+        share=0.34, by="uniform", batches=4, seed=0, max_staleness=4, first=1, sources={1: digest}, groups=[(1, "e0-1")]
     )
     store.write_batch(make_batch(2, ["e0-2", "e0-3"]), CURSOR, replay=draw)
     return store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_replay_needs_a_staleness_bound_above_zero() -> None:
         with pytest.raises(ConfigError, match=f"max_staleness=0: every earlier group.*{remedy}"):
             Schedule.from_config(run({}, trainer=trainer, schedule=schedule))
     assert Schedule.from_config(run({}, trainer=trainer)).max_staleness > 0
+
+
+@pytest.mark.parametrize("groups", [1, 4, 512])
+def test_a_share_of_replay_that_rounds_to_no_group_is_refused_with_the_smallest_one(groups: int) -> None:
+    def schedule(share: float) -> Schedule:
+        trainer = {"algorithm": {"old_logprobs": "recompute"}, "replay": {"share": share}}
+        return Schedule.from_config(run({}, trainer=trainer, schedule={"groups_per_batch": groups}))
+
+    with pytest.raises(ConfigError, match="rounds to no group; set a share from") as caught:
+        schedule(0.0005)
+    named = re.search(r"a share from ([0-9.]+),", str(caught.value))
+    assert named is not None
+    smallest = float(named[1])
+    with pytest.raises(ConfigError, match="rounds to no group"):
+        schedule(smallest - 0.001 + 1e-9 if smallest > 0.001 else 0.0005)
+    assert schedule(smallest).groups_per_batch == groups
 
 
 def test_ewma_is_refused_where_no_ratio_is_left() -> None:

@@ -69,8 +69,7 @@ class TrainBatch:
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     temperatures: Float32Array  # [tokens]
     passed: BoolArray  # [trajectories], in the forward and backward passes
-    unscored_trajectories: int
-    """Trajectories that were dropped because they have neither a verifier's nor an assigned reward."""
+    unscored: Int64Array  # [groups], trajectories dropped because they have neither a verifier's nor an assigned reward
 
     def subset(self, chosen: BoolArray) -> TrainBatch:
         """Return the batch of the ``chosen`` trajectories, bool [trajectories]; itself if that is all of them."""
@@ -86,9 +85,15 @@ class TrainBatch:
             starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             sequence_index=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
             masked_by={mask: column[inside] for mask, column in self.masked_by.items()},
+            unscored=np.where(np.isin(np.arange(self.group_count), self.group_index[rows]), self.unscored, 0),
             **parts,
             **tokens,
         )
+
+    @property
+    def unscored_trajectories(self) -> int:
+        """Number of dropped trajectories of its groups."""
+        return int(self.unscored.sum())
 
     @property
     def trajectory_count(self) -> int:
@@ -165,7 +170,7 @@ def build_train_batch(
         loss_mask=loss_mask.numpy(),
         masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask.numpy()},
         passed=np.ones(len(members), np.bool_),
-        unscored_trajectories=total - len(members),
+        unscored=np.array([sum(t.outcome is None for t in group.trajectories) for group in batch.groups], np.int64),
         **flat,
     )
     if advantage is None:

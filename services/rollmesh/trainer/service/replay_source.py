@@ -40,7 +40,9 @@ class ReplaySource:
         if self._config is None:
             return None
         step, config = fresh.train_step, self._config
-        sources = self._sources(max(step - config.batches, self._progress.rollback_step + 1, 1), step)
+        window = min(config.batches, self._max_staleness)  # older groups are over the bound
+        first = max(step - window, self._progress.rollback_step + 1, 1)
+        sources = self._sources(first, step)
         candidates = [
             candidate
             for stored in sources
@@ -60,6 +62,7 @@ class ReplaySource:
             batches=config.batches,
             seed=self._seed,
             max_staleness=self._max_staleness,
+            first=first,
             sources={stored.batch.train_step: stored.footer.payload_sha256 for stored in sources},
             groups=[(candidate.train_step, candidate.group_id) for candidate in drawn],
         )

@@ -57,6 +57,14 @@ def test_advantages_compare_the_members_that_have_a_reward_only(rng: np.random.G
     assert flat.advantages.tolist() == [0.0, 0.0]
 
 
+def test_dropped_members_are_counted_with_their_own_group(rng: np.random.Generator) -> None:
+    members = [trajectory(f"g{i // 2}.{i % 2}", [policy_segment(rng, 2)], 1.0) for i in range(4)]
+    members[1] = dataclasses.replace(members[1], outcome=None)
+    flat = build_train_batch(batch_of(members[:2], members[2:]), {0: 0}, GRPO)
+    second = flat.group_index == 1
+    assert (flat.subset(~second).unscored_trajectories, flat.subset(second).unscored_trajectories) == (1, 0)
+
+
 def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np.random.Generator) -> None:
     late = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
     members = [

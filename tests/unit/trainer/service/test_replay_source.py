@@ -64,3 +64,8 @@ def test_replayed_groups_that_cannot_be_reached_are_read_at_the_next_attempt(sto
     assert caught.value.passing
     store.away = False
     assert len(replay.complete(stored).groups) == 4
+
+
+def test_batches_that_the_staleness_bound_rules_out_are_not_read(store: AwayStore) -> None:
+    draw = source(store, batches=4, max_staleness=1).draw(make_batch(3, ["e0-6", "e0-7"]))
+    assert draw is not None and (draw.first, set(draw.sources)) == (2, {2})
