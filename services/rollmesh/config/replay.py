@@ -27,6 +27,11 @@ class ReplayConfig(Section):
     answers (reward)."""
 
 
+def replayed_count(fresh: int, share: float) -> int:
+    """Return the number of groups to draw beside ``fresh`` ones, so that they are ``share`` of the batch."""
+    return round(fresh * share / (1 - share))
+
+
 REPLAY_METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "uniform": Method(

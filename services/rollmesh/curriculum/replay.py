@@ -55,11 +55,6 @@ def _versions(trajectory: Trajectory) -> set[int]:
     return {s.policy_version for s in trajectory.segments if s.source is SegmentSource.POLICY and len(s)}
 
 
-def replayed_count(fresh: int, share: float) -> int:
-    """Return the number of groups to draw beside ``fresh`` ones, so that they are ``share`` of the batch."""
-    return round(fresh * share / (1 - share))
-
-
 def draw_replay(
     candidates: Iterable[ReplayCandidate],
     count: int,

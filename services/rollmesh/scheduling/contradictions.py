@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
-from rollmesh.curriculum.replay import replayed_count
+from rollmesh.config.replay import replayed_count
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.curriculum_contradictions import curriculum_contradictions
 from rollmesh.scheduling.presets import PRESETS
