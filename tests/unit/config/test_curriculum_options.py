@@ -123,6 +123,8 @@ DRPO = {
             {},
             "planner_options.share=0.1 with schedule.group_size=8 completes a group with one scored member",
         ),
+        (DARS | DOT, {"trainer": MEAN}, "alpha=3 with groups of at most 8"),
+        ({"planner": "spare", "planner_options": {"factor": 600}}, {}, "up to 48.. members, above 2048; set"),
         (DOT, {}, "alpha=3 with groups of at most 8: .*2.475 or more .*set alpha=2.23 or less"),
         (
             DOT,
@@ -142,7 +144,7 @@ DRPO = {
             },
             "group_shaper=dot with schedule.harvest=trajectory .*set schedule.harvest=group",
         ),
-        (DAP, {"rollout": {"max_new_tokens": 600}}, "longest_tokens=512 is below rollout.max_new_tokens=600"),
+        (DAP, {"rollout": {"max_new_tokens": 600}}, "longest_tokens=512 is not rollout.max_new_tokens=600"),
         (DAP, {"reward": {"overlong_buffer_tokens": 8}}, "overlong_buffer_tokens=8 .*twice; set .*=0"),
         (
             DAP | {"token_budget": "steps", "token_budget_options": {"stages": [[0, 64]]}},
@@ -170,7 +172,7 @@ def test_a_curriculum_that_cannot_work_names_field_value_and_remedy(
         (DARS, {"trainer": {"algorithm": {"advantage_options": {"norm": "group_std"}}}}),
         (DARS, {"trainer": {"algorithm": {"advantage_options": {"norm": "none"}}}}),
         (DARS | {"most_members": 32}, {"trainer": MEAN}),
-        (DARS | DOT, {"trainer": MEAN}),
+        (DARS | DOT | {"group_shaper_options": {"alpha": 2.23}}, {"trainer": MEAN}),
         ({"planner": "quorum"}, {}),
         ({"planner": "spare"}, {"trainer": {"algorithm": {"advantage": "mc_grpo"}}}),
         (DOT, {"schedule": LARGE}),
