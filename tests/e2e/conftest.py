@@ -26,8 +26,6 @@ SMALL = {
     "trainer": {"train_steps": 6, "learning_rate": 4e-4},
     "evaluation": {"prompt_count": 32},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
-    # One process less to start; the runs whose page is looked at enable it.
-    "gateway": {"enabled": False},
 }
 """A run of the demo's model and task that takes seconds once its processes are up."""
 ENDLESS = 100_000

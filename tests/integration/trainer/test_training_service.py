@@ -112,7 +112,7 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
     async with opened_run(config) as run:
-        process = run.start()
+        process = run.start(fresh=True)
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             (endpoint,) = read_endpoints(run.folder, "trainer")
