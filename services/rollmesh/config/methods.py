@@ -1,4 +1,4 @@
-"""Methods of the trainer that a run file names, with their options. The functions are in ``rollmesh.algorithms``."""
+"""Methods that a run file names, with their options; ``rollmesh.curriculum`` and ``rollmesh.algorithms`` have them."""
 
 from __future__ import annotations
 
