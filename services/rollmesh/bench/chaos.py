@@ -21,7 +21,7 @@ from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults import FAULTS, Fault, faults_named
 from rollmesh.bench.measure import NONE, Bar, Measure, at_most, compared
 from rollmesh.bench.processes import TRAIN_STEPS, TrainingRun, finished_train_steps, short_run_config
-from rollmesh.bench.rounds import EXEMPT, Round, read_round, rounds_table
+from rollmesh.bench.rounds import EXEMPT, ChaosRound, read_round, rounds_table
 from rollmesh.errors import RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
@@ -59,7 +59,7 @@ def run(*, rounds: int | None = None, quick: bool = False, fault: str | None = N
     ]
 
 
-def _regeneration(number: int, result: Round) -> Measure:
+def _regeneration(number: int, result: ChaosRound) -> Measure:
     name, tokens = f"regenerated tokens, round {number}: {result.fault}", result.regenerated_tokens or 0
     bound = result.regenerated_bound
     if bound is None:
@@ -70,10 +70,10 @@ def _regeneration(number: int, result: Round) -> Measure:
 
 def run_rounds(
     rounds: int, console: Console, folder: Path | None = None, faults: Sequence[Fault] = FAULTS
-) -> list[Round]:
+) -> list[ChaosRound]:
     """Run ``rounds`` rounds with the fixed seed; print a line for each round, and the table at the end."""
     rng = random.Random(SEED)
-    results: list[Round] = []
+    results: list[ChaosRound] = []
     with tempfile.TemporaryDirectory(prefix="rollmesh-chaos-") as temporary:
         root = folder or Path(temporary)
         for number in range(rounds):
@@ -88,7 +88,7 @@ def run_rounds(
     return results
 
 
-def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Round:
+def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> ChaosRound:
     """Run one round with one fault."""
     run = TrainingRun(folder)
     data = short_run_config(run.folder.path, number, fault.preset)

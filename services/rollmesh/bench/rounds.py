@@ -26,7 +26,7 @@ _MOST_TRAINER_ENDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class ChaosRound:
     """Result of one round."""
 
     fault: str
@@ -69,7 +69,7 @@ class Round:
         return is_within and not (self.lost or self.trained_twice or self.staleness_violations)
 
 
-def rounds_table(results: Sequence[Round]) -> Table:
+def rounds_table(results: Sequence[ChaosRound]) -> Table:
     """Return the table that ``make chaos`` prints."""
     count_columns = ("lost", "twice", "stale", "in flight", "regenerated", "bound")
     columns = ("round", "fault", "result", "seconds", "audit", "judge")
@@ -96,13 +96,13 @@ def read_round(
     exit_statuses: tuple[int, ...],
     seconds: float,
     output: str,
-) -> Round:
+) -> ChaosRound:
     """Read the audit of a finished run, and run the outside judge on its files."""
     audit_file = folder.path / "audit.json"
     audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
     in_flight = sum(attacked.in_flight) + rollouts_cut_off(folder, attacked.killed_generators)
     expected, last_step = fault.expected_end, int(data["trainer"]["train_steps"])
-    return Round(
+    return ChaosRound(
         fault=fault.name,
         expected_end=expected,
         injected=any(step < last_step or not expected.green for step in attacked.struck_at),

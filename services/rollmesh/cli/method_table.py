@@ -15,7 +15,7 @@ from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
 from rollmesh.config.planner_methods import PLANNER_METHODS
-from rollmesh.config.replay import REPLAY_METHODS
+from rollmesh.config.replay_methods import REPLAY_METHODS
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.shaper_methods import SHAPER_METHODS
 from rollmesh.config.update_scales import UPDATE_SCALES

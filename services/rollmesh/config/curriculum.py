@@ -24,7 +24,7 @@ _POINTS: Mapping[str, Mapping[str, Method]] = {
 
 
 class CurriculumConfig(Section):
-    """Which prompt a group gets, how many rollouts, what its answers are worth, and how long they may be."""
+    """Choice of prompts, rounds of rollouts, rewards within a group, and budgets."""
 
     sampler: str = Field(default="order", json_schema_extra={"examples": [*SAMPLER_METHODS, "module:function"]})
     """Choice of the prompt of each group, or ``module:function`` of your code."""

@@ -11,7 +11,7 @@ from rollmesh.config.loss_methods import LOSS_METHODS
 from rollmesh.config.mask_methods import MASK_METHODS, MaskConfig
 from rollmesh.config.methods import check_name, complete_options
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
-from rollmesh.config.replay import ReplayConfig
+from rollmesh.config.replay_methods import ReplayConfig
 from rollmesh.config.section import Section
 from rollmesh.config.update_scales import UPDATE_SCALES
 

@@ -11,7 +11,7 @@ from rollmesh.prompt_history import PromptRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What a group shaper makes of a group; one value per scored member, in the order of ``GroupOutcome.members``."""
+    """Result of a group shaper; one value per scored member, in the order of ``GroupOutcome.members``."""
 
     shaped_rewards: tuple[float, ...]
     kept_tokens: tuple[int, ...] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
-from rollmesh.config.replay import replayed_count
+from rollmesh.config.replay_methods import replayed_count
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.curriculum_contradictions import curriculum_contradictions
 from rollmesh.scheduling.presets import PRESETS
@@ -31,20 +31,7 @@ def contradictions(
             f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
             f"start on versions that old, so it would have no effect; lower it{remedy}"
         )
-    replay = config.trainer.replay
-    if replay is not None and replayed_count(section.groups_per_batch, replay.share) == 0:
-        smallest = (1000 // (2 * section.groups_per_batch + 1) + 1) / 1000
-        yield (
-            f"trainer.replay.share={replay.share} of a batch with schedule.groups_per_batch="
-            f"{section.groups_per_batch} fresh groups rounds to no group; set a share from {smallest}, or "
-            "trainer.replay=null"
-        )
-    if replay is not None and bounds.max_staleness == 0:
-        remedy = "take another preset" if preset.fixed_staleness else "raise it"
-        yield (
-            f"trainer.replay with schedule.preset={section.preset} and max_staleness=0: every earlier group is over "
-            f"the bound, so none would be replayed; {remedy}, or set trainer.replay=null"
-        )
+    yield from _of_replay(config, bounds)
     if on_stale in (OnStale.RESTART, OnStale.SET_ASIDE) and not (
         preset.barrier and preset.admission is AdmissionRule.WAVE
     ):
@@ -190,4 +177,24 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"schedule.part_groups={parts} with checkpoints.state_every_steps={config.checkpoints.state_every_steps}: "
             "a replayed step has no parts, and its rounding differs from that of the published policy; set "
             "checkpoints.state_every_steps=1 or part_groups=0"
+        )
+
+
+def _of_replay(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+    section, replay = config.schedule, config.trainer.replay
+    preset = PRESETS[section.preset]
+    if replay is None:
+        return
+    if replayed_count(section.groups_per_batch, replay.share) == 0:
+        smallest = (1000 // (2 * section.groups_per_batch + 1) + 1) / 1000
+        yield (
+            f"trainer.replay.share={replay.share} of a batch with schedule.groups_per_batch="
+            f"{section.groups_per_batch} fresh groups rounds to no group; set a share from {smallest}, or "
+            "trainer.replay=null"
+        )
+    if bounds.max_staleness == 0:
+        remedy = "take another preset" if preset.fixed_staleness else "raise it"
+        yield (
+            f"trainer.replay with schedule.preset={section.preset} and max_staleness=0: every earlier group is over "
+            f"the bound, so none would be replayed; {remedy}, or set trainer.replay=null"
         )

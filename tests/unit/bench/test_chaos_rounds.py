@@ -19,7 +19,7 @@ from rollmesh.bench.chaos import _regeneration
 from rollmesh.bench.faults import FAULTS, Cost, ExpectedEnd, faults_named
 from rollmesh.bench.measure import missed
 from rollmesh.bench.processes import short_run_config
-from rollmesh.bench.rounds import Round, read_round, regenerated, regenerated_bound, rounds_table
+from rollmesh.bench.rounds import ChaosRound, read_round, regenerated, regenerated_bound, rounds_table
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
@@ -28,7 +28,7 @@ from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.store.embedded import EmbeddedServer
 
-GOOD = Round(
+GOOD = ChaosRound(
     fault="kill -9 generator",
     expected_end=ExpectedEnd(),
     injected=True,
@@ -195,7 +195,7 @@ def test_only_a_redis_that_is_killed_and_members_that_are_cut_off_are_without_a_
 
 
 def test_the_table_says_which_rounds_have_no_bound_and_why() -> None:
-    def shown(*rounds: Round) -> str:
+    def shown(*rounds: ChaosRound) -> str:
         out = io.StringIO()
         Console(file=out, width=200).print(rounds_table(rounds))
         return out.getvalue()

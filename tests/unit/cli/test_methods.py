@@ -12,7 +12,7 @@ from rollmesh.algorithms.old_logprobs import SOURCES
 from rollmesh.algorithms.token_masks.mask_registry import MASKS
 from rollmesh.cli.main import app
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
-from rollmesh.config.replay import REPLAY_METHODS, ReplayConfig
+from rollmesh.config.replay_methods import REPLAY_METHODS, ReplayConfig
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import UPDATE_SCALES
