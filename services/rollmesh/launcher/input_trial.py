@@ -93,6 +93,8 @@ def _score(name: str, verifier: Verifier, prompt: Prompt, tokenizer: Tokenizer) 
             checked_reward(verifier.verify(answer, metadata), name)
             return
         except (Exception, SystemExit) as error:
+            if name not in BUILT_IN and _is_unreachable(error):
+                return
             # VerifierError is a sentence; any other exception needs its class.
             errors.append(str(error) if isinstance(error, RollmeshError) else f"{type(error).__name__}: {error}")
     own = "" if name in BUILT_IN else "; call it with these arguments in Python to debug it"
@@ -100,6 +102,13 @@ def _score(name: str, verifier: Verifier, prompt: Prompt, tokenizer: Tokenizer) 
         f"reward.verifier={name}: scores none of {len(errors)} trial answers to {prompt.prompt_id}, whose metadata has "
         f"{', '.join(metadata) or 'no field'}; the last error: {errors[-1]}{own}"
     )
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Tell whether a service that the user's code calls could not be reached: it may start later."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 def _trial_answers(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:

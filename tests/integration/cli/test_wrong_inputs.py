@@ -24,7 +24,12 @@ from rollmesh.launcher import input_checks
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
-import os, sys
+import os, socket, sys
+def no_judge(response, metadata):
+    try:
+        socket.create_connection(("127.0.0.1", int(metadata["answer"])), 5)
+    except OSError as error:
+        raise RuntimeError("the judge is down") from error
 def no_name(response, metadata): return metadata["nope"]
 def nan(response, metadata): return float("nan")
 def text(response, metadata): return "1.0"
@@ -188,7 +193,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "curriculum.group_shaper: checks:no_inputs cannot",
     ),
     "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
-    "budget raises": (method(token_budget="checks:fails"), "curriculum.token_budget: checks:fails: KeyError"),
+    "budget raises": (method(token_budget="checks:fails"), "curriculum.token_budget=checks:fails: train step 0: KeyError"),
     "advantage without inputs": (
         algorithm(advantage="checks:no_inputs"),
         "trainer.algorithm.advantage: checks:no_inputs",
@@ -218,8 +223,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(folder: Path, changed: dict[str, Any], *options: str) -> str:
-    """Start a run; return its error, after checking that nothing was written."""
+def write_run(folder: Path, changed: dict[str, Any]) -> None:
     base = {
         "name": "wrong",
         "folder": str(folder / "run"),
@@ -232,6 +236,11 @@ def refused(folder: Path, changed: dict[str, Any], *options: str) -> str:
     for name in ("data", "rollout", "generator"):
         merged[name] = {**base[name], **changed.get(name, {})}
     (folder / "run.yaml").write_text(yaml.safe_dump(merged))
+
+
+def refused(folder: Path, changed: dict[str, Any], *options: str) -> str:
+    """Start a run; return its error, after checking that nothing was written."""
+    write_run(folder, changed)
     done = CliRunner().invoke(app, ["up", "run.yaml", *options])
     assert done.exit_code == 2, done.output
     assert not (folder / "run").exists()
@@ -272,3 +281,10 @@ def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
         port = taken.getsockname()[1]
         message = refused(folder, {"agents": {"port": port}, "rollout": {"program": "agent"}})
     assert f"agents.port={port}: 127.0.0.1 refuses it" in message
+
+
+def test_a_judge_of_a_users_verifier_that_is_down_is_no_wrong_input(folder: Path) -> None:
+    write_run(folder, verifier("checks:no_judge")(folder))
+    done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "run.yaml: valid" in done.output
