@@ -193,7 +193,10 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "curriculum.group_shaper: checks:no_inputs cannot",
     ),
     "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
-    "budget raises": (method(token_budget="checks:fails"), "curriculum.token_budget=checks:fails: train step 0: KeyError"),
+    "budget raises": (
+        method(token_budget="checks:fails"),
+        "curriculum.token_budget=checks:fails: train step 0: KeyError",
+    ),
     "advantage without inputs": (
         algorithm(advantage="checks:no_inputs"),
         "trainer.algorithm.advantage: checks:no_inputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import shutil
 import time
@@ -23,6 +24,7 @@ from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 
 MOST_DOMAINS = 64
 """Most domains with metrics, because every label value is a series of its own."""
+_OTHER_DOMAINS = "other"
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
 _DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
 
@@ -162,11 +164,12 @@ class LeftOut:
 
 
 class DomainCounters:
-    """Totals of every domain of the prompts, of the first ``MOST_DOMAINS`` in alphabetical order."""
+    """Totals of the domains of the prompts: of the first ``MOST_DOMAINS`` that come, and of all others as ``other``."""
 
     def __init__(self, m: Metrics) -> None:
+        self._named: set[str] = set()
         self._growth = {
-            field: Growth(m.counter(f"rollmesh_trainer_domain_{name}_total", text, ("domain",)))
+            field: Growth(m.counter(f"rollmesh_trainer_domain_{name}_total", text, {"domain": (_OTHER_DOMAINS,)}))
             for field, name, text in (
                 ("drawn", "groups", "Groups admitted while this trainer ran, by domain of their prompt."),
                 ("completed", "trajectories", "Trajectories scored in ended groups, by domain of their prompt."),
@@ -177,9 +180,13 @@ class DomainCounters:
 
     def observe(self, domains: Mapping[str, DomainTotals]) -> None:
         """Add what has been counted since the last step."""
-        shown = sorted(domains)[:MOST_DOMAINS]
+        new = sorted(domains.keys() - self._named - {_OTHER_DOMAINS})
+        self._named.update(new[: max(0, MOST_DOMAINS - len(self._named))])
         for field, growth in self._growth.items():
-            growth.update({domain: getattr(domains[domain], field) for domain in shown})
+            totals: collections.Counter[str] = collections.Counter()
+            for domain, counted in domains.items():
+                totals[domain if domain in self._named else _OTHER_DOMAINS] += getattr(counted, field)
+            growth.update(totals)
 
 
 class DiskGauges:
