@@ -124,7 +124,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     if inline:
         check_inline(config)
     check_run(config)
-    for note in check_inputs(config):
+    # A breakpoint in the user's code is to stop in this process, not in the trial's.
+    for note in [] if inline else check_inputs(config):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:
