@@ -13,6 +13,7 @@
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
     │   └── UnsupportedModel   the engine cannot compute this model with any weights
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
+    ├── NoGenerator            no registered generator serves a version that a call may use      (RuntimeError)
     ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
     └── RewardUnavailable      no reward service answered in time                                (RuntimeError)
 
@@ -99,6 +100,12 @@ class UnsupportedModel(EngineError):
 
 class GenerationRefused(RollmeshError, RuntimeError):
     """A generator refused a call before it sampled a token; another generator may accept it."""
+
+
+class NoGenerator(RollmeshError, RuntimeError):
+    """No registered generator serves a policy version that a call may use; a later retry may succeed."""
+
+    passing = True
 
 
 class VerifierError(RollmeshError, RuntimeError):

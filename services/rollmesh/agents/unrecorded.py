@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import time
 
 import numpy as np
 
@@ -13,18 +12,17 @@ from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream
 from rollmesh.agents.answer_turn import AnswerTurn
 from rollmesh.agents.openai_errors import invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest, too_long
+from rollmesh.errors import NoGenerator
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, Int32Array, Prompt, Trajectory, VersionNeed
+from rollmesh.types import FinishReason, Int32Array, Prompt, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.routing import can_serve
 
-_WAIT_SECONDS = 30.0
-"""Time for a generator to enter service before a call is rejected."""
-_PINNED_WAIT_SECONDS = 2.0
+_UNSERVED_SECONDS = 30.0
+"""Time without a generator in service after which a call is rejected."""
+_UNSERVED_PINNED_SECONDS = 2.0
 """Shorter time for one policy version: a pinned generator already serves it."""
-_POLL_SECONDS = 0.05
 
 
 class UnrecordedCalls:
@@ -41,7 +39,7 @@ class UnrecordedCalls:
     async def start(self, request: ParsedRequest) -> list[AnswerInProgress]:
         """Return one answer in progress per choice.
 
-        Raises OpenAiError if the context is too long, or if no generator can serve the call.
+        Raises OpenAiError if the context is empty or too long. An answer raises it while no generator can serve it.
         """
         context_ids = await asyncio.to_thread(request.whole_ids)
         left = self._max_context_tokens - len(context_ids)
@@ -49,7 +47,6 @@ class UnrecordedCalls:
             raise invalid("the context has no tokens; send at least one", request.field)
         if left < 1:
             raise too_long(len(context_ids), self._max_context_tokens, request.field)
-        await self._wait_served(request.pinned_version)
         budget = left if request.token_limit is None else min(left, request.token_limit)
         return [self._answer(request, context_ids, budget, index) for index in range(request.choices)]
 
@@ -66,24 +63,26 @@ class UnrecordedCalls:
         stream = AnswerStream(turn, 0)
         active.observe(stream.update)
 
+        pinned = request.pinned_version
+        unserved_seconds = _UNSERVED_SECONDS if pinned is None else _UNSERVED_PINNED_SECONDS
+
         async def sample() -> FinishReason:
-            return await self._caller.sample(
-                active, budget, request.params, save=None, pinned_version=request.pinned_version
-            )
+            try:
+                return await self._caller.sample(
+                    active,
+                    budget,
+                    request.params,
+                    save=None,
+                    pinned_version=pinned,
+                    unserved_seconds=unserved_seconds,
+                )
+            except NoGenerator as error:
+                raise _unserved(self._generators, pinned) from error
 
         return AnswerInProgress(context_ids=context_ids, turn=turn, deltas=stream.run(sample))
 
-    async def _wait_served(self, pinned_version: int | None) -> None:
-        """Wait until a generator can take the call."""
-        need = VersionNeed(pinned_version=pinned_version)
-        deadline = time.monotonic() + (_WAIT_SECONDS if pinned_version is None else _PINNED_WAIT_SECONDS)
-        while not any(can_serve(record, need) for record in self._generators.records.values()):
-            if time.monotonic() >= deadline:
-                raise _no_generator(self._generators, pinned_version)
-            await asyncio.sleep(_POLL_SECONDS)
 
-
-def _no_generator(generators: GeneratorPool, pinned_version: int | None) -> Exception:
+def _unserved(generators: GeneratorPool, pinned_version: int | None) -> Exception:
     serving = sorted({r.policy_version for r in generators.records.values() if r.serving})
     if pinned_version is None or not serving:
         return unavailable("no generator serves a policy; retry later", "no_generator", 5.0)

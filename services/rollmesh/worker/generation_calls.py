@@ -100,21 +100,23 @@ class Caller:
         save: SaveTokens | None,
         durable: bool = True,
         pinned_version: int | None = None,
+        unserved_seconds: float | None = None,
     ) -> FinishReason:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
         ``save`` is called before every call and after every chunk except a call's last; None saves nothing before the
         end. With ``durable`` False, ``save`` does not make tokens durable, generators hold no call back, and the
         trajectory does not rest. Raises Parked when it rests, Parked or LetGo (``active.check``) when it must stop,
-        DataError if the generator rejects the request as invalid, and EngineError after too many calls in a row without
-        a token.
+        DataError if the generator rejects the request as invalid, EngineError after too many calls in a row without a
+        token, and NoGenerator if ``unserved_seconds`` pass without a generator that may serve the next call.
         """
         goal = active.token_count + budget
         durable = durable and save is not None
         while active.token_count < goal:
             if save is not None:
                 await save(active)
-            with await self._generators.acquire(active, pinned_version) as slot:
+            slot = await self._generators.acquire(active, pinned_version, unserved_seconds=unserved_seconds)
+            with slot:
                 end = self._end_of_call(slot, goal) if durable else goal
                 reason = await self._call(slot, end, params, save, durable)
             if active.failed_calls >= MOST_FAILED_CALLS:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from rollmesh.errors import NoGenerator
 from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.types import GeneratorRecord, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.routing import Candidates, Placement
+from rollmesh.worker.routing import Candidates, Placement, can_serve
 
 FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
@@ -164,11 +165,14 @@ class GeneratorPool:
             self._wake(waiter)
         self._wake_able()
 
-    async def acquire(self, active: ActiveTrajectory, pinned_version: int | None = None) -> GeneratorSlot:
+    async def acquire(
+        self, active: ActiveTrajectory, pinned_version: int | None = None, *, unserved_seconds: float | None = None
+    ) -> GeneratorSlot:
         """Wait for a generator for the next call of a trajectory; returns a slot to use as a context manager.
 
         The requirements are read at every attempt, because the version floors may rise during the wait. Raises Parked
-        or LetGo if the trajectory must stop.
+        or LetGo if the trajectory must stop, and NoGenerator after a wait of ``unserved_seconds`` at whose end no
+        registered generator serves a version that the call may use; None waits without a limit.
         """
         while True:
             active.check()
@@ -179,7 +183,11 @@ class GeneratorPool:
             waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
             self._waiters[waiter] = None
             try:
-                await waiter.woken
+                async with asyncio.timeout(unserved_seconds):
+                    await waiter.woken
+            except TimeoutError as error:
+                if not any(can_serve(record, need) for record in self.records.values()):
+                    raise NoGenerator(f"no generator serves the call for {unserved_seconds:g} s") from error
             finally:
                 self._waiters.pop(waiter, None)
 

@@ -60,7 +60,7 @@ async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
 async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unrecorded, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(unrecorded, "_UNSERVED_SECONDS", 1.0)
     own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
     own.start()
     try:
