@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import shutil
 
 import pytest
@@ -273,23 +271,19 @@ async def test_a_pool_that_places_by_tokens_sends_calls_past_the_one_that_has_gr
     assert (await generators.acquire(held(9))).record.instance_id == first.record.instance_id
 
 
-async def test_a_bounded_wait_ends_where_no_generator_serves_and_goes_on_where_one_is_busy(
+async def test_a_bounded_wait_ends_where_no_generator_serves_and_goes_on_where_one_is_only_avoided(
     store: TrajectoryStore,
 ) -> None:
     generators = GeneratorPool(store.generators)
-    await store.generators.register(record("busy", version=1), TTL)
+    await store.generators.register(record("avoided", version=1), TTL)
     await generators.refresh()
-    with contextlib.ExitStack() as stack:
-        for number in itertools.count():
-            waiting = asyncio.create_task(generators.acquire(held(number, min_version=1), unserved_seconds=0.01))
-            await settled()
-            if not waiting.done():
-                break
-            stack.enter_context(waiting.result())
-        with pytest.raises(NoGenerator, match=r"0.01 s"):
-            await generators.acquire(held(1000, min_version=2), unserved_seconds=0.01)
-        await asyncio.sleep(0.1)
-        assert not waiting.done(), "the generator is busy and still serves"
-        stack.close()
-        with await asyncio.wait_for(waiting, 60) as slot:
-            assert slot.record.instance_id == "busy"
+    with pytest.raises(NoGenerator, match=r"0.01 s"):
+        await generators.acquire(held(0, min_version=2), unserved_seconds=0.01)
+    generators.avoid("avoided", 600.0)
+    waiting = asyncio.create_task(generators.acquire(held(1, min_version=1), unserved_seconds=0.01))
+    await asyncio.sleep(0.1)
+    assert not waiting.done(), "the generator serves the version"
+    generators.clear_avoidance("avoided")
+    generators.wake()
+    with await asyncio.wait_for(waiting, 60) as slot:
+        assert slot.record.instance_id == "avoided"
