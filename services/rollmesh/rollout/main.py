@@ -36,7 +36,7 @@ from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.build import WorkerSettings, worker_deps
+from rollmesh.worker.build import WorkerDeps, WorkerSettings, worker_deps
 from rollmesh.worker.programs import Program, SingleTurnProgram
 from rollmesh.worker.programs.environment import EnvironmentProgram
 from rollmesh.worker.programs.outside import OutsideProgram
@@ -144,14 +144,21 @@ async def open_replica(
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
-    evaluator = Evaluator(
+    evaluator = _evaluator(config, store, deps, tokenizer, metrics)
+    return Replica(deps.session, worker, leader, evaluator, health)
+
+
+def _evaluator(
+    config: RunConfig, store: TrajectoryStore, deps: WorkerDeps, tokenizer: Tokenizer, metrics: RolloutMetrics
+) -> Evaluator:
+    return Evaluator(
         EvaluatorDeps(
             store=store,
             session=deps.session,
             caller=deps.caller,
             generators=deps.generators,
             scorer=deps.scorer,
-            program=program,
+            program=deps.program,
             open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
             metrics=metrics,
             unserved_seconds=config.launcher.start_timeout_seconds,
@@ -160,7 +167,6 @@ async def open_replica(
         budget=config.rollout.max_new_tokens,
         stop_token_ids=tokenizer.eos_token_ids,
     )
-    return Replica(deps.session, worker, leader, evaluator, health)
 
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> RowSource:

@@ -164,11 +164,7 @@ class PolicyTrainer:
         recipe = settings.recipe or self._recipe
         loss = loss_recipe(recipe.algorithm)
         flat = _flatten(batch, train_step_of_version, recipe)
-        rate = settings.learning_rate
-        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        if not self._parts.fit(batch, settings):
-            self.forget_parts()
-        self._keep_average(recipe)
+        self._apply_settings(batch, settings, recipe)
         early = len(self._parts.group_ids)
         update = self._update_from_parts if early else self._update
         inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
@@ -182,7 +178,7 @@ class PolicyTrainer:
         return StepReport(
             train_step=batch.train_step,
             loss=done.loss,
-            learning_rate=rate,
+            learning_rate=settings.learning_rate,
             rate_factor=done.rate_factor,
             grad_norm=done.grad_norm,
             updates=done.applied.count(True),
@@ -205,6 +201,15 @@ class PolicyTrainer:
                 "statistics": time.perf_counter() - clock,
             },
         )
+
+    def _apply_settings(self, batch: Batch, settings: StepSettings, recipe: StepRecipe) -> None:
+        """Set the hyperparameters of the step, and forget gradients that were accumulated under other settings."""
+        set_hyperparameters(
+            self._optimizer, rate=settings.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+        if not self._parts.fit(batch, settings):
+            self.forget_parts()
+        self._keep_average(recipe)
 
     @property
     def accumulated_group_ids(self) -> frozenset[str]:

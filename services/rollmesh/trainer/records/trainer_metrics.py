@@ -58,26 +58,7 @@ class TrainerMetrics:
             {"outcome": ("all_right", "all_wrong")},
         )
         self.published = m.counter("rollmesh_trainer_published_policies_total", "Policies announced.")
-        self.groups = m.counter(
-            "rollmesh_trainer_groups_total",
-            "Groups trained on, by length decile of their longest trajectory.",
-            _DECILES,
-        )
-        self._dropped = Growth(
-            m.counter(
-                "rollmesh_trainer_dropped_groups_total",
-                "Groups that left the queue untrained while this trainer ran, by length decile.",
-                _DECILES,
-            )
-        )
-        self._wasted = Growth(
-            m.counter(
-                "rollmesh_trainer_wasted_tokens_total",
-                "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
-                "unscorable, dead, surplus or shortened members.",
-                {"reason": WASTE_REASONS},
-            )
-        )
+        self.groups = GroupCounters(m)
         self.domains = DomainCounters(m)
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
@@ -129,18 +110,44 @@ class TrainerMetrics:
         for metric, gauge in self._gauges:
             gauge.set(metric.value(line))
 
-    def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
-        """Export the groups of one step by length decile, and the drops and waste since the last step."""
-        for decile, groups in enumerate(trained):
-            self.groups.labels(length_decile=str(decile)).inc(groups)
-        self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
-        self._wasted.update(counts.dropped_tokens)
-
 
 def _observe_staleness(histogram: Histogram, batch: BatchStats) -> None:
     for staleness, count in batch.trajectory_staleness.histogram.items():
         for _ in range(count):
             histogram.observe(int(staleness))
+
+
+class GroupCounters:
+    """Counters of groups by length decile, and of tokens discarded in the queue."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._trained = m.counter(
+            "rollmesh_trainer_groups_total",
+            "Groups trained on, by length decile of their longest trajectory.",
+            _DECILES,
+        )
+        self._dropped = Growth(
+            m.counter(
+                "rollmesh_trainer_dropped_groups_total",
+                "Groups that left the queue untrained while this trainer ran, by length decile.",
+                _DECILES,
+            )
+        )
+        self._wasted = Growth(
+            m.counter(
+                "rollmesh_trainer_wasted_tokens_total",
+                "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
+                "unscorable, dead, surplus or shortened members.",
+                {"reason": WASTE_REASONS},
+            )
+        )
+
+    def observe(self, trained: Sequence[int], counts: StoreCounts) -> None:
+        """Export the groups of one step by length decile, and the drops and waste since the last step."""
+        for decile, groups in enumerate(trained):
+            self._trained.labels(length_decile=str(decile)).inc(groups)
+        self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
+        self._wasted.update(counts.dropped_tokens)
 
 
 class LeftOut:

@@ -235,7 +235,7 @@ class TrainingLoop:
         await self._reports.add(record)
         await deps.retry.run("record", lambda: asyncio.to_thread(deps.records.append, record, samples))
         deps.metrics.observe_step(report, record)
-        deps.metrics.observe_groups(deciles, counts)
+        deps.metrics.groups.observe(deciles, counts)
         deps.metrics.domains.observe(domains)
         if claimed.replayed:
             deps.metrics.replays.inc()

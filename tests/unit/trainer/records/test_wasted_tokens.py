@@ -32,6 +32,6 @@ def test_tokens_of_members_without_a_score_are_exported_beside_those_of_dropped_
     metrics = Metrics("trainer")
     trainer = TrainerMetrics(metrics)
     assert wasted(metrics) == dict.fromkeys(WASTE_REASONS, 0), "every reason is there before anything is wasted"
-    trainer.observe_groups([], counts({"stale": 5, "unscorable": 7}))
-    trainer.observe_groups([], counts({"stale": 6, "unscorable": 27, "dead": 4}))
+    trainer.groups.observe([], counts({"stale": 5, "unscorable": 7}))
+    trainer.groups.observe([], counts({"stale": 6, "unscorable": 27, "dead": 4}))
     assert {reason: n for reason, n in wasted(metrics).items() if n} == {"stale": 1, "unscorable": 20, "dead": 4}
