@@ -54,7 +54,7 @@ class Output:
 
 _PLAIN = {
     "train": "Measure a train step on ragged trajectories beside padded micro-batches.",
-    "old-logprobs": "Measure a train step with loglinear beside recompute, and the difference of their ratios.",
+    "old-logprob-cost": "Measure a train step with loglinear beside recompute, and the difference of their ratios.",
     "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
     "schedules": "Measure the leader's decisions, the choice of a generator, and the reading of a mesh view.",
     "reload": "Measure the time from publishing a policy to serving it, and the pause of running calls.",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.bench.old_logprobs import _ratios, _sampled, _train, _trainer
+from rollmesh.bench.old_logprob_cost import _ratios, _sampled, _train, _trainer
 from rollmesh.bench.train import ragged_batch, write_demo_model
 
 

@@ -1,4 +1,4 @@
-"""``rollmesh bench old-logprobs``: the source loglinear beside recompute, which it approximates without a pass.
+"""``rollmesh bench old-logprob-cost``: the source loglinear beside recompute, which it approximates without a pass.
 
 The batch of ``bench train``, in four minibatches: with one, the gradient pass is the pass of recompute. The answers are
 those of a random model; their behavior logprobs are its own. Seconds are CPU seconds of a whole ``PolicyTrainer.train``
