@@ -48,8 +48,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
     "agents": {"enabled": True},
+    "curriculum": {"planner": "quorum", "planner_options": {"share": 0.75}},
 }
-"""A run that never ends by itself: two generators, evaluations on the way."""
+"""A run that never ends by itself: two generators, evaluations on the way, groups that a planner closes."""
 
 
 def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 300.0) -> None:
