@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.cache_pool import decode_cache_pool, encode_cache_pool
-from rollmesh.store.group_rounds import encode_plan
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
@@ -170,7 +169,7 @@ class Leadership:
             words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, record]
             words += ["" if value is None else value for value in (group.expected_tokens, group.start_rank)]
             words.append(group.prompt.domain if keeps_history else "")
-            words.append("" if group.plan is None else encode_plan(group))
+            words.append("" if group.plan is None else group.plan)
         uploads = [
             ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
             for group, data in zip(groups, prompts, strict=True)
