@@ -334,12 +334,13 @@ def _head(item: Append, chunk: SavedChunk) -> str:
 
 
 def _score_arguments(item: Score) -> Sequence[Argument]:
-    scored = item.assigned or item.outcome.kind is OutcomeKind.SCORED
+    has_verdict = item.outcome.kind is OutcomeKind.SCORED
+    scored, solved = item.assigned or has_verdict, (item.outcome.value if has_verdict else item.shaped_reward) > 0
     if not math.isfinite(item.shaped_reward) or not math.isfinite(item.outcome.value):
         raise DataError(f"{item.trajectory_id}: shaped_reward {item.shaped_reward} is not a finite number")
     outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
     reward = repr(float(item.shaped_reward))
-    return (item.trajectory_id, int(scored), reward, outcome)
+    return (item.trajectory_id, int(scored), reward, outcome, int(solved))
 
 
 def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER_CALL) -> list[list[str]]:

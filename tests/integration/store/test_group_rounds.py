@@ -112,8 +112,8 @@ async def test_shaped_rewards_reach_the_filter_the_batch_and_the_history(store: 
     assert (await store.mesh.counts()).drops == {"filtered_all_wrong": 1}
     assert await batch_of(mesh, kept) == [(f"{kept}.0", 5, 1.0), (f"{kept}.1", 5, -0.25)]
     assert await store.prompt_records.read(["0", "1"]) == {
-        "0": PromptRecord(groups=1, members=2, solved=1, reward_sum=0.75, token_sum=10, longest=5, train_step=0),
-        "1": PromptRecord(groups=1, members=2, solved=0, reward_sum=0.0, token_sum=10, longest=5, train_step=0),
+        "0": PromptRecord(groups=1, members=2, solved=2, reward_sum=0.75, token_sum=10, longest=5, train_step=0),
+        "1": PromptRecord(groups=1, members=2, solved=1, reward_sum=0.0, token_sum=10, longest=5, train_step=0),
     }
     assert dropped not in (await read_truth(store)).groups
     assert await mesh.score(f"{kept}.1", 1.0) == WriteStatus.DUPLICATE, "the worker's own reward again"
