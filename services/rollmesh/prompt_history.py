@@ -34,7 +34,7 @@ class PromptOutcome(NamedTuple):
     """Facts that one ended group adds to the record of its prompt; a row in the footer of the next batch file."""
 
     group_id: str
-    """With ``~<number>`` where a group has ended again since the last batch file."""
+    """With ``~<number>`` if the group began again after it had ended: it was drawn only once."""
     prompt_id: str
     members: int
     """Scored trajectories."""

@@ -37,10 +37,9 @@ class ModelHistory:
         rewards = [m.reward for m in scored if m.reward is not None]
         if scored:
             self.predictions.appendleft(_prediction(group))
-        name = group.group_id
-        if name in self.outcomes:
-            # It has begun again after it was ready, and ends twice before the next batch file.
-            name = f"{name}~{len(self.outcomes)}"
+        name, number = group.group_id, len(self.outcomes)
+        while (group.has_ended and name == group.group_id) or name in self.outcomes:
+            name, number = f"{group.group_id}~{number}", number + 1
         outcome = PromptOutcome(
             group_id=name,
             prompt_id=group.prompt_id,

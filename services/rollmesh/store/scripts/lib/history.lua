@@ -78,8 +78,10 @@ local function note_outcome(group)
   local outcome = table.concat(words, ' ')
   add_to_history(outcome)
   if call('HLEN', K.outcomes) >= MOST_OUTCOMES then return count('outcomes_full_total', 1) end
-  -- A group that begins again after it was ready ends twice, perhaps before the next batch file.
-  local name = group.id
-  if call('HEXISTS', K.outcomes, name) == 1 then name = name .. '~' .. call('HLEN', K.outcomes) end
+  -- A group that begins again after it was ready ends twice: the second time, its outcome is not that of a new draw.
+  local name, number = group.id, call('HLEN', K.outcomes)
+  while (group.ended and name == group.id) or call('HEXISTS', K.outcomes, name) == 1 do
+    name, number = group.id .. '~' .. number, number + 1
+  end
   call('HSET', K.outcomes, name, outcome)
 end
