@@ -149,11 +149,12 @@ class LeftOut:
     def __init__(self, m: Metrics) -> None:
         self._masked = m.counter(
             "rollmesh_trainer_masked_tokens_total",
-            "Tokens that a mask took out of the loss.",
+            "Tokens of fresh (not replayed) groups that a mask took out of the loss.",
             {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
         )
         self._skipped = m.counter(
-            "rollmesh_trainer_skipped_trajectories_total", "Trajectories without a pass: their advantage is 0."
+            "rollmesh_trainer_skipped_trajectories_total",
+            "Trajectories of fresh (not replayed) groups without a pass: their advantage is 0.",
         )
 
     def observe(self, batch: BatchStats) -> None:
