@@ -14,7 +14,7 @@ class PromptRecord:
     members: int
     """Scored trajectories; the sums are over these."""
     solved: int
-    """Those with a positive reward."""
+    """Those with a positive outcome of the verifier, or without one a positive reward."""
     reward_sum: float
     """Sum of the shaped rewards, exact to a millionth per trajectory."""
     token_sum: int
@@ -34,7 +34,7 @@ class PromptOutcome(NamedTuple):
     """Facts that one ended group adds to the record of its prompt; a row in the footer of the next batch file."""
 
     group_id: str
-    """With ``~<number>`` where a group has ended again since the last batch file."""
+    """With ``~<number>`` if the group began again after it had ended: it was drawn only once."""
     prompt_id: str
     members: int
     """Scored trajectories."""
@@ -61,7 +61,7 @@ class DomainTotals:
     completed: int
     """Scored trajectories of ended groups."""
     solved: int
-    """Those with a positive reward."""
+    """Those with a positive outcome of the verifier, or without one a positive reward."""
     tokens: int
     """Tokens of the completed trajectories, after the prompt."""
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rollmesh.report.method_effects import effect_of, read_traces
 from rollmesh.report.recorded_run import RecordedRun
 
 from .conftest import environment
@@ -30,6 +31,8 @@ def test_methods_train_in_the_mesh_and_their_audits_are_green(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(METHODS)} of {len(METHODS)} methods" in done.stdout
+    assert "effect" in done.stdout
+    assert effect_of(read_traces(tmp_path / "advantage" / "pairs"), "advantage/pairs").startswith("mean size ")
     for method in METHODS:
         run = RecordedRun(tmp_path / method)
         assert [record["train_step"] for record in run.metrics.records] == list(range(1, UPDATES + 1)), method

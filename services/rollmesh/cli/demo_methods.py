@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +30,19 @@ def demo_methods(
 ) -> None:
     """Run the demo's task with every method of `rollmesh methods`, with the settings that go with it.
 
-    Prints one row per method. Exits with status 1 unless every run makes all its updates and its audit is green.
+    Prints one row per method, with the traces of the method in its run, or "no effect". Exits with status 1 unless
+    every run makes all its updates and its audit is green.
     """
     from rollmesh.report.demo_results import methods_table
+    from rollmesh.report.method_effects import effect_of, read_traces
 
     console = output_console()
     demos = DemoRuns(root=folder or Path("runs/demo-methods"), updates=updates, settings=set_ or (), inline=inline)
     with clear_errors():
-        results = demos.results(_chosen(method), console)
+        results = [
+            replace(result, effect=effect_of(read_traces(demos.root / result.name), result.name))
+            for result in demos.results(_chosen(method), console)
+        ]
     console.print(methods_table(results))
     print_count(results, "methods", console)
 

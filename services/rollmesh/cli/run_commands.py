@@ -135,8 +135,8 @@ def explain(
     """Explain a batch token by token: version, ratio, weight, and the reason for each clipped or masked token.
 
     Notes mark values that differ from training: old logprobs that are not kept, and minibatches after the first.
-    Without a train step, show where a trajectory or a group is, and whether it was restarted, set aside or cut off, or
-    rests.
+    Without a train step, show where a trajectory or a group is, its round and plan, its outcome and its shaped reward,
+    and whether it was restarted, set aside or cut off, or rests.
     """
     if train_step is None:
         _explain_status(run, trajectory, as_json)

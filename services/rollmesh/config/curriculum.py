@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmesh.config.budget_methods import BUDGET_METHODS
 from rollmesh.config.methods import Method, check_name, complete_options
-from rollmesh.config.planner_methods import PLANNER_METHODS, most_planned_members
+from rollmesh.config.planner_methods import PLANNER_METHODS, first_planned_members, most_planned_members
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.section import Section
 from rollmesh.config.shaper_methods import SHAPER_METHODS
@@ -66,3 +66,12 @@ class CurriculumConfig(Section):
     def largest_group(self, group_size: int) -> int:
         """Return ``most_members``, its default filled in; ``group_size`` is that of the schedule."""
         return self.most_members or most_planned_members(self.planner, self.planner_options, group_size)
+
+    def first_members(self, group_size: int) -> int:
+        """Return the members that the first round of a group launches, without ``schedule.spare_members``."""
+        return first_planned_members(self.planner, self.planner_options, group_size)
+
+    def members_in_all_rounds(self, group_size: int) -> int:
+        """Return the most members that the rounds of a group launch, without ``schedule.spare_members``."""
+        first = self.first_members(group_size)
+        return first if self.planner == "single" else max(first, self.largest_group(group_size))

@@ -23,6 +23,10 @@ class PlannerOptions(Section):
         """Return the most members that the planner launches in a group."""
         return group_size
 
+    def first_launched(self, group_size: int) -> int:
+        """Return the members that the planner launches in the first round of a group."""
+        return group_size
+
 
 class DarsOptions(PlannerOptions):
     """Options of dars."""
@@ -71,6 +75,9 @@ class SpareOptions(PlannerOptions):
     def launched(self, group_size: int) -> int:
         return self.factor * group_size + self.extra
 
+    def first_launched(self, group_size: int) -> int:
+        return self.launched(group_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMethod(Method):
@@ -110,3 +117,10 @@ def most_planned_members(name: str, options: Mapping[str, Any], group_size: int)
     if (method := PLANNER_METHODS.get(name)) is None:
         return _OWN_MOST_PER_MEMBER * group_size
     return method.options.model_validate(dict(options)).launched(group_size)
+
+
+def first_planned_members(name: str, options: Mapping[str, Any], group_size: int) -> int:
+    """Return the members of a group's first round; ``group_size`` for a user's code, which only the leader calls."""
+    if (method := PLANNER_METHODS.get(name)) is None:
+        return group_size
+    return method.options.model_validate(dict(options)).first_launched(group_size)

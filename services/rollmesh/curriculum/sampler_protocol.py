@@ -58,7 +58,7 @@ class History:
     members: Int64Array  # [rows]
     """Scored trajectories of these groups."""
     solved: Int64Array  # [rows]
-    """Trajectories with a positive reward."""
+    """Trajectories with a positive outcome of the verifier, or without one a positive reward."""
     reward_sums: Float64Array  # [rows]
     """Sums of the shaped rewards."""
     token_sums: Int64Array  # [rows]

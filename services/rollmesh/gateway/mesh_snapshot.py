@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.models.live import (
+    DomainView,
     DropView,
     EvaluationView,
     GeneratorView,
@@ -22,6 +23,7 @@ from rollmesh.gateway.models.live import (
     WasteView,
 )
 from rollmesh.mesh import Desired, MeshView
+from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import WASTE_TOTALS, EvalRecord, StoreCounts
@@ -29,6 +31,7 @@ from rollmesh.types import GeneratorRecord
 
 MOST_GENERATORS = 256
 MOST_EVALUATIONS = 64
+MOST_DOMAINS = 64
 _RATE_SECONDS = 10.0
 _RATES = ("saved_tokens_total", "finished_total", "consumed_total")
 
@@ -47,6 +50,8 @@ class MeshSnapshot:
     scale_requests: Mapping[str, int]
     workers: Mapping[str, str]
     """Worker name by session."""
+    domains: Mapping[str, DomainTotals]
+    """Totals by domain of the prompts."""
 
 
 async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
@@ -62,6 +67,7 @@ async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
         failure=await store.leadership.failure(),
         scale_requests=await store.scaling.requests(),
         workers=await store.inspection.workers(),
+        domains=await store.prompt_records.domain_totals(),
     )
 
 
@@ -121,6 +127,15 @@ def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> 
     ]
 
 
+def domain_views(totals: Mapping[str, DomainTotals]) -> tuple[DomainView, ...]:
+    """Return the views of the domains with the most admitted groups, the largest first."""
+    largest = sorted(totals.items(), key=lambda item: (-item[1].drawn, item[0]))[:MOST_DOMAINS]
+    return tuple(
+        DomainView(domain=name, drawn=t.drawn, completed=t.completed, solved=t.solved, tokens=t.tokens)
+        for name, t in largest
+    )
+
+
 def build_overview(
     snapshot: MeshSnapshot,
     *,
@@ -163,6 +178,8 @@ def build_overview(
             for reason, total in WASTE_TOTALS.items()
             if counts.totals.get(total)
         ),
+        domains=domain_views(snapshot.domains),
+        domain_count=len(snapshot.domains),
         generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
         generator_count=len(snapshot.generators),
         evaluations=list(evaluations[-MOST_EVALUATIONS:]),

@@ -87,7 +87,7 @@ def estimate(config: RunConfig) -> Estimate:
     """Compute the estimate of ``config``. Raises ConfigError for an impossible schedule."""
     schedule = Schedule.from_config(config)
     longest = trajectory_bytes(schedule.longest_trajectory_tokens, schedule.partial_save_tokens)
-    per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + schedule.launched_members * round(longest)
+    per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + schedule.most_members * round(longest)
     return Estimate(
         pool_size=schedule.pool_size,
         auto_pool=schedule.auto_pool,

@@ -35,6 +35,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.runtime.logging import get_logger
 
 _REFUSED = (
     "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
@@ -151,6 +152,7 @@ def _recorded_settings(folder: RunFolder) -> RunConfig:
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     refused = refused_changes(before, now)
     if not refused:
+        _log_changed_sampler(before, now)
         return
     if can_be_set_aside(folder.path, before, now):
         set_aside(folder.path)
@@ -167,6 +169,19 @@ def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder)
         f"with --folder {_free_folder(folder.path)}"
     )
     raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
+
+
+def _log_changed_sampler(before: RunConfig, now: RunConfig) -> None:
+    """Log another sampler, or other options: the prompts of a run then come in two orders."""
+    old, new = before.curriculum, now.curriculum
+    if (old.sampler, old.sampler_options) != (new.sampler, new.sampler_options):
+        get_logger("run-folder").warning(
+            "sampler_changed",
+            before=old.sampler,
+            before_options=old.sampler_options,
+            now=new.sampler,
+            now_options=new.sampler_options,
+        )
 
 
 def _value(values: dict[str, Any], name: str) -> str:

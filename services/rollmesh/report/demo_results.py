@@ -40,16 +40,12 @@ class DemoResult:
     """Share of the trained tokens sampled from an older policy, 0..1."""
     outcome_mean: float | None
     """Mean outcome of the last batch, before shaping."""
-    masked_tokens: int
-    """Tokens that masks took out of the loss."""
-    skipped_trajectories: int
-    """Trajectories without a pass."""
-    rate_factor: float | None
-    """Mean factor on the learning rate; None without an update scale, or where it is always 1."""
     updates_per_second: float | None
     """Rate between the ends of the first and the last train step; None with fewer than two."""
     audit: str
     """Verdict of the audit; ``none`` without one, ``refused`` if the run was not started."""
+    effect: str = ""
+    """Traces of the method in the run; empty for a schedule."""
     waste: tuple[str, ...] = ()
     """Sentences on dropped and repeated groups and on surplus members, by length decile."""
 
@@ -77,9 +73,6 @@ def demo_result(folder: Path, name: str, updates: int) -> DemoResult:
         largest_staleness=summary.largest_staleness,
         off_policy_share=summary.off_policy_share,
         outcome_mean=number(records[-1], "batch.outcome_mean") if records else None,
-        masked_tokens=sum(summary.masked_tokens.values()),
-        skipped_trajectories=summary.skipped_trajectories,
-        rate_factor=summary.mean_rate_factor,
         updates_per_second=_rate([float(record["time"]) for record in records]),
         audit="none" if summary.audit is None else summary.audit.verdict.value,
         waste=tuple(lengths_of_waste(summary)),
@@ -113,16 +106,14 @@ def preset_table(results: Sequence[DemoResult]) -> Table:
 
 def methods_table(results: Sequence[DemoResult]) -> Table:
     """Return a table of methods with one row per run."""
-    headings = ("groups", "dropped", "outcome", "masked tokens", "without a pass", "rate factor", "staleness")
+    headings = ("groups", "dropped", "outcome", "staleness", "effect")
     rows = [
         (
             _shown(r.trained_groups),
             _shown(r.dropped_groups),
             _shown(r.outcome_mean, ".3f"),
-            count(r.masked_tokens) or "",
-            _shown(r.skipped_trajectories),
-            _shown(r.rate_factor, ".3f"),
             _shown(r.largest_staleness),
+            r.effect,
         )
         for r in results
     ]

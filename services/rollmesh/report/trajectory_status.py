@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError, Conflict, DataError
 from rollmesh.store import TrajectoryStore
+from rollmesh.types import Trajectory, TrajectoryState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,16 @@ class TrajectoryStatus:
     """Saved tokens; None where they are not in the queue."""
     train_step: int | None = None
     """Train step of its batch; None without one."""
+    round: int | None = None
+    """Round that launched it; None without rounds, and where it is not in the queue."""
+    plan: Mapping[str, Any] | None = None
+    """Plan of this round."""
+    outcome: float | None = None
+    """Value of the verifier; None before it is scored, and without a value."""
+    reward: float | None = None
+    """Reward after shaping, of a scored trajectory."""
     history: tuple[str, ...] = ()
-    """Restarts, rests, cut-off, or reason of the drop, one sentence each."""
+    """Round, reward, restarts, rests, cut-off, or reason of the drop, one sentence each."""
 
     def line(self) -> str:
         """Return the status as one line of text."""
@@ -56,11 +66,15 @@ async def trajectory_statuses(
         return [TrajectoryStatus(name=group_id, state="dropped", history=(reason,))]
     if (step := _batch_of(checkpoints, group_id)) is None:
         raise _unknown(name)
-    if has_member and not _has_member(checkpoints, step, group_id, name):
-        reason = "the batch has its group without it: cut off, unscorable, dead, or no such member"
-        return [TrajectoryStatus(name=name, state="not trained", train_step=step, history=(reason,))]
     trained = (await store.training.state()).trained_step
-    return [TrajectoryStatus(name=name, state="trained" if step <= trained else "cut", train_step=step)]
+    status = TrajectoryStatus(name=name, state="trained" if step <= trained else "cut", train_step=step)
+    if not has_member:
+        return [status]
+    if (member_of_batch := _member_of(checkpoints, step, group_id, name)) is None:
+        reason = "the batch has its group without it: cut off, unscorable, dead, or no such member"
+        return [replace(status, state="not trained", history=(reason,))]
+    verdict, reward = _verdict(member_of_batch), member_of_batch.shaped_reward
+    return [replace(status, outcome=verdict, reward=reward, history=tuple(_reward_sentences(member_of_batch)))]
 
 
 def _unknown(name: str) -> DataError:
@@ -76,13 +90,20 @@ async def _in_queue(store: TrajectoryStore, group_id: str, member: str) -> Async
         inspected = await store.inspection.inspect(f"{group_id}.{at}")
         if inspected is None:
             return
-        mark = inspected.mark
+        mark, trajectory, found = inspected.mark, inspected.trajectory, inspected.round
+        scored = trajectory if mark.state == TrajectoryState.SCORED else None
+        rounds = [] if found is None else [found.sentence()]
+        rewards = [] if scored is None else _reward_sentences(scored)
         yield TrajectoryStatus(
             name=mark.trajectory_id,
             state=mark.state,
             token_count=mark.token_count,
             train_step=mark.train_step,
-            history=tuple(inspected.history.sentences()),
+            round=None if found is None else found.number,
+            plan=None if found is None else found.plan,
+            outcome=None if scored is None else _verdict(scored),
+            reward=None if scored is None else scored.shaped_reward,
+            history=(*rounds, *rewards, *inspected.history.sentences()),
         )
         at += 1
 
@@ -98,6 +119,24 @@ def _batch_of(checkpoints: CheckpointStore, group_id: str) -> int | None:
     return None
 
 
-def _has_member(checkpoints: CheckpointStore, train_step: int, group_id: str, name: str) -> bool:
+def _member_of(checkpoints: CheckpointStore, train_step: int, group_id: str, name: str) -> Trajectory | None:
     group = checkpoints.read_group(train_step, group_id)
-    return group is not None and any(each.trajectory_id == name for each in group.trajectories)
+    return None if group is None else next((t for t in group.trajectories if t.trajectory_id == name), None)
+
+
+def _verdict(trajectory: Trajectory) -> float | None:
+    return None if trajectory.outcome is None else trajectory.outcome.verdict
+
+
+def _reward_sentences(trajectory: Trajectory) -> list[str]:
+    """Return the reward beside the outcome of the verifier, and how much of the answer a group shaper left out."""
+    verdict, reward = _verdict(trajectory), trajectory.shaped_reward
+    if verdict is None:
+        sentences = [f"reward {reward:g}, without an outcome of the verifier"]
+    elif verdict == reward:
+        sentences = [f"outcome {verdict:g}, which is its reward"]
+    else:
+        sentences = [f"outcome {verdict:g}, reward {reward:g} after shaping"]
+    if trajectory.cut_token_count:
+        sentences.append(f"the group shaper left out its last {trajectory.cut_token_count} tokens")
+    return sentences

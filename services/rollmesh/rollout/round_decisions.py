@@ -37,7 +37,8 @@ class RoundDecisions:
         for group, name in zip(groups, names, strict=True):
             first = rules.first(seen.get(name))
             spare = first.launched - first.needed
-            planned.append(replace(group, needed=first.needed, spare_members=spare, plan=first.plan))
+            plan = encode_plan(first.plan, f"curriculum.planner={rules.planner_name}")
+            planned.append(replace(group, needed=first.needed, spare_members=spare, plan=plan))
         return planned
 
     async def decide(self, token: str, view: MeshView) -> bool:

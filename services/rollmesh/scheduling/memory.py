@@ -36,6 +36,7 @@ def memory_room(schedule: Schedule, view: MeshView) -> int:
     doubted = schedule.groups_per_batch * schedule.launched_members
     saved_tokens = doubted * schedule.longest_trajectory_tokens + view.saved_bytes_total / BYTES_PER_TOKEN
     each = trajectory_bytes(saved_tokens / (doubted + view.finished_total), schedule.partial_save_tokens)
-    free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - view.unfinished * each
+    unwritten = view.unfinished + view.open_groups * (schedule.most_members - schedule.launched_members)
+    free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - unwritten * each
     lacking = schedule.groups_per_batch - view.open_groups - view.ready_groups
-    return max(lacking, math.floor(free / (schedule.launched_members * each + view.mean_prompt_bytes)))
+    return max(lacking, math.floor(free / (schedule.most_members * each + view.mean_prompt_bytes)))

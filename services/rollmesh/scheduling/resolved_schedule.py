@@ -33,6 +33,10 @@ class Schedule:
     """Groups open beyond those that the wave needs."""
     spare_members: int
     """Trajectories launched per group beyond group_size; the surplus is cut off once group_size are scored."""
+    launched_members: int
+    """Trajectories that a new group has: those of the first round of its planner, or group_size and the spare ones."""
+    most_members: int
+    """Most trajectories that the rounds of a group launch; launched_members without a planner of several rounds."""
     window_groups: int
     """Most groups admitted and not yet trained on."""
     pool_size: int
@@ -74,7 +78,7 @@ class Schedule:
         cut_order = preset.cut_order if section.cut_order is None else CutOrder(section.cut_order)
         harvest = preset.harvest if section.harvest is None else Harvest(section.harvest)
         repeats = section.group_size if harvest is Harvest.TRAJECTORY else 1
-        bounds = Bounds.from_section(section, on_stale, section.group_size // repeats)
+        bounds = Bounds.from_section(section, config.curriculum, on_stale, section.group_size // repeats)
         if problems := list(contradictions(config, bounds, on_stale, cut_order, harvest)):
             raise ConfigError("\n".join(problems))
         return cls(
@@ -87,6 +91,8 @@ class Schedule:
             wave_batches=bounds.wave_batches,
             spare_groups=bounds.spare_groups,
             spare_members=bounds.spare_members,
+            launched_members=bounds.launched_members,
+            most_members=bounds.most_members,
             window_groups=bounds.window_groups,
             pool_size=bounds.pool_size,
             auto_pool=section.pool_size == "auto",
@@ -105,11 +111,6 @@ class Schedule:
             longest_trajectory_tokens=config.rollout.max_new_tokens,
             partial_save_tokens=config.rollout.partial_save_tokens,
         )
-
-    @property
-    def launched_members(self) -> int:
-        """Number of trajectories that a new group has."""
-        return self.group_size + self.spare_members
 
     @property
     def pool_groups(self) -> int:
@@ -153,6 +154,8 @@ def run_limits(config: RunConfig) -> RunLimits:
         or config.curriculum.sampler != ORDER,
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,
-        most_members=max(2 * schedule.launched_members, config.curriculum.largest_group(schedule.group_size)),
+        most_members=max(
+            2 * (schedule.group_size + schedule.spare_members), curriculum.largest_group(schedule.group_size)
+        ),
         has_rounds=has_rounds,
     )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import AdmissionRule, OnStale
@@ -22,12 +23,18 @@ class Bounds:
     wave_batches: int
     spare_groups: int
     spare_members: int
+    launched_members: int
+    """Members that the first round of a group launches, spare ones included."""
+    most_members: int
+    """Most members that all rounds of a group launch; replacements of members without a score come on top."""
     pool_size: int
     part_groups: int
 
     @classmethod
-    def from_section(cls, section: ScheduleConfig, on_stale: OnStale, group_size: int) -> Self:
-        """Resolve the section for groups of ``group_size`` scored trajectories.
+    def from_section(
+        cls, section: ScheduleConfig, curriculum: CurriculumConfig, on_stale: OnStale, group_size: int
+    ) -> Self:
+        """Resolve the section for groups of ``group_size`` scored trajectories, with the planner of the curriculum.
 
         Raises ConfigError for values that contradict each other or the preset.
         """
@@ -40,6 +47,8 @@ class Bounds:
         if spare_members is None:
             spare_members = math.ceil(preset.spare_member_share * group_size)
         parts, batch = section.part_groups, section.groups_per_batch
+        launched = curriculum.first_members(group_size) + spare_members
+        most = curriculum.members_in_all_rounds(group_size) + spare_members
         return cls(
             group_size=group_size,
             max_staleness=staleness,
@@ -47,7 +56,9 @@ class Bounds:
             wave_batches=waves,
             spare_groups=spare,
             spare_members=spare_members,
-            pool_size=_pool(section, staleness, window, group_size, spare_members, larger),
+            launched_members=launched,
+            most_members=most,
+            pool_size=_pool(section, staleness, window, (launched, most, spare_members), larger),
             part_groups=batch // math.gcd(batch, preset.parts) if parts is None and preset.parts else parts or 0,
         )
 
@@ -125,23 +136,25 @@ def _wave(section: ScheduleConfig, preset: Preset, window: int, larger: str) -> 
     return waves, spare
 
 
-def _pool(
-    section: ScheduleConfig, staleness: int, window: int, group_size: int, spare_members: int, larger: str
-) -> int:
-    """Return the pool size; ``larger`` ends the error of a pool that the window cannot fill."""
+def _pool(section: ScheduleConfig, staleness: int, window: int, members: tuple[int, int, int], larger: str) -> int:
+    """Return the pool size; ``larger`` ends the error of a pool that the window cannot fill.
+
+    ``members`` has the members of the first round of a group, those of all its rounds, and the spare ones in both.
+    """
     # docs/architecture.md: The staleness bound
-    members = group_size + spare_members
-    limit, pool = window * members, section.pool_size
+    (launched, most, spare), pool = members, section.pool_size
+    limit = window * most
     if pool is None:
         batches = PRESETS[section.preset].pool_batches
-        return limit if batches is None else min(limit, math.ceil(batches * section.groups_per_batch) * members)
+        groups = window if batches is None else min(window, math.ceil(batches * section.groups_per_batch))
+        return groups * launched
     if pool == "auto":
         return limit
     if pool > limit:
-        of_group = "group_size" if group_size == section.group_size else "members of a group"
+        of_group = "group_size" if most - spare == section.group_size else "members of a group"
         raise ConfigError(
             f"schedule.pool_size={pool} is above window_groups * ({of_group} + spare_members) = {window} * "
-            f"({group_size} + {spare_members}) = {limit}: with schedule.max_staleness={staleness} the "
+            f"({most - spare} + {spare}) = {limit}: with schedule.max_staleness={staleness} the "
             f"rest of the pool could never be filled; lower pool_size{larger}"
         )
     return pool

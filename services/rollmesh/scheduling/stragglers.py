@@ -77,7 +77,7 @@ def _lacking(schedule: Schedule, view: MeshView) -> str:
     # Resting ones wait for those that are leased, which may never end.
     if view.pending + view.partial + view.finished:
         return ""
-    members = schedule.group_size if view.recalled_groups else schedule.launched_members
+    members = schedule.launched_members - schedule.spare_members if view.recalled_groups else schedule.launched_members
     slots = min(pool_size(schedule, view), (view.open_groups + view.ready_groups) * members)
     if not 0 < view.leased < slots:
         return ""

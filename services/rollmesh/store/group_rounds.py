@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import takewhile
 
-from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
-from rollmesh.store.queue_types import NewGroup
 from rollmesh.store.redis_connection import Argument, Connection, Reply
 from rollmesh.types import FinishReason
 from rollmesh.v1 import trajectory_pb2 as pb
@@ -59,14 +56,6 @@ class GroupRounds:
             for member, reward, count in zip(group.members, rewards, kept, strict=True):
                 words += [member.member_index, repr(float(reward)), count]
         return bool(await self._connection.run("close_group", leader, group.group_id, group.round, *words))
-
-
-def encode_plan(group: NewGroup) -> str:
-    """Encode the plan of a group's first round; raises DataError for values that JSON does not have."""
-    try:
-        return json.dumps(group.plan, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"group {group.group_id}: its plan {group.plan!r} is not JSON: {error}") from error
 
 
 def _outcome(train_step: int, row: Sequence[Reply]) -> GroupOutcome:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rollmesh.errors import DataError
+from rollmesh.store.member_round import MemberRound, read_member_round
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import load_chunks, slices
@@ -59,6 +60,8 @@ class InspectedTrajectory:
     member_count: int
     """Trajectories launched in its group."""
     history: TrajectoryHistory
+    round: MemberRound | None
+    """None in a run without rounds."""
 
 
 class _Cursor(NamedTuple):
@@ -129,14 +132,14 @@ class Inspection:
             [
                 ("HMGET", self._keys.of("group", group_id), "launched", *_GROUP_FIELDS),
                 ("GET", self._keys.of("prompt", group_id)),
-                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome", "incarnation"),
+                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome", "incarnation", "kept"),
                 ("LRANGE", self._keys.of("segments", trajectory_id), 0, -1),
                 ("HGET", self._keys.single("cut"), group_id),
                 ("ZSCORE", self._keys.single("resting"), trajectory_id),
                 ("ZSCORE", self._keys.single("aside"), group_id),
             ]
         )
-        (launched, *of_group), prompt, (*record, outcome, incarnation), elements, step, rests, aside = replies
+        (launched, *of_group), prompt, (*record, outcome, incarnation, kept), elements, step, rests, aside = replies
         if launched is None or int(member) >= int(launched):
             return None
         mark = _mark(trajectory_id, record, None if step is None else int(step)) or _pending(trajectory_id)
@@ -153,6 +156,7 @@ class Inspection:
                 outcome=outcome,
                 reward=record[6],
                 run=self._keys.run,
+                kept=kept,
             )
         began_with, restarts, set_aside = (int(value or 0) for value in of_group)
         history = TrajectoryHistory(
@@ -164,7 +168,10 @@ class Inspection:
             rests_since_step=None if rests is None else int(float(rests)),
             is_surplus=is_surplus,
         )
-        return InspectedTrajectory(mark=mark, trajectory=trajectory, member_count=int(launched), history=history)
+        member_round = await read_member_round(self._connection, group_id, int(member))
+        return InspectedTrajectory(
+            mark=mark, trajectory=trajectory, member_count=int(launched), history=history, round=member_round
+        )
 
     async def gone_at(self, group_id: str) -> int | None:
         """Return the approximate train step at which a group left the queue; None when it is queued or forgotten."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.cache_pool import decode_cache_pool, encode_cache_pool
-from rollmesh.store.group_rounds import encode_plan
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
@@ -163,24 +162,25 @@ class Leadership:
         prompts = [encode_prompt(group.prompt) for group in groups]
         cursors = (before.epoch, before.index, after.epoch, after.index)
         words: list[Argument] = [leader, nonce, *cursors, len(groups)]
-        for group, data in zip(groups, prompts, strict=True):
+        records = [(g.record_name or g.prompt.prompt_id) if keeps_history else "" for g in groups]
+        for group, data, record in zip(groups, prompts, records, strict=True):
             launched = group.needed + group.spare_members
             inline = data if len(data) <= INLINE_LIMIT_BYTES else b""
-            record = (group.record_name or group.prompt.prompt_id) if keeps_history else ""
             words += [group.group_id, group.needed, launched, group.epoch, group.index, inline, record]
             words += ["" if value is None else value for value in (group.expected_tokens, group.start_rank)]
             words.append(group.prompt.domain if keeps_history else "")
-            words.append("" if group.plan is None else encode_plan(group))
+            words.append("" if group.plan is None else group.plan)
+        # The nonce is part of the key: the late upload of a leader that was overtaken may be another prompt.
         uploads = [
-            ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
+            ("SET", self._keys.of("upload", f"{group.group_id}:{nonce}"), data, "EX", UPLOAD_SECONDS)
             for group, data in zip(groups, prompts, strict=True)
             if len(data) > INLINE_LIMIT_BYTES
         ]
         opened = int(await with_uploads(self._connection, uploads, lambda: self._connection.run("admit", *words)))
         # A skipped group may be in the queue with the prompt of an older data file.
         if opened == len(groups):
-            for group, data in zip(groups, prompts, strict=True):
-                self._prompts.put(group.group_id, decode_prompt(data))
+            for group, data, record in zip(groups, prompts, records, strict=True):
+                self._prompts.put(group.group_id, record, decode_prompt(data))
         return opened
 
 

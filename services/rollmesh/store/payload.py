@@ -103,18 +103,23 @@ def decode_prompt(data: bytes) -> Prompt:
 
 
 class PromptCache:
-    """The most recently added prompts of this client, by group id; the prompt of a group never changes."""
+    """The most recently added prompts of this client, by group id.
+
+    The prompt of a group never changes, but a sampler may choose another one for a group that Redis has lost and the
+    leader admits again. The record of the prompt history that the group adds to tells them apart.
+    """
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, tuple[str, Prompt]] = OrderedDict()
 
-    def get(self, group_id: str) -> Prompt | None:
-        """Return the prompt of a group; None when it is not cached."""
-        return self._prompts.get(group_id)
+    def get(self, group_id: str, record_name: str) -> Prompt | None:
+        """Return the prompt of a group; None when it is not cached. ``record_name`` is empty without a history."""
+        name, prompt = self._prompts.get(group_id, ("", None))
+        return prompt if name == record_name else None
 
-    def put(self, group_id: str, prompt: Prompt) -> None:
+    def put(self, group_id: str, record_name: str, prompt: Prompt) -> None:
         """Cache the prompt of a group; the oldest entry is removed when the cache is full."""
-        self._prompts[group_id] = prompt
+        self._prompts[group_id] = (record_name, prompt)
         if len(self._prompts) > _CACHED_PROMPTS:
             self._prompts.popitem(last=False)
 

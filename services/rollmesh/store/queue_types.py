@@ -54,8 +54,8 @@ class NewGroup:
     order; the groups of one run all have a rank, or none has."""
     spare_members: int = 0
     """Trajectories launched beyond ``needed``; those unfinished when ``needed`` are scored are cut off."""
-    plan: Mapping[str, Any] | None = None
-    """Plan of the first round; None for a group that ends with it, without a decision of the leader."""
+    plan: str | None = None
+    """Plan of the first round, JSON; None for a group that ends with it, without a decision of the leader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,14 +156,15 @@ class Training:
                 f"Redis came back with an earlier state: its trained step was {known_step} and is now {known}; retry"
             )
         size = await self._limits.groups_per_call()
-        for at, (step, group_ids) in enumerate(batches):
-            if step <= known:
-                continue
+        unknown = [(at, step, group_ids) for at, (step, group_ids) in enumerate(batches) if step > known]
+        for at, step, group_ids in unknown:
             digest = digests[at] if digests is not None else _UNKNOWN_DIGEST
             trained = int(step <= trained_step)
             await self._connection.run("reassert_groups", trainer_session, step, digest, trained, *group_ids)
             for part in slices(group_ids, size):
                 await self._connection.run("forget_groups", trainer_session, *part)
+        # A group may be in a later batch than its outcome: only one that no batch has ends again.
+        for at, step, _ in unknown:
             await self._records.save(trainer_session, step, outcomes[at] if outcomes else ())
         # A damaged file has no outcomes; those of the next file may follow.
         await self._records.save(trainer_session, trained_step, ())

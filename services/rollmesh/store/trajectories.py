@@ -226,22 +226,23 @@ class TrajectoryQueue:
         return leased
 
     async def _load_prompts(self, group_ids: Iterable[str]) -> dict[str, Prompt]:
-        found: dict[str, Prompt] = {}
-        missing = []
-        # A sampler may choose another prompt for a group that Redis has lost and the leader admits again.
-        redraws = (await self._limits.get()).keeps_history
-        for group_id in sorted(group_ids):
-            cached = None if redraws else self._prompts.get(group_id)
-            if cached is None:
-                missing.append(group_id)
-            else:
-                found[group_id] = cached
-        replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in missing])
-        for group_id, data in zip(missing, replies, strict=True):
+        ids = sorted(group_ids)
+        names = await self._record_names(ids)
+        cached = {i: self._prompts.get(i, name) for i, name in zip(ids, names, strict=True)}
+        missing = [(i, name) for i, name in zip(ids, names, strict=True) if cached[i] is None]
+        replies = await self._connection.commands([("GET", self._keys.of("prompt", i)) for i, _ in missing])
+        for (group_id, name), data in zip(missing, replies, strict=True):
             if data is not None:
-                found[group_id] = decode_prompt(data)
-                self._prompts.put(group_id, found[group_id])
-        return found
+                cached[group_id] = prompt = decode_prompt(data)
+                self._prompts.put(group_id, name, prompt)
+        return {i: prompt for i, prompt in cached.items() if prompt is not None}
+
+    async def _record_names(self, group_ids: Sequence[str]) -> list[str]:
+        """Return the record of the prompt history that each group adds to; empty without a history."""
+        if not (await self._limits.get()).keeps_history:
+            return [""] * len(group_ids)
+        replies = await self._connection.commands([("HGET", self._keys.of("group", i), "prompt") for i in group_ids])
+        return ["" if name is None else name.decode() for name in replies]
 
     async def _load_saved(self, ids: Sequence[str]) -> dict[str, tuple[Segment, ...]]:
         lists = await self._connection.commands([("LRANGE", self._keys.of("segments", i), 0, -1) for i in ids])
@@ -334,12 +335,13 @@ def _head(item: Append, chunk: SavedChunk) -> str:
 
 
 def _score_arguments(item: Score) -> Sequence[Argument]:
-    scored = item.assigned or item.outcome.kind is OutcomeKind.SCORED
+    has_verdict = item.outcome.kind is OutcomeKind.SCORED
+    scored, solved = item.assigned or has_verdict, (item.outcome.value if has_verdict else item.shaped_reward) > 0
     if not math.isfinite(item.shaped_reward) or not math.isfinite(item.outcome.value):
         raise DataError(f"{item.trajectory_id}: shaped_reward {item.shaped_reward} is not a finite number")
     outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
     reward = repr(float(item.shaped_reward))
-    return (item.trajectory_id, int(scored), reward, outcome)
+    return (item.trajectory_id, int(scored), reward, outcome, int(solved))
 
 
 def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER_CALL) -> list[list[str]]:

@@ -64,6 +64,38 @@ def _looks(rng: random.Random, count: int) -> tuple[list[dict[str, Any]], list[d
     return looks, alive
 
 
+DOMAINS = """async (overviews) => {
+  const { DomainTable } = await import("/page/domains.js");
+  const table = new DomainTable();
+  return overviews.map((overview) => {
+    table.render(overview);
+    const box = document.getElementById("domain-table");
+    const rows = [...[...box.querySelectorAll("table")].at(-1).querySelectorAll("tbody tr")];
+    return {
+      hidden: document.getElementById("domains").hidden,
+      rows: rows.map((row) => [...row.children].map((cell) => cell.textContent)),
+      note: [...box.querySelectorAll(".note")].at(-1).textContent,
+    };
+  });
+}"""
+
+
+def test_domains_have_a_table_in_a_run_that_has_domains(window: Open) -> None:
+    short = {"domain": "short", "drawn": 1419, "completed": 2838, "solved": 1760, "tokens": 83_786}
+    new = {"domain": "new", "drawn": 3, "completed": 0, "solved": 0, "tokens": 0}
+    none, two = (
+        window()
+        .open()
+        .evaluate(DOMAINS, [{"domains": [], "domain_count": 0}, {"domains": [short, new], "domain_count": 4}])
+    )
+    assert (none["hidden"], none["rows"]) == (True, [])
+    assert (two["hidden"], two["note"]) == (False, "and 2 more domains")
+    assert two["rows"] == [
+        ["short", "1,419", "2,838 (100%)", "62%", "83,786", "30"],
+        ["new", "3", "0 (0%)", "\N{EN DASH}", "0", "\N{EN DASH}"],
+    ]
+
+
 def test_events_are_read_however_the_stream_is_cut(window: Open) -> None:
     stream = (
         ': hello\n\nid: 7\nevent: tick\ndata: {"a": 1}\n\nevent: snapshot\ndata: {"b":\ndata: 2}\n\nid: 9\nevent: ti'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.main import Replica
+from rollmesh.rollout.prompt_draws import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
@@ -104,6 +105,7 @@ def build(
     evaluation: EvalConfig | None = None,
     unserved_seconds: float = 30.0,
     rounds: RoundRules | None = None,
+    open_draws: Callable[[PromptSource], PromptDraws] | None = None,
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
@@ -139,6 +141,7 @@ def build(
         metrics=metrics,
         health=health,
         rounds=rounds,
+        open_draws=open_draws,
     )
     evaluator = Evaluator(
         EvaluatorDeps(

@@ -142,7 +142,7 @@ async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_
         record, members = records[group.trajectories[0].prompt.prompt_id], group.trajectories
         assert (record.groups, record.members) == (1, len(members))
         assert record.reward_sum == pytest.approx(sum(t.shaped_reward for t in members))
-        assert record.solved == sum(t.shaped_reward > 0 for t in members)
+        assert record.solved == sum(t.outcome is not None and t.outcome.value > 0 for t in members)
         assert record.token_sum == sum(t.response_token_count + t.cut_token_count for t in members)
 
 

@@ -86,7 +86,7 @@ class QueueMachine(QueueWorkers):
     def admit(self, count: int, needed: int, spare: int, rank: int | None = None, rounds: bool = False) -> None:
         first = self.cursor
         known: dict[str, Any] = {} if rank is None else {"start_rank": rank, "expected_tokens": rank / 8}
-        plan = {"first": first} if rounds else None
+        plan = json.dumps({"first": first}) if rounds else None
         groups = [replace(group(first + i, needed, spare=spare), plan=plan, **known) for i in range(count)]
         assert (
             self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
@@ -97,7 +97,7 @@ class QueueMachine(QueueWorkers):
         self.cursor += count
         for g in groups:
             size = len(encode_prompt(g.prompt))
-            known["plan"] = None if plan is None else json.dumps(plan)
+            known["plan"] = plan
             self.model.admit(g.group_id, needed, spare=spare, prompt_bytes=size, prompt_id=g.prompt.prompt_id, **known)
 
     @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))

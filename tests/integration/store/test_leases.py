@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,11 @@ import pytest
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, NewGroup, ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.store.redis_connection import Argument
 from rollmesh.types import FinishReason, Prompt
 
-from .store_mesh import Mesh, environment_segment, limits, policy
+from .dump import copy_of_keys, put_back
+from .store_mesh import Mesh, environment_segment, group, limits, policy
 from .stored_keys import read_truth
 
 
@@ -148,6 +153,34 @@ async def test_a_group_that_was_skipped_keeps_the_prompt_that_is_in_the_queue(
     assert await another_client.leadership.admit(mesh.leader, [changed], Cursor(), Cursor(index=1)) == 0
     leased = (await another_client.trajectories.lease(mesh.session, 1))[0].trajectory
     assert leased.prompt.token_ids.tolist() == [0, 1, 2, 3]
+
+
+async def test_a_run_with_a_history_reads_a_prompt_once_and_another_one_after_it_was_drawn_again(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(store, keeps_history=True)
+    empty = await copy_of_keys(store)
+    sent, read = another_client.connection.commands, list[str]()
+
+    async def counted(commands: Sequence[Sequence[Argument]], *label: str) -> Any:
+        read.extend(str(words[1]) for words in commands if words[0] == "GET")
+        return await sent(commands, *label)
+
+    async def leased_prompt() -> str:
+        leased = await another_client.trajectories.lease(mesh.session, 2)
+        await store.trajectories.release(mesh.session, [item.trajectory.trajectory_id for item in leased], "drained")
+        (prompt,) = {item.trajectory.prompt.prompt_id for item in leased}
+        return prompt
+
+    another_client.connection.commands = counted  # type: ignore[method-assign,assignment]
+    for row in ("row 5", "row 7"):
+        await put_back(store, empty)
+        drawn = group(0)
+        drawn = replace(drawn, prompt=replace(drawn.prompt, prompt_id=row), record_name=row)
+        assert await store.leadership.admit(mesh.leader, [drawn], Cursor(), Cursor(index=1)) == 1
+        read.clear()
+        assert [await leased_prompt() for _ in range(3)] == [row] * 3
+        assert read == [store.connection.keys.of("prompt", "e0-0")]
 
 
 async def test_an_empty_prompt_is_refused_before_anything_is_admitted(store: TrajectoryStore) -> None:

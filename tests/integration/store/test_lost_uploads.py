@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from rollmesh.errors import SessionLost
 from rollmesh.mesh import Cursor
 from rollmesh.store import Append, Finish, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
@@ -63,7 +68,7 @@ async def test_an_admission_whose_second_prompt_is_gone_changes_nothing_and_is_s
     store: TrajectoryStore, another_client: TrajectoryStore
 ) -> None:
     mesh = await Mesh.start(store)
-    redis = Forgetful(store, "admit", store.connection.keys.of("upload", "e0-2"))
+    redis = Forgetful(store, "admit", store.connection.keys.of("upload", "e0-2:*"))
     groups = [group(0), group(1, prompt_tokens=BIG), group(2, prompt_tokens=BIG)]
     assert await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=3)) == 3
     assert redis.refused == 1
@@ -72,3 +77,28 @@ async def test_an_admission_whose_second_prompt_is_gone_changes_nothing_and_is_s
     prompts = [len(t.trajectory.prompt.token_ids) for t in await another_client.trajectories.lease(mesh.session, 6)]
     assert prompts == [4, 4, BIG, BIG, BIG, BIG]
     assert (await read_truth(store)).problems == []
+
+
+async def test_the_late_upload_of_an_overtaken_leader_is_not_the_prompt_of_its_group(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    """A new leader draws another row for the group, and the old one uploads its own between upload and script."""
+    mesh = await Mesh.start(store, keeps_history=True)
+    old = mesh.leader
+    await store.leadership.resign(old)
+    mesh.leader = str(await store.leadership.acquire("new"))
+    ours, theirs = group(0, prompt_tokens=BIG), group(0, prompt_tokens=BIG + 1)
+    run, overtaken = store.connection.run, list[str]()
+
+    async def late(name: str, *arguments: Any) -> Any:
+        if name == "admit":
+            with pytest.raises(SessionLost) as refused:
+                await another_client.leadership.admit(old, [theirs], Cursor(), Cursor(index=1))
+            overtaken.append(str(refused.value))
+        return await run(name, *arguments)
+
+    store.connection.run = late  # type: ignore[method-assign,assignment]
+    assert await store.leadership.admit(mesh.leader, [ours], Cursor(), Cursor(index=1)) == 1
+    assert len(overtaken) == 1
+    leased = await another_client.trajectories.lease(mesh.session, 2)
+    assert [len(item.trajectory.prompt.token_ids) for item in leased] == [BIG, BIG]

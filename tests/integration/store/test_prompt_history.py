@@ -8,8 +8,10 @@ from rollmesh.errors import Conflict
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome, PromptRecord
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.queue_types import Score
+from rollmesh.types import OutcomeKind, RewardOutcome, WriteStatus
 
-from .store_mesh import Mesh, group, limits, policy
+from .store_mesh import Mesh, group, limits, policy, scored
 from .stored_keys import read_truth
 
 
@@ -54,6 +56,23 @@ async def test_every_order_of_the_groups_gives_the_same_record(store: Trajectory
         "1": PromptRecord(groups=1, members=2, solved=2, reward_sum=2.0, token_sum=17, longest=9, train_step=0),
     }
     assert (await read_truth(store)).problems == []
+
+
+async def test_a_member_is_solved_by_its_outcome_and_without_one_by_its_reward(store: TrajectoryStore) -> None:
+    """A right answer with a penalty above its reward, a wrong one with a bonus, and one whose reward is assigned."""
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0), (0, 1))
+    timed_out = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="no answer")
+    scores = {
+        "e0-0.0": Score(trajectory_id="e0-0.0", outcome=scored(1.0), shaped_reward=-0.5),
+        "e0-0.1": Score(trajectory_id="e0-0.1", outcome=scored(0.0), shaped_reward=0.25),
+        "e0-1.0": Score(trajectory_id="e0-1.0", outcome=timed_out, shaped_reward=0.5, assigned=True),
+        "e0-1.1": Score(trajectory_id="e0-1.1", outcome=scored(0.0), shaped_reward=0.0),
+    }
+    for trajectory_id, score in scores.items():
+        await mesh.finish(trajectory_id, 0, 4)
+        assert (await store.trajectories.score(mesh.session, [score]))[0].status == WriteStatus.SAVED
+    assert {i: (r.solved, r.reward_sum) for i, r in (await history(store)).items()} == {"0": (1, -0.25), "1": (1, 0.5)}
 
 
 async def test_a_record_has_the_newest_train_step_and_scored_members_only(store: TrajectoryStore) -> None:

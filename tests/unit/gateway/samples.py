@@ -115,5 +115,6 @@ def look(**changes: Any) -> MeshSnapshot:
         "failure": "",
         "scale_requests": {},
         "workers": {"s1": "rollout-0"},
+        "domains": {},
     }
     return MeshSnapshot(**{**values, **changes})

@@ -11,6 +11,7 @@ from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, run_state
 from rollmesh.gateway.models.live import Overview, Rates
 from rollmesh.mesh import Desired
+from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
@@ -84,6 +85,24 @@ def test_waste_without_a_drop_is_told_by_reason_with_its_tokens() -> None:
     totals = {"groups_restarted_total": 3, "surplus_total": 5, "dead_total": 0, "restarts_total": 9}
     overview = built(look(counts=counts(totals=totals, dropped_tokens={"restarted": 70, "surplus": 40, "stale": 9})))
     assert [(w.reason, w.count, w.tokens) for w in overview.waste] == [("surplus", 5, 40), ("restarted", 3, 70)]
+
+
+def test_domains_with_the_most_groups_come_first_and_not_all_are_listed() -> None:
+    names = [f"d{number:02}" for number in range(70)]
+    totals = {
+        name: DomainTotals(drawn=number % 35, completed=8, solved=3, tokens=900) for number, name in enumerate(names)
+    }
+    overview = built(look(domains=totals))
+    assert (len(overview.domains), overview.domain_count) == (64, 70)
+    assert [view.domain for view in overview.domains[:3]] == ["d34", "d69", "d33"]
+    assert overview.domains[0].model_dump() == {
+        "domain": "d34",
+        "drawn": 34,
+        "completed": 8,
+        "solved": 3,
+        "tokens": 900,
+    }
+    assert built(look()).domains == ()
 
 
 def test_generators_that_serve_come_first_and_tell_how_far_they_are_behind() -> None:

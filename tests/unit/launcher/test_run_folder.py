@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.curriculum import CurriculumConfig
+from rollmesh.config.data import CountdownSource, DataConfig
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
@@ -47,6 +50,39 @@ def test_a_second_start_with_the_same_settings_continues_and_may_train_longer(tm
         pass
     with locked_run_folder(config(tmp_path, train_steps=5)) as folder:
         assert load_run_config(folder.config_file, environ={}).trainer.train_steps == 5
+
+
+def test_a_continued_run_may_change_its_sampler_and_the_change_is_logged(tmp_path: Path) -> None:
+    """Another option of the same sampler is a change too; the same sampler again is none."""
+    changes: list[CurriculumConfig] = [
+        CurriculumConfig(),
+        CurriculumConfig(sampler="band", sampler_options={"unseen": 0.25}),
+        CurriculumConfig(sampler="band", sampler_options={"unseen": 0.75}),
+        CurriculumConfig(sampler="band", sampler_options={"unseen": 0.75}),
+    ]
+    puzzles = DataConfig(source=CountdownSource(puzzles=64))
+    with capture_logs() as logs:
+        for curriculum in changes:
+            with locked_run_folder(config(tmp_path).model_copy(update={"curriculum": curriculum, "data": puzzles})):
+                if not (tmp_path / "checkpoints").exists():
+                    train(tmp_path)
+    changed = [(log["before"], log["now"], log["now_options"]) for log in logs if log["event"] == "sampler_changed"]
+    assert changed == [("order", "band", {"unseen": 0.25}), ("band", "band", {"unseen": 0.75})]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "options"), [("planner", "spare", {}), ("group_shaper", "dot", {"alpha": 1.5})]
+)
+def test_a_continued_run_keeps_its_planner_and_group_shaper(
+    tmp_path: Path, field: str, value: str, options: dict[str, float]
+) -> None:
+    with locked_run_folder(config(tmp_path)):
+        train(tmp_path)
+    curriculum = CurriculumConfig.model_validate({field: value, f"{field}_options": options})
+    other = config(tmp_path).model_copy(update={"curriculum": curriculum})
+    with pytest.raises(ConfigError, match=rf"curriculum\.{field}: .*recorded .*, now \"{value}\""):
+        with locked_run_folder(other):
+            pass
 
 
 def test_a_run_with_a_key_of_its_own_is_continued(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.scheduling import decide
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling import Schedule, decide
 from rollmesh.scheduling.admission import groups_to_admit
 from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
 
-from .views import group, schedule, view
+from .views import RUN, group, schedule, view
 
 GIB = 1 << 30
 LONG = replace(schedule(groups_per_batch=64, group_size=16), longest_trajectory_tokens=65_536)
@@ -91,3 +93,60 @@ def test_a_batch_can_always_be_completed_and_the_limit_is_passed_for_nothing_els
         tokens = (1024 * 65_536 + finished * mean_bytes / BYTES_PER_TOKEN) / (1024 + finished)
         each = trajectory_bytes(tokens, rules.partial_save_tokens)
         assert (opened * 16 + bounded * 16) * each <= 0.8 * max_memory
+
+
+def planned(planner: str, **changes: object) -> Schedule:
+    values = {
+        **RUN.model_dump(mode="json"),
+        "schedule": {"groups_per_batch": 64, "group_size": 16, **changes},
+        "trainer": {"algorithm": {"advantage": "dr_grpo"}},
+        "curriculum": {"planner": planner},
+    }
+    return replace(Schedule.from_config(RunConfig.model_validate(values)), longest_trajectory_tokens=65_536)
+
+
+def test_members_beyond_the_group_size_take_room_from_the_first_round_on() -> None:
+    rules = planned("spare")
+    assert (rules.launched_members, rules.most_members) == (17, 17)
+    assert decide(rules, view(max_memory_bytes=GIB)).admit_groups == int(0.8 * GIB / (17 * FULL)) == 81
+
+
+def test_a_later_round_has_room_before_its_group_is_admitted() -> None:
+    """dars launches 16 members, and up to 32 in all."""
+    rules = planned("dars")
+    assert (rules.launched_members, rules.most_members) == (16, 32)
+    assert decide(rules, view(max_memory_bytes=GIB)).admit_groups == 64, "the batch is admitted in any case"
+    assert decide(rules, view(max_memory_bytes=2 * GIB)).admit_groups == int(0.8 * 2 * GIB / (32 * FULL)) == 86
+
+
+def test_members_that_open_groups_may_still_get_keep_their_room() -> None:
+    """80 open groups whose 16 members have all ended, but may get 16 more each, which fill 8 / 10 of 2 GiB with 86."""
+    opened = [group(index) for index in range(80)]
+    seen = view(opened=opened, unfinished=0, max_memory_bytes=2 * GIB)
+    left = int((0.8 * 2 * GIB - 80 * 16 * FULL) / (32 * FULL))
+    assert decide(planned("dars"), seen).admit_groups == left == 46
+    assert decide(planned("single"), seen).admit_groups > left
+
+
+def test_the_pool_of_a_planner_counts_the_members_that_it_launches() -> None:
+    """The default pool is 1.5 batches of groups in their first round."""
+    assert planned("single").pool_size == 96 * 16
+    assert planned("spare").pool_size == 96 * 17
+    assert planned("dars").pool_size == 96 * 16
+    assert planned("spare").pool_groups == 96
+    auto = {planner: planned(planner, pool_size="auto") for planner in ("single", "spare", "dars")}
+    window = auto["single"].window_groups
+    assert [auto[planner].pool_size for planner in auto] == [window * 16, window * 17, window * 32]
+
+
+def test_a_fixed_pool_may_hold_the_later_rounds_of_all_groups_and_no_more() -> None:
+    most = planned("dars").window_groups * 32
+    assert planned("dars", pool_size=most).pool_size == most
+    with pytest.raises(ConfigError, match=r"is above window_groups \* \(members of a group .*\(32 \+ 0\)"):
+        planned("dars", pool_size=most + 1)
+
+
+def test_an_automatic_pool_has_room_for_the_first_round_of_a_group() -> None:
+    """A batch is in the trainer and one on its way: 64 groups of 17, and 4 for chance."""
+    rules = planned("spare", pool_size="auto")
+    assert decide(rules, view(max_memory_bytes=0)).desired.pool_size == (64 + 4) * 17

@@ -85,6 +85,21 @@ class WasteView(ApiModel):
     """Saved tokens of these."""
 
 
+class DomainView(ApiModel):
+    """Totals of one domain of the prompts."""
+
+    domain: str
+    """Name of the domain."""
+    drawn: int
+    """Groups admitted."""
+    completed: int
+    """Scored trajectories of ended groups."""
+    solved: int
+    """Those with a positive outcome of the verifier."""
+    tokens: int
+    """Tokens of the completed trajectories."""
+
+
 class EvaluationView(ApiModel):
     """One finished evaluation."""
 
@@ -197,6 +212,10 @@ class Overview(ApiModel):
     """Dropped groups by reason."""
     waste: tuple[WasteView, ...]
     """Other wasted tokens by reason."""
+    domains: tuple[DomainView, ...] = ()
+    """Domains of the prompts, those with the most groups first; at most 64, and none in a run without a sampler."""
+    domain_count: int = 0
+    """Number of all domains."""
     generators: list[GeneratorView]
     """Live generators, serving ones first; at most 256."""
     generator_count: int

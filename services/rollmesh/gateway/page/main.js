@@ -2,6 +2,7 @@
 import * as api from "./api.js";
 import { Actions } from "./actions.js";
 import { Curves } from "./curves.js";
+import { DomainTable } from "./domains.js";
 import { byId, setHidden, setText } from "./dom.js";
 import { renderFacts } from "./facts.js";
 import { clock, seconds, version } from "./format.js";
@@ -31,6 +32,7 @@ class Page {
   #open = (id) => this.#viewer.open(id);
   #timeline = new Timeline(this.#open);
   #queue = new QueuePanels();
+  #domains = new DomainTable();
   #curves = new Curves();
   #generators = new GeneratorTable();
   #letters = new LetterTable({ ...this.#lettersActions(), open: this.#open });
@@ -100,6 +102,7 @@ class Page {
     renderFacts(overview, this.#curves.goodput);
     this.#timeline.render(overview.waiting_for);
     this.#queue.render(overview);
+    this.#domains.render(overview);
     this.#generators.render(overview);
     this.#actions.render(overview);
     this.#announce(overview);

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord, domain_record
-from rollmesh.scheduling.queue_model.model_records import ModelGroup
+from rollmesh.scheduling.queue_model.model_records import ModelGroup, ModelMember
 from rollmesh.types import TrajectoryState
 
 _MILLIONTHS = 1_000_000
@@ -37,15 +37,14 @@ class ModelHistory:
         rewards = [m.reward for m in scored if m.reward is not None]
         if scored:
             self.predictions.appendleft(_prediction(group))
-        name = group.group_id
-        if name in self.outcomes:
-            # It has begun again after it was ready, and ends twice before the next batch file.
-            name = f"{name}~{len(self.outcomes)}"
+        name, number = group.group_id, len(self.outcomes)
+        while (group.has_ended and name == group.group_id) or name in self.outcomes:
+            name, number = f"{group.group_id}~{number}", number + 1
         outcome = PromptOutcome(
             group_id=name,
             prompt_id=group.prompt_id,
             members=len(scored),
-            solved=sum(reward > 0 for reward in rewards),
+            solved=sum(_verdict(member) > 0 for member in scored),
             reward_millionths=sum(map(_millionths, rewards)),
             token_sum=sum(m.tokens for m in scored),
             longest=max((m.tokens for m in scored), default=0),
@@ -61,6 +60,11 @@ class ModelHistory:
         """Return the outcomes for a batch file, which then has them."""
         outcomes, self.outcomes = sorted(self.outcomes.values()), {}
         return outcomes
+
+
+def _verdict(member: ModelMember) -> float:
+    """Return the reward before the group shaper: the model has no other shaping."""
+    return (member.worker_reward if member.worker_reward is not None else member.reward) or 0.0
 
 
 def _millionths(reward: float) -> int:

@@ -138,6 +138,8 @@ class ModelGroup:
     """True after the last of several rounds."""
     admitted_at: float | None = None
     """Time of the admission; None for a group that began again."""
+    has_ended: bool = False
+    """True for a group that began again after it was ready."""
     incarnation: int = 0
     """Incarnation of the members that it will get."""
     scored: int = 0

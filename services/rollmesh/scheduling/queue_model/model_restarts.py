@@ -79,6 +79,7 @@ class RestartOperations(QueueState):
     def _begin_group_again(self, group: ModelGroup, incarnation: int, aside: bool) -> None:
         self.forget_steps(group)
         group.admitted_at = None
+        group.has_ended = group.has_ended or group.state is GroupState.READY
         self.move_group(group, GroupState.ASIDE if aside else GroupState.OPEN)
         group.spare = 0 if aside else group.spare
         group.rounds, group.is_closed = group.rounds[:1], False

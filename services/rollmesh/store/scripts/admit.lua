@@ -2,7 +2,7 @@
 -- uses: core counters fence places roles rounds
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
---   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key), prompt id ('' without
+--   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key, with the nonce), prompt id ('' without
 --   history), expected tokens ('' when unknown), start rank ('' for admission order), domain ('' without one, or without
 --   history), plan of the first round (JSON; '' for a group of one round).
 -- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
@@ -22,13 +22,17 @@ local function known(gid, epoch, index)
     or call('HEXISTS', K.returning, gid) == 1
 end
 
+local function upload_of(gid)
+  return upload_key(gid .. ':' .. ARGV[2])
+end
+
 -- Every group is checked before the first write, so a lost upload leaves the whole call without effect.
 local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
   local at = 8 + group * 11
   local gid, prompt = ARGV[at], ARGV[at + 5]
   if not named[gid] and not known(gid, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])) then
-    if prompt == '' and call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
+    if prompt == '' and call('EXISTS', upload_of(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
     named[gid] = true
     new[#new + 1] = {
       id = gid, needed = tonumber(ARGV[at + 1]), launched = tonumber(ARGV[at + 2]), prompt = prompt,
@@ -44,7 +48,7 @@ for _, group in ipairs(new) do
   if group.prompt ~= '' then
     call('SET', prompt_key(gid), group.prompt)
   else
-    call('RENAME', upload_key(gid), prompt_key(gid))
+    call('RENAME', upload_of(gid), prompt_key(gid))
     call('PERSIST', prompt_key(gid))
   end
   count('prompt_bytes_total', call('STRLEN', prompt_key(gid)))

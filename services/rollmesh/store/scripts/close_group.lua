@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: core counters fence group roles rounds settle
+-- uses: core counters fence group history roles rounds settle
 -- Closes an undecided group, which is then ready or dropped. ARGV: leader, group, its current round, then per scored
 -- member in order: number, reward, kept tokens ('' for all). Without members the rewards stay as they are.
 -- Returns 1; 0 if the group is not undecided in that round, which a retry finds.
@@ -27,11 +27,11 @@ local function shorten(id, tokens, kept)
   count('shortened_total', 1)
 end
 
-if #members > 0 then group.low, group.high, group.facts = nil, nil, nil end
+if #members > 0 then forget_rewards(group) end
 for _, m in ipairs(members) do
   if m.reward ~= m.before then call('HSET', trajectory_key(m.id), 'reward', m.reward, 'worker_reward', m.before) end
   if m.kept ~= '' and tonumber(m.kept) < m.tokens then shorten(m.id, m.tokens, tonumber(m.kept)) end
-  add_reward(group, m.id, m.reward, m.tokens)
+  add_reward(group, m.id, m.reward, m.tokens, false)
 end
 call('ZREM', K.undecided, gid)
 call('HSET', group_key(gid), 'closed', 1)

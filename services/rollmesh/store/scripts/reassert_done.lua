@@ -27,5 +27,6 @@ if behind then
     'from', meta[5] .. '-' .. meta[6], 'to', ARGV[5] .. '-' .. ARGV[6])
 end
 call('HSET', K.meta, 'reasserted', '1')
+call('HDEL', K.meta, 'replays_before')
 recovering()
 return {trained, cut}

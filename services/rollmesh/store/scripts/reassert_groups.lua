@@ -13,6 +13,8 @@ for _, gid in ipairs(gids) do
   marks[#marks + 1] = trained and step or gid
   marks[#marks + 1] = trained and gid or step
 end
+-- Until the end of the re-assertion, save_outcomes tells by it which replays Redis has lost.
+call('HSETNX', K.meta, 'replays_before', call('HGET', K.meta, 'replay_seq') or 0)
 call('HSET', K.meta, 'replay_seq', replays)
 
 -- Other groups of an unconfirmed cut of this step become ready again.

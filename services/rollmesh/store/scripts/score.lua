@@ -2,10 +2,10 @@
 -- uses: core counters drop group save_status settle
 -- Records outcomes, finished -> scored | unscorable, and the group's next state. The script allocates little and completes
 -- batches, which frees memory, so it must run when memory is short.
--- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes.
+-- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes, solved (1|0).
 local session, reply, done = ARGV[1], {}, {}
 
-local function apply(id, scored, reward, outcome)
+local function apply(id, scored, reward, outcome, solved)
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'has_snapshot')
   if v[1] ~= session then return LOST, 0 end
   if v[2] == S.scored or v[2] == S.unscorable then
@@ -30,7 +30,7 @@ local function apply(id, scored, reward, outcome)
     touch(group)
     group.terminal, group.scored = group.terminal + 1, group.scored + 1
     group.tokens = group.tokens + tonumber(v[3])
-    add_reward(group, id, reward, tonumber(v[3]))
+    add_reward(group, id, reward, tonumber(v[3]), solved)
   else
     waste(id, state, v[3])
     member_without_score(group, id)
@@ -40,8 +40,8 @@ local function apply(id, scored, reward, outcome)
 end
 
 for item = 0, tonumber(ARGV[2]) - 1 do
-  local at = 3 + item * 4
-  local status, tokens = apply(ARGV[at], ARGV[at + 1] == '1', ARGV[at + 2], ARGV[at + 3])
+  local at = 3 + item * 5
+  local status, tokens = apply(ARGV[at], ARGV[at + 1] == '1', ARGV[at + 2], ARGV[at + 3], ARGV[at + 4] == '1')
   reply[#reply + 1] = status
   reply[#reply + 1] = tokens
 end

@@ -156,11 +156,12 @@ class LeftOut:
     def __init__(self, m: Metrics) -> None:
         self._masked = m.counter(
             "rollmesh_trainer_masked_tokens_total",
-            "Tokens that a mask took out of the loss.",
+            "Tokens of fresh (not replayed) groups that a mask took out of the loss.",
             {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
         )
         self._skipped = m.counter(
-            "rollmesh_trainer_skipped_trajectories_total", "Trajectories without a pass: their advantage is 0."
+            "rollmesh_trainer_skipped_trajectories_total",
+            "Trajectories of fresh (not replayed) groups without a pass: their advantage is 0.",
         )
 
     def observe(self, batch: BatchStats) -> None:
@@ -180,7 +181,7 @@ class DomainCounters:
             for field, name, text in (
                 ("drawn", "groups", "Groups admitted while this trainer ran, by domain of their prompt."),
                 ("completed", "trajectories", "Trajectories scored in ended groups, by domain of their prompt."),
-                ("solved", "solved_trajectories", "The part of them with a positive reward."),
+                ("solved", "solved_trajectories", "The part of them with a positive outcome of the verifier."),
                 ("tokens", "tokens", "Tokens of the scored trajectories, by domain of their prompt."),
             )
         }

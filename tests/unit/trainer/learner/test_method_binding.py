@@ -55,11 +55,29 @@ def nan_loss(data, options):
     result = ppo_clip(data, options)
     return replace(result, loss=result.loss.masked_fill(data.advantages == 0, float("nan")))
 
+def short_loss(data, options):
+    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from dataclasses import replace
+    result = ppo_clip(data, options)
+    return replace(result, weight=result.weight[:-1])
+
+def loss_elsewhere(data, options):
+    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from dataclasses import replace
+    result = ppo_clip(data, options)
+    return replace(result, loss=result.loss.to("meta"))
+
 def odd_tokens(data, *, first=0):
     return (torch.arange(len(data.mask)) + first) % 2 == 1
 
 def weights(data):
     return data.mask.double()
+
+def short_mask(data):
+    return data.mask[1:]
+
+def mask_elsewhere(data):
+    return data.mask.to("meta")
 
 constant = 3
 """
@@ -153,6 +171,16 @@ def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> N
     assert loss(diverged, options).loss.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("short_loss", "weight has shape .*: one per token"), ("loss_elsewhere", "loss is on meta instead of cpu")],
+)
+def test_a_loss_that_does_not_fit_the_tokens_is_refused(name: str, problem: str) -> None:
+    loss = bind_loss(AlgorithmConfig(loss=f"own_methods:{name}"))
+    with pytest.raises(DataError, match=f"trainer.algorithm.loss=own_methods:{name}: {problem}"):
+        loss(loss_input([1.0, 0.0], [True, True]), LOSSES["ppo_clip"].options())
+
+
 def test_a_loss_that_returns_a_number_is_refused() -> None:
     loss = bind_loss(AlgorithmConfig(loss="own_methods:number_loss"))
     data = loss_input([0.0, 0.0], [True, True])
@@ -176,8 +204,16 @@ def test_masks_of_the_users_code_take_tokens_in_order_and_each_token_once() -> N
     assert (counts == flat.loss_mask).all() and all(column.any() for column in masked.masked_by.values())
 
 
-def test_a_mask_that_returns_weights_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("weights", "returned torch.float64 instead of torch.bool"),
+        ("short_mask", r"has shape .*: one per token"),
+        ("mask_elsewhere", "is on meta instead of cpu"),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_tokens_is_refused(name: str, problem: str) -> None:
     flat = build_train_batch(random_batch(0), {0: 0}, bind_advantage(AlgorithmConfig()).compute)
-    masks = bind_masks(AlgorithmConfig(masks=(MaskConfig(name="own_methods:weights"),)))
-    with pytest.raises(DataError, match=r"trainer.algorithm.masks.0=own_methods:weights.*torch.float64"):
+    masks = bind_masks(AlgorithmConfig(masks=(MaskConfig(name=f"own_methods:{name}"),)))
+    with pytest.raises(DataError, match=rf"trainer.algorithm.masks.0.*own_methods:{name}.*{problem}"):
         apply_masks(flat, masks, torch.from_numpy(flat.behavior_logprobs.astype(np.float64)), None, None)

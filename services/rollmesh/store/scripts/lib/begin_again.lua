@@ -7,9 +7,9 @@
 -- first. It is in K.open or K.aside throughout, but its record waits in K.returning, so that no other script finds the
 -- group: none of its members is leased, scored or settled before the last slice.
 
--- `restarted` and `set_aside` count how often the group began again, for operators.
+-- `restarted` and `set_aside` count how often the group began again, for operators. `ended` is set if it was ready.
 local KEPT_FIELDS = {
-  'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside', 'domain',
+  'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside', 'domain', 'ended',
 }
 
 -- Larger than every incarnation so far, because each of these events makes at most one.
@@ -126,6 +126,7 @@ local function begin_group_again(group, reason, aside)
   }
   for at, value in ipairs(call('HMGET', group_key(gid), unpack(KEPT_FIELDS))) do r[KEPT_FIELDS[at]] = value or nil end
   if aside then r.spare = nil end
+  if call('ZSCORE', K.ready, gid) then r.ended = 1 end
   local first_launched
   if r.first then
     local needed, launched = string.match(r.first, '^(%d+) (%d+)$')

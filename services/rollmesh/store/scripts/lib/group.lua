@@ -14,14 +14,14 @@ local function load_group(gid)
   if group then return not group.gone and group or nil end
   local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step',
     'member_steps', 'tokens', 'prompt', 'facts', 'rank', 'expected', 'incarnation', 'spare',
-    'admitted_at', 'domain', 'round', 'closed')
+    'admitted_at', 'domain', 'round', 'closed', 'ended')
   if not v[1] then return nil end
   group = {
     id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
     terminal = tonumber(v[5]), low = v[6], high = v[7], step = tonumber(v[8]),
     member_steps = v[9], tokens = tonumber(v[10] or '0'), prompt = v[11], facts = v[12],
     rank = v[13], expected = v[14], incarnation = v[15], spare = v[16], admitted_at = tonumber(v[17]),
-    domain = v[18],
+    domain = v[18], ended = v[21],
     -- Set while the leader decides at the end of each round.
     round = not v[20] and tonumber(v[19]) or nil,
   }

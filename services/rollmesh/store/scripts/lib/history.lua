@@ -7,16 +7,22 @@ local LARGEST_REWARD = 1000000
 local NO_FACTS, FACTS = '0 0 0 -', '^(%S+) (%S+) (%S+) (%S+)$'
 
 -- Adds a scored member to the facts of its group: "solved rewards longest first", the last for the tokens of member 0.
-local function add_member_facts(group, id, reward, tokens)
+local function add_member_facts(group, id, reward, tokens, is_solved)
   if not group.prompt then return end
   local solved, rewards, longest, first = string.match(group.facts or NO_FACTS, FACTS)
   local counted = math.max(-LARGEST_REWARD, math.min(LARGEST_REWARD, reward))
   group.facts = table.concat({
-    integer(tonumber(solved) + (reward > 0 and 1 or 0)),
+    integer(tonumber(solved) + (is_solved and 1 or 0)),
     integer(tonumber(rewards) + math.floor(counted * 1000000 + 0.5)),
     integer(math.max(tonumber(longest), tokens)),
     string.match(id, '%.0$') and integer(tokens) or first,
   }, ' ')
+end
+
+-- Forgets the rewards of a group, which are about to be added again. A member stays solved whatever its reward becomes.
+local function forget_rewards(group)
+  local solved = group.facts and string.match(group.facts, FACTS)
+  group.low, group.high, group.facts = nil, nil, solved and solved .. ' 0 0 -'
 end
 
 -- `history_changes` numbers the changes of records; the newest ones are in a stream, for leaders that follow them.
@@ -72,8 +78,10 @@ local function note_outcome(group)
   local outcome = table.concat(words, ' ')
   add_to_history(outcome)
   if call('HLEN', K.outcomes) >= MOST_OUTCOMES then return count('outcomes_full_total', 1) end
-  -- A group that begins again after it was ready ends twice, perhaps before the next batch file.
-  local name = group.id
-  if call('HEXISTS', K.outcomes, name) == 1 then name = name .. '~' .. call('HLEN', K.outcomes) end
+  -- A group that begins again after it was ready ends twice: the second time, its outcome is not that of a new draw.
+  local name, number = group.id, call('HLEN', K.outcomes)
+  while (group.ended and name == group.id) or call('HEXISTS', K.outcomes, name) == 1 do
+    name, number = group.id .. '~' .. number, number + 1
+  end
   call('HSET', K.outcomes, name, outcome)
 end

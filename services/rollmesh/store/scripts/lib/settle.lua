@@ -11,10 +11,10 @@ local function make_ready(group)
   count('groups_ready_total', 1)
 end
 
--- Adds the reward of a scored member to those of its group.
-local function add_reward(group, id, reward, tokens)
+-- Adds the reward of a scored member to those of its group; counts the member as solved if is_solved.
+local function add_reward(group, id, reward, tokens, is_solved)
   local value = tonumber(reward)
-  add_member_facts(group, id, value, tokens)
+  add_member_facts(group, id, value, tokens, is_solved)
   if not group.low or value < tonumber(group.low) then group.low = reward end
   if not group.high or value > tonumber(group.high) then group.high = reward end
 end

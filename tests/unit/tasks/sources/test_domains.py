@@ -1,0 +1,144 @@
+"""Domains of prompts: parts of a mixture, and a field of the rows of a table."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollmesh.config.data import DataConfig
+from rollmesh.errors import DataError
+from rollmesh.tasks.sources.source_protocol import RowSource, Split
+from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.text import Tokenizer
+
+
+def table(path: Path, count: int, **fields: Any) -> dict[str, Any]:
+    """A table of ``count`` questions, as a source of the run file."""
+    rows = [{"prompt": f"{path.stem} {i}", "answer": i} | fields for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"type": "jsonl", "path": str(path)}
+
+
+def part(name: str, weight: float, source: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "weight": weight, "source": source}
+
+
+def mixture(parts: Sequence[dict[str, Any]], tokenizer: Tokenizer, split: Split = "train", **data: Any) -> RowSource:
+    section = {"source": {"type": "mixture", "parts": parts}, "held_out_ratio": 0, **data}
+    return build_prompt_source(DataConfig.model_validate(section), tokenizer, 3, split)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[dict[str, Any]]:
+    return [
+        part("algebra", 0.7, table(tmp_path / "algebra.jsonl", 40)),
+        part("code", 0.3, table(tmp_path / "code.jsonl", 10)),
+    ]
+
+
+def test_a_mixture_has_each_domain_at_its_weight_from_the_first_prompts_on(
+    parts: list[dict[str, Any]], tokenizer: Tokenizer
+) -> None:
+    source = mixture(parts, tokenizer)
+    domains = [source.prompt(0, index).domain for index in range(source.epoch_size)]
+    assert Counter(domains) == {"algebra": 7000, "code": 3000}
+    for first in range(0, 1000, 10):
+        assert 2 <= domains[first : first + 10].count("code") <= 4
+
+
+def test_a_part_comes_whole_before_it_repeats_and_its_prompts_name_it(
+    parts: list[dict[str, Any]], tokenizer: Tokenizer
+) -> None:
+    source = mixture(parts, tokenizer)
+    code = [p for i in range(400) if (p := source.prompt(0, i)).domain == "code"]
+    for first in (0, 10, 20):
+        assert {p.prompt_id for p in code[first : first + 10]} == {f"code/code.jsonl:{line}" for line in range(1, 11)}
+    assert [p.prompt_id for p in code[:10]] != [p.prompt_id for p in code[10:20]], "each epoch has its own order"
+
+
+def test_the_rows_of_a_mixture_are_those_of_its_parts(parts: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
+    source = mixture(parts, tokenizer)
+    rows = source.rows()
+    assert Counter(rows.domains) == {"algebra": 40, "code": 10}
+    assert dict(rows.weights) == {"algebra": 0.7, "code": 0.3}
+    assert len(set(rows.names)) == 50
+    for row, domain in enumerate(rows.domains):
+        prompt = source.drawn(row, 0, 5)
+        assert (prompt.domain, prompt.prompt_id.partition("/")[0]) == (domain, domain)
+    assert len({source.drawn(row, 0, 5).prompt_id for row in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ((0.7, 0.2), "the weights sum to 0.9; they must sum to 1"),
+        ((0.7, 0.0), "parts.1.weight"),
+        ((1.0, 0.3), "the weights sum to 1.3; they must sum to 1"),
+    ],
+)
+def test_weights_that_are_no_shares_are_refused(
+    parts: list[dict[str, Any]], tokenizer: Tokenizer, weights: tuple[float, float], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        mixture([one | {"weight": weight} for one, weight in zip(parts, weights, strict=True)], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65, "domain:code"])
+def test_a_domain_needs_a_name_that_metrics_can_have(
+    parts: list[dict[str, Any]], tokenizer: Tokenizer, name: str
+) -> None:
+    with pytest.raises(ValidationError, match="parts.0.name"):
+        mixture([parts[0] | {"name": name}, parts[1]], tokenizer)
+
+
+def test_two_parts_of_one_name_are_refused(parts: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValidationError, match="the name code comes more than once; a part is a domain of its own"):
+        mixture([parts[0] | {"name": "code"}, parts[1]], tokenizer)
+
+
+def test_a_domain_without_a_row_is_refused_with_its_file(
+    parts: list[dict[str, Any]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    empty = part("code", 0.3, table(tmp_path / "empty.jsonl", 0))
+    with pytest.raises(DataError, match=r"empty\.jsonl: no rows"):
+        mixture([parts[0], empty], tokenizer)
+
+
+def test_a_field_of_the_rows_names_their_domain(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = table(tmp_path / "rows.jsonl", 6, topic="number-theory")
+    config = DataConfig.model_validate({"source": source, "domain_field": "topic", "held_out_ratio": 0})
+    found = build_prompt_source(config, tokenizer, 3)
+    assert {found.prompt(0, index).domain for index in range(6)} == {"number-theory"}
+    assert set(found.rows().domains) == {"number-theory"}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "answer": 1}, "field 'topic' is missing"),
+        ({"prompt": "a", "answer": 1, "topic": None}, "field 'topic' is null"),
+        ({"prompt": "a", "answer": 1, "topic": "two words"}, r"data\.domain_field.*got 'two words'"),
+        ({"prompt": "a", "answer": 1, "topic": 7}, r"data\.domain_field.*got 7"),
+    ],
+)
+def test_a_row_without_a_domain_is_refused_with_its_line(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], problem: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in ({**row, "topic": "algebra"}, row)))
+    config = DataConfig.model_validate({"source": {"type": "jsonl", "path": str(path)}, "domain_field": "topic"})
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2.*({problem})"):
+        build_prompt_source(config, tokenizer, 3)
+
+
+@pytest.mark.parametrize("kind", ["countdown", "mixture"])
+def test_a_domain_field_is_refused_where_there_are_no_rows_of_the_user(parts: list[dict[str, Any]], kind: str) -> None:
+    source: dict[str, Any] = {"type": kind} | ({"parts": parts} if kind == "mixture" else {})
+    with pytest.raises(ValidationError, match=f"domain_field=topic: source.type={kind} has no rows of yours"):
+        DataConfig.model_validate({"source": source, "domain_field": "topic"})
