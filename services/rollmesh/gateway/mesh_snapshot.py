@@ -44,6 +44,8 @@ class MeshSnapshot:
     scale_requests: Mapping[str, int]
     workers: Mapping[str, str]
     """Worker name by session."""
+    pin_owner: str | None = None
+    """Evaluation that holds the pin; empty for the operator, None without a pin."""
 
 
 async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
@@ -59,6 +61,7 @@ async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
         failure=await store.leadership.failure(),
         scale_requests=await store.scaling.requests(),
         workers=await store.inspection.workers(),
+        pin_owner=await store.policies.pin_owner(),
     )
 
 
@@ -130,6 +133,7 @@ def build_overview(
         newest_version=view.policy_version,
         newest_train_step=view.policy_train_step,
         pinned_version=snapshot.pinned_version,
+        pinned_by=None if snapshot.pinned_version is None else "evaluation" if snapshot.pin_owner else "operator",
         rollback_to=snapshot.rollback_to,
         pool_size=snapshot.desired.pool_size,
         trajectories=dict(counts.trajectories),

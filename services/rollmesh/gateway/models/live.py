@@ -185,6 +185,8 @@ class Overview(ApiModel):
     """Train step of the newest version."""
     pinned_version: int | None
     """Version that generators are pinned to."""
+    pinned_by: Literal["operator", "evaluation"] | None = None
+    """Owner of the pin: an evaluation holds one generator, and releases it at its end; null without a pin."""
     rollback_to: int | None
     """Target version of a pending rollback."""
     pool_size: int
