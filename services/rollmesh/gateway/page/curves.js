@@ -61,7 +61,7 @@ export class Curves {
   #available = "";
   #found = new Map(); // newest answer, by name
   #view = { byTime: false, smooth: false, zoom: null };
-  #newest = "now";
+  #ended = false;
   goodput = null; // newest value, for the facts of the run
 
   constructor() {
@@ -79,9 +79,9 @@ export class Curves {
     this.#offer([FIRST_CHOICE]);
   }
 
-  // A run that has ended has no "now" at the right end of its curves.
+  // A run that has ended has no "now" at the right end of its curves, and waits for no further curve.
   end() {
-    this.#newest = "end";
+    this.#ended = true;
   }
 
   #listen(id, field) {
@@ -120,7 +120,8 @@ export class Curves {
       const series = (own ?? [this.#choice.value]).map((name) => this.#found.get(name)).filter(Boolean);
       if (series.length === 0) continue;
       const seen = series.map((one) => viewed(one, this.#view));
-      chart.show(seen, formatOf(series[0]), this.#newest);
+      chart.show(seen, formatOf(series[0]), this.#ended ? "end" : "now");
+      setHidden(chart.node, this.#ended && own !== null && series.every((one) => one.x.length === 0));
     }
   }
 
