@@ -117,6 +117,11 @@ STEP_METRICS: tuple[StepMetric, ...] = (
                "Trained tokens per generated token since the start of the run; NaN if unknown.",
                gauge="goodput_ratio", curve="goodput"),
     StepMetric("wait_seconds", "seconds", "Time the trainer waited for the batch.", curve="trainer_wait"),
+    StepMetric("seconds.evidence", "seconds", "Time of the old and the reference logprobs.", curve="seconds_evidence"),
+    StepMetric("seconds.gradient", "seconds", "Time of the forward and the backward passes.",
+               curve="seconds_gradient"),
+    StepMetric("seconds.update", "seconds", "Time of the optimizer.", curve="seconds_update"),
+    StepMetric("seconds.statistics", "seconds", "Time of the statistics of the step.", curve="seconds_statistics"),
 
     StepMetric(_CLIPPED, "ratio", "Share of tokens whose gradient was clipped.", gauge="ratio_clipped_ratio"),
     StepMetric("policy.ratio.truncated", "ratio", "Share of tokens whose importance weight was truncated at its cap.",

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -234,6 +234,17 @@ def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id
     if found is None:
         raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
     return found
+
+
+def groups_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Iterator[Group]:
+    """Read the groups of an open, seekable batch file one by one, in order; for display only, like ``group_of``."""
+    footer = footer_of(file, path, secret, train_step)
+    file.seek(len(_HEAD))
+    for size in footer.group_bytes or [footer.payload_bytes]:  # empty in a file of an older release
+        try:
+            yield from decode_groups(file.read(size))
+        except DataError as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
 
 def batch_steps(root: Path) -> list[int]:

@@ -151,6 +151,11 @@ class CheckpointStore:
         with self._batch_file(train_step) as (file, path):
             return batches.group_of(file, path, self._secret, train_step, group_id)
 
+    def groups(self, train_step: int) -> Iterator[Group]:
+        """Read the groups of a batch file one by one, for display (``batches.groups_of``). Raises CheckpointError."""
+        with self._batch_file(train_step) as (file, path):
+            yield from batches.groups_of(file, path, self._secret, train_step)
+
     def batch_footer(self, train_step: int) -> BatchFooter:
         """Read ids, cursor and digest of a batch file, without the trajectories."""
         with self._batch_file(train_step) as (file, path):

@@ -26,6 +26,7 @@ with many_imports():
         sim,
         top,
         up,
+        viewing,
     )
 
 app = typer.Typer(
@@ -47,7 +48,7 @@ _add("Runs", up.up, up.demo, up.demo_seeds)
 _add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
-_add("Inspection", run_commands.report, run_commands.pin, run_commands.rollback, top.top)
+_add("Inspection", viewing.view, run_commands.report, run_commands.pin, run_commands.rollback, top.top)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
 _add("Runs", exports.export, replicas.scale, backups.backup, schedule_table.schedules, method_table.methods)
 app.add_typer(dead_letters.app, name="dead-letters")

@@ -147,19 +147,25 @@ def _value(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
 
 
+def run_file_text(config: RunConfig) -> str:
+    """Return the resolved run file without its secrets."""
+    data: Any = config.model_dump(mode="json")
+    for *sections, name in SECRETS:
+        del reduce(getitem, sections, data)[name]
+    return yaml.safe_dump(data, sort_keys=False)
+
+
 def write_run_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved run file without its secrets, for the services of the run.
 
     Services read the secrets from the environment, as ``secret_environment`` returns them.
     """
-    data: Any = config.model_dump(mode="json")
-    for *sections, name in SECRETS:
-        del reduce(getitem, sections, data)[name]
+    text = run_file_text(config)
     # Atomic: ranks of the trainer write the file at the same time, and commands may be reading it. The process id is
     # not unique: in pods that share the folder every process has id 1.
     temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

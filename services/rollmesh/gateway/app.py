@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
-from fastapi.responses import FileResponse, Response
-from fastapi.staticfiles import StaticFiles
 
 from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.action_routes import ActionRoutes
-from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.live_reads import LiveReads
 from rollmesh.gateway.mesh_poller import MeshPoller
+from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
+from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
-from rollmesh.gateway.viewer import Viewer, open_tokenizer
 from rollmesh.runtime.api_app import api_app
 from rollmesh.runtime.api_errors import NotFound
 from rollmesh.runtime.endpoints import read_endpoints
@@ -26,7 +24,8 @@ from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.token_check import Check, no_check, token_check
 from rollmesh.store import TrajectoryStore
 
-PAGE = Path(__file__).parent / "page"
+EVENTS = (SnapshotEvent, TickEvent, EndEvent)
+"""Models of the event stream, for the OpenAPI document."""
 
 
 def build_app(
@@ -40,28 +39,22 @@ def build_app(
     """Build the application of one run; the token guards actions, and reads if gateway.token_for_reads is set."""
     check = token_check(api_token(config))
     read_check = check if config.gateway.token_for_reads else no_check
-    viewer = Viewer(store, Archive(config), open_tokenizer(config))
     app = api_app(
         "gateway",
         "Live state of a run, and operator actions.",
         PREFIX,
         [
-            ReadRoutes(config, store, poller, viewer).router(read_check),
+            ReadRoutes(LiveReads(config, store, poller)).router(read_check),
             ActionRoutes(config, store, metrics).router(check),
             _openai_pointer(config, read_check),
         ],
         requests,
         hosts=accepted_hosts(config, host),
         most_bytes=config.gateway.max_request_bytes,
-        further_models=(SnapshotEvent, TickEvent),
+        further_models=EVENTS,
     )
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        # Revalidate on every load: an old page may not match the API.
-        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
-
-    app.mount("/page", _Static(directory=PAGE), name="page")
+    mount_page(app)
     return app
 
 
@@ -76,12 +69,3 @@ def _openai_pointer(config: RunConfig, check: Check) -> APIRouter:
         raise NotFound(f"/v1/{path}: the gateway does not serve the OpenAI-compatible API", hint=hint)
 
     return api
-
-
-class _Static(StaticFiles):
-    """Files of the page, revalidated on every request (a 304 response costs little for a page of this size)."""
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers["Cache-Control"] = "no-cache"
-        return response

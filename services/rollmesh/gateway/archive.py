@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_checkpoints
@@ -15,8 +17,11 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.gateway.batch_rows import BatchRow, rows_of
 from rollmesh.runtime.api_errors import Busy
 from rollmesh.types import Group
+
+T = TypeVar("T")
 
 _MOST_GROUPS = 200_000
 """Number of groups whose batch is remembered."""
@@ -24,6 +29,8 @@ _TIMEOUT_SECONDS = 8.0
 """Time limit of one lookup; batch files indexed until then speed up the next lookup."""
 _MOST_WAITING = 16
 """Maximum number of lookups in progress."""
+_KEPT_BATCHES = 4
+"""Lists of batches kept in memory, so that the next page or another order of a listed batch reads no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,7 @@ class Archived:
 
 
 class Archive:
-    """Lookup of groups in batch files.
+    """Lookup of groups and of whole batches in batch files.
 
     Reads block, and an object store is slow. Lookups therefore run in a separate thread, and a lookup over its time
     limit raises Busy.
@@ -47,6 +54,7 @@ class Archive:
         self._store: CheckpointStore | None = None
         self._steps: OrderedDict[str, int] = OrderedDict()
         self._indexed: set[int] = set()
+        self._rows: OrderedDict[int, list[BatchRow]] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive")
         self._waiting = 0
 
@@ -56,11 +64,26 @@ class Archive:
         Raises CheckpointError for a file that is damaged or sealed with another secret, and Busy if the files cannot be
         read within the time limit.
         """
+        return await self._in_reader(lambda deadline: self._find(group_id, hint, deadline))
+
+    async def steps(self) -> list[int]:
+        """Return the train steps that have a batch file, ascending; Busy like ``find``."""
+        return await self._in_reader(lambda _: self._list_steps())
+
+    async def rows(self, train_step: int) -> list[BatchRow] | None:
+        """Return the trajectories of a step in the order of training, None without a batch file; raises like ``find``.
+
+        A file that takes longer than the time limit is read to its end, so that a later call finds its rows.
+        """
+        return await self._in_reader(lambda _: self._read_rows(train_step))
+
+    async def _in_reader(self, read: Callable[[float], T]) -> T:
+        """Run a read in the thread of this archive; it receives the deadline."""
         if self._waiting >= _MOST_WAITING:
             raise Busy(f"{self._waiting} lookups in batch files are already in progress", hint="retry in a moment")
         deadline = time.monotonic() + self._timeout_seconds
         loop = asyncio.get_running_loop()
-        answer = loop.run_in_executor(self._reader, self._find, group_id, hint, deadline)
+        answer = loop.run_in_executor(self._reader, read, deadline)
         self._waiting += 1
         answer.add_done_callback(self._answered)
         try:
@@ -75,7 +98,7 @@ class Archive:
                 raise _unread(str(error)) from error
             raise
 
-    def _answered(self, answer: asyncio.Future[Archived | None]) -> None:
+    def _answered(self, answer: asyncio.Future[T]) -> None:
         self._waiting -= 1
         if not answer.cancelled():
             answer.exception()  # retrieve the error: the caller may have left
@@ -89,6 +112,21 @@ class Archive:
         step = self._step_of(store, group_id, hint, deadline)
         group = None if step is None else store.read_group(step, group_id)
         return None if step is None or group is None else Archived(train_step=step, group=group)
+
+    def _list_steps(self) -> list[int]:
+        store = self._open()
+        return [] if store is None else store.batch_steps()
+
+    def _read_rows(self, train_step: int) -> list[BatchRow] | None:
+        if train_step not in self._rows:
+            store = self._open()
+            if store is None or train_step not in store.batch_steps():
+                return None
+            self._rows[train_step] = [row for group in store.groups(train_step) for row in rows_of(group)]
+        self._rows.move_to_end(train_step)
+        while len(self._rows) > _KEPT_BATCHES:
+            self._rows.popitem(last=False)
+        return self._rows[train_step]
 
     def _open(self) -> CheckpointStore | None:
         if self._store is None:

@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
+from rollmesh.gateway.pace import Pace
 from rollmesh.gateway.thinning import Curve
 from rollmesh.runtime.api_errors import BadRequest
 from rollmesh.step_metrics import curves, lookup, number
@@ -28,6 +31,9 @@ class Curves:
         self._metrics = curves()
         self._reported = {name: Curve() for name in self._metrics}
         self._live = {name: Curve() for name in _LIVE}
+        self._times = Curve()
+        self.pace = Pace()
+        """Pace of the newest train steps."""
         self._names = (*self._metrics, EVALUATION, *_LIVE)
         self._evaluations: Sequence[EvaluationView] = ()
         self.report: StepReportView | None = None
@@ -44,14 +50,18 @@ class Curves:
             value = metric.value(record)
             if math.isfinite(value):
                 self._reported[name].add(step, value)
+        if (time := _number(record, "time")) is not None:
+            self._times.add(step, time)
+            self.pace.add(int(step), time)
         self.report = _step_report(record, int(step))
         self.trained_staleness = _staleness(record)
         return True
 
     def remove_reports(self, from_step: int) -> None:
         """Remove the reports of a step and all later ones; the trainer writes them again."""
-        for curve in self._reported.values():
+        for curve in (*self._reported.values(), self._times):
             curve.remove_from(from_step)
+        self.pace.remove(from_step)
         if self.report is not None and self.report.train_step >= from_step:
             self.report, self.trained_staleness = None, []
 
@@ -76,8 +86,16 @@ class Curves:
         if name == EVALUATION:
             return _evaluation_series(self._evaluations, points)
         if name in self._metrics:
-            return _series(name, self._metrics[name].unit, "train_step", self._reported[name], points)
+            found = _series(name, self._metrics[name].unit, "train_step", self._reported[name], points)
+            return found.model_copy(update={"times": self._times_of(found.x)})
         return _series(name, _LIVE[name], "time", self._live[name], points)
+
+    def _times_of(self, steps: Sequence[float]) -> tuple[float, ...]:
+        known = self._times.points(len(self._times))
+        if not known:
+            return ()
+        times = np.interp(steps, [point.x for point in known], [point.mean for point in known])
+        return tuple(round(float(time), 3) for time in times)
 
 
 def _series(name: str, unit: str, axis: Literal["train_step", "time"], curve: Curve, points: int) -> Series:
@@ -102,6 +120,7 @@ def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Se
         unit="score",
         axis="policy_version",
         x=[float(point.policy_version) for point in shown],
+        times=tuple(point.time or 0.0 for point in shown) if all(point.time for point in shown) else (),
         mean=[point.mean for point in shown],
         low=[point.mean - point.standard_error for point in shown],
         high=[point.mean + point.standard_error for point in shown],

@@ -14,6 +14,7 @@ from functools import cached_property
 from pydantic import BaseModel
 
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
 from rollmesh.runtime.api_errors import Busy
 
@@ -49,6 +50,7 @@ class EventHub:
         self._snapshot_data: tuple[int, bytes] = (-1, b"")
         self._clients = 0
         self._closed = False
+        self._end: EndEvent | None = None
         self._published = asyncio.Event()
 
     @property
@@ -62,9 +64,9 @@ class EventHub:
         self._ticks.append(_Tick(sequence=self._sequence, event=event))
         self._wake()
 
-    def close(self) -> None:
-        """End every client's stream."""
-        self._closed = True
+    def close(self, end: EndEvent | None = None) -> None:
+        """End every client's stream, with ``end`` as its last event."""
+        self._closed, self._end = True, end
         self._wake()
 
     def follow(self, after: int | None) -> AsyncIterator[bytes]:
@@ -97,6 +99,8 @@ class EventHub:
                     yield tick.data
                 if sent in (None, self._sequence) and not await _wait_published(published):
                     yield _KEEP_ALIVE
+            if self._end is not None:
+                yield _encode("end", self._sequence, self._end)
         finally:
             self._clients -= 1
             self._metrics.event_clients.set(self._clients)

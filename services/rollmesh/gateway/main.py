@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import psutil
+
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import build_app
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
@@ -40,4 +45,13 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         )
         host.publish(url=url)
         get_logger("gateway").info("serving", url=url)
-        await poller.run(shutdown)
+        await poller.run(shutdown, launched=_launched(Path(config.folder)))
+
+
+def _launched(folder: Path) -> bool:
+    """Tell whether the launcher that holds the lock of the run folder has started this process, or is this process."""
+    try:
+        launcher = int((folder / "lock").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return False
+    return launcher in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))

@@ -15,9 +15,12 @@ from rollmesh.errors import StoreError
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, read_snapshot
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
+from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.gateway.rate_window import RateWindow
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
+from rollmesh.gateway.timeline_file import TimelineFile
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.endpoints import read_endpoints
@@ -66,7 +69,7 @@ class MeshPoller:
         self.curves = Curves()
         self._reports = ReportFeed(folder, store, self.curves)
         self._history = JsonLinesTail(folder / "timeline.jsonl")
-        self._history_rates = RateWindow()
+        self._timeline_file = TimelineFile()
         self._start_time = time.time()
         self._evaluations: list[EvaluationView] = []
         self._running: Mapping[str, int] = {}
@@ -79,8 +82,11 @@ class MeshPoller:
         self._log = get_logger("gateway")
         self.hub = EventHub(self.snapshot, config.gateway.most_event_clients, metrics)
 
-    async def run(self, shutdown: Shutdown) -> None:
-        """Poll until ``shutdown``, then end every event stream."""
+    async def run(self, shutdown: Shutdown, *, launched: bool = False) -> None:
+        """Poll until ``shutdown``, then once more, and end every event stream.
+
+        ``launched`` is true if the run's launcher has started this process: its shutdown is then the end of the run.
+        """
         self._health.watch(LOOP, 3 * _POLL_SECONDS + self._config.gateway.sample_seconds)
         try:
             while not shutdown.is_set():
@@ -92,8 +98,10 @@ class MeshPoller:
                 left = self._config.gateway.sample_seconds - (time.monotonic() - start_time)
                 # Yield even when a poll takes longer than the interval: requests share this event loop.
                 await wait_or_shutdown(shutdown, max(0.05, left))
+            if not self._error:  # a page that stays open keeps the last state of the run
+                await self.step()
         finally:
-            self.hub.close()
+            self.hub.close(EndEvent(time=time.time(), by="launcher" if launched else "signal"))
             self._health.unwatch(LOOP)
 
     async def step(self) -> None:
@@ -159,6 +167,7 @@ class MeshPoller:
             curves=self.curves,
             evaluations=self._evaluations,
             running=self._running,
+            begin_time=self._timeline_file.begin_time,
         )
 
     def _without_store(self, error: Exception) -> None:
@@ -212,7 +221,7 @@ class MeshPoller:
             return
         self._reports.apply_file(update.reports)
         for record in update.history:
-            self._add_history(record)
+            self._timeline_file.add(record, self.curves, before=self._start_time)
         self._running = update.running
 
     def _log_folder_error(self, message: str) -> None:
@@ -227,21 +236,3 @@ class MeshPoller:
             history=self._history.read(),
             running=Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder))),
         )
-
-    def _add_history(self, record: Mapping[str, Any]) -> None:
-        view = record.get("view")
-        seconds, saved = record.get("t"), record.get("saved_token_total")
-        if not isinstance(view, dict) or not isinstance(seconds, float) or not isinstance(saved, int):
-            return
-        if seconds >= self._start_time:
-            return
-        rates = self._history_rates.update(seconds, {"saved_tokens_total": saved})
-        values = {"tokens_per_second": rates.saved_tokens_per_second}
-        for curve, field in (
-            ("in_flight", "leased"),
-            ("ready_groups", "ready_groups"),
-            ("memory_ratio", "memory_ratio"),
-        ):
-            if isinstance(view.get(field), int | float):
-                values[curve] = float(view[field])
-        self.curves.add_poll(seconds, values)

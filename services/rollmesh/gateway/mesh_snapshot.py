@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +31,6 @@ from rollmesh.types import GeneratorRecord
 MOST_GENERATORS = 256
 MOST_EVALUATIONS = 64
 MOST_DOMAINS = 64
-_RATE_SECONDS = 10.0
-_RATES = ("saved_tokens_total", "finished_total", "consumed_total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +49,8 @@ class MeshSnapshot:
     """Worker name by session."""
     domains: Mapping[str, DomainTotals]
     """Totals by domain of the prompts."""
+    pin_owner: str | None = None
+    """Evaluation that holds the pin; empty for the operator, None without a pin."""
 
 
 async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
@@ -68,26 +67,8 @@ async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
         scale_requests=await store.scaling.requests(),
         workers=await store.inspection.workers(),
         domains=await store.prompt_records.domain_totals(),
+        pin_owner=await store.policies.pin_owner(),
     )
-
-
-class RateWindow:
-    """Growth rates of lifetime counters over the last seconds."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, tuple[int, ...]]] = deque()
-
-    def update(self, now: float, totals: Mapping[str, int]) -> Rates:
-        """Add the newest totals and return the rates."""
-        values = tuple(totals.get(name, 0) for name in _RATES)
-        if self._points and values[0] < self._points[-1][1][0]:
-            self._points.clear()  # Redis was restored to an earlier state
-        self._points.append((now, values))
-        while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
-            self._points.popleft()
-        (before, first), span = self._points[0], now - self._points[0][0]
-        rates = [(last - start) / span if now > before else 0.0 for start, last in zip(first, values, strict=True)]
-        return Rates(saved_tokens_per_second=rates[0], finished_per_second=rates[1], trained_groups_per_second=rates[2])
 
 
 def finished_evaluations(records: Sequence[EvalRecord]) -> list[EvaluationView]:
@@ -145,8 +126,12 @@ def build_overview(
     curves: Curves,
     evaluations: Sequence[EvaluationView],
     running: Mapping[str, int],
+    begin_time: float | None = None,
 ) -> Overview:
-    """Return the overview of one snapshot; ``running`` are local processes by service."""
+    """Return the overview of one snapshot; ``running`` are local processes by service.
+
+    ``begin_time`` is the time of the first record of the run.
+    """
     view, counts = snapshot.view, snapshot.counts
     state, waiting_for = run_state(snapshot, schedule)
     return Overview(
@@ -163,6 +148,7 @@ def build_overview(
         newest_version=view.policy_version,
         newest_train_step=view.policy_train_step,
         pinned_version=snapshot.pinned_version,
+        pinned_by=None if snapshot.pinned_version is None else "evaluation" if snapshot.pin_owner else "operator",
         rollback_to=snapshot.rollback_to,
         pool_size=snapshot.desired.pool_size,
         trajectories=dict(counts.trajectories),
@@ -197,6 +183,8 @@ def build_overview(
             )
             for service in sorted(running.keys() | snapshot.scale_requests.keys())
         ],
+        elapsed_seconds=None if begin_time is None else max(0.0, view.now - begin_time),
+        remaining_seconds=curves.pace.remaining(view.trained_step, schedule.train_steps, view.now),
     )
 
 

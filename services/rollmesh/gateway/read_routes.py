@@ -7,26 +7,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
-import rollmesh
-from rollmesh.config import RunConfig
-from rollmesh.gateway.mesh_poller import MeshPoller
-from rollmesh.gateway.mesh_snapshot import finished_evaluations, generator_views
 from rollmesh.gateway.models.api_model import About, ErrorBody
+from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import (
     DeadLetterList,
-    DeadLetterView,
     GeneratorList,
     ListState,
     PolicyList,
-    PolicyView,
     TrajectoryDetail,
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.viewer import Viewer
+from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.token_check import Check
-from rollmesh.scheduling import Schedule
-from rollmesh.store import TrajectoryStore
 
 PREFIX = "/api/v1"
 MOST_POINTS = 2000
@@ -50,11 +44,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 class ReadRoutes:
     """Read-only endpoints; they raise ``ApiError`` and the errors of the store."""
 
-    def __init__(self, config: RunConfig, store: TrajectoryStore, poller: MeshPoller, viewer: Viewer) -> None:
-        self._config = config
-        self._store = store
-        self._poller = poller
-        self._viewer = viewer
+    def __init__(self, reads: RunReads) -> None:
+        self._reads = reads
 
     def router(self, check: Check) -> APIRouter:
         """Return the routes; ``check`` guards each of them."""
@@ -62,9 +53,11 @@ class ReadRoutes:
         stream = {
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
             "description": "`event: snapshot` with a SnapshotEvent, then `event: tick` with a TickEvent per poll; "
-            "a client that reads too slowly receives a new snapshot.",
+            "a client that reads too slowly receives a new snapshot. `event: end` with an EndEvent is the last one, "
+            "before the gateway shuts down.",
         }
         api.get("/about", responses=error_responses(401))(self.about)
+        api.get("/config", responses=error_responses(401))(self.settings)
         api.get("/overview", responses=error_responses(401))(self.overview)
         api.get("/timeline", responses=error_responses(401))(self.timeline)
         api.get("/events", response_class=StreamingResponse, responses={200: stream, **error_responses(400, 401)})(
@@ -73,6 +66,8 @@ class ReadRoutes:
         api.get("/series", responses=error_responses(400, 401))(self.series)
         api.get("/trajectories", responses=error_responses(400, 401))(self.trajectories)
         api.get("/trajectories/{trajectory_id}", responses=error_responses(400, 401, 404))(self.trajectory)
+        api.get("/batches", responses=error_responses(401))(self.batches)
+        api.get("/batches/{train_step}", responses=error_responses(400, 401, 404))(self.batch)
         api.get("/policies", responses=error_responses(401))(self.policies)
         api.get("/generators", responses=error_responses(401))(self.generators)
         api.get("/dead-letters", responses=error_responses(401))(self.dead_letters)
@@ -80,33 +75,26 @@ class ReadRoutes:
 
     async def about(self) -> About:
         """Show the fixed facts of the run."""
-        config, schedule = self._config, Schedule.from_config(self._config)
-        return About(
-            run=config.name,
-            version=rollmesh.__version__,
-            train_steps=config.trainer.train_steps,
-            group_size=schedule.group_size,
-            groups_per_batch=config.schedule.groups_per_batch,
-            max_staleness=schedule.max_staleness,
-            text=self._viewer.has_text,
-            token_for_reads=config.gateway.token_for_reads,
-            sample_seconds=config.gateway.sample_seconds,
-        )
+        return self._reads.about()
+
+    async def settings(self) -> RunSettings:
+        """Show the resolved run file, without its secrets."""
+        return self._reads.settings()
 
     async def overview(self) -> Overview:
         """Show the newest state of the run."""
-        return self._poller.overview()
+        return self._reads.overview()
 
     async def timeline(self) -> Timeline:
         """Show the rollouts in progress or recently ended, with the policy versions that wrote them."""
-        return self._poller.timeline()
+        return self._reads.timeline()
 
     async def events(
         self, last_event_id: Annotated[int | None, Header(description="Id of the last event received.", ge=0)] = None
     ) -> StreamingResponse:
         """Stream the live state of the run as server-sent events."""
         return StreamingResponse(
-            self._poller.hub.follow(last_event_id),
+            self._reads.follow(last_event_id),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -117,7 +105,7 @@ class ReadRoutes:
         points: Annotated[int, Query(description="Maximum number of points per curve.", ge=2, le=MOST_POINTS)] = 300,
     ) -> SeriesAnswer:
         """Show curves: reward, length, staleness, throughput, evaluations and more."""
-        return self._poller.curves.answer([name.strip() for name in names.split(",") if name.strip()], points)
+        return self._reads.series([name.strip() for name in names.split(",") if name.strip()], points)
 
     async def trajectories(
         self,
@@ -126,7 +114,7 @@ class ReadRoutes:
         limit: Annotated[int, Query(description="Maximum number of rows.", ge=1, le=500)] = 100,
     ) -> TrajectoryPage:
         """List the trajectories of the queue, oldest group first."""
-        return await self._viewer.page(state, cursor, limit)
+        return await self._reads.trajectories(state, cursor, limit)
 
     async def trajectory(
         self,
@@ -135,50 +123,35 @@ class ReadRoutes:
         token_limit: Annotated[int, Query(description="Maximum number of tokens.", ge=1, le=MOST_TOKENS)] = 4096,
     ) -> TrajectoryDetail:
         """Show one trajectory token by token, from the queue or, once trained, from a batch file."""
-        return await self._viewer.detail(trajectory_id, first_token, token_limit)
+        return await self._reads.trajectory(trajectory_id, first_token, token_limit)
+
+    async def batches(self) -> BatchList:
+        """List the train steps whose batch file can be read, newest first."""
+        return await self._reads.batches()
+
+    async def batch(
+        self,
+        train_step: Annotated[int, Path(description="Train step.", ge=1, le=2**53)],
+        order: Annotated[BatchOrder, Query(description="Order of the trajectories.")] = "batch",
+        descending: Annotated[bool, Query(description="Reverse the order.")] = False,
+        first: Annotated[int, Query(description="Position of the first row.", ge=0)] = 0,
+        limit: Annotated[int, Query(description="Maximum number of rows.", ge=1, le=500)] = 100,
+    ) -> BatchPage:
+        """List the trajectories of a batch file, each with a preview of its text."""
+        return await self._reads.batch(train_step, order, descending, first, limit)
 
     async def policies(
         self, limit: Annotated[int, Query(description="Maximum number of policies.", ge=1, le=1000)] = 100
     ) -> PolicyList:
         """List announced policies, newest first."""
-        policies = await self._store.policies.announced()
-        generators = await self._store.generators.live()
-        pinned = await self._store.policies.pinned()
-        points = {point.policy_version: point for point in finished_evaluations(await self._store.evaluations.all())}
-        newest = policies[-1].policy_version if policies else -1
-        views = [
-            PolicyView(
-                policy_version=policy.policy_version,
-                train_step=policy.train_step,
-                newest=policy.policy_version == newest,
-                pinned=policy.policy_version == pinned,
-                generators=sum(g.serving and g.policy_version == policy.policy_version for g in generators),
-                evaluation=points.get(policy.policy_version),
-            )
-            for policy in reversed(policies[-limit:])
-        ]
-        return PolicyList(policies=views, total=len(policies))
+        return await self._reads.policies(limit)
 
     async def generators(self) -> GeneratorList:
         """List the live generators."""
-        latest = await self._store.policies.latest()
-        newest = -1 if latest is None else latest.policy_version
-        return GeneratorList(generators=generator_views(await self._store.generators.live(), newest))
+        return await self._reads.generators()
 
     async def dead_letters(
         self, limit: Annotated[int, Query(description="Maximum number of dead letters.", ge=1, le=1000)] = 100
     ) -> DeadLetterList:
         """List failed trajectories, newest first."""
-        views = [
-            DeadLetterView(
-                trajectory_id=letter.trajectory_id,
-                group_id=letter.group_id,
-                reason=letter.reason,
-                time=letter.time_seconds,
-                attempts=letter.attempts,
-                tokens=letter.token_count,
-                replayed_as=letter.replayed_as,
-            )
-            for letter in await self._store.dead_letters.newest(limit)
-        ]
-        return DeadLetterList(dead_letters=views, total=(await self._store.mesh.counts()).dead_letters)
+        return await self._reads.dead_letters(limit)

@@ -51,6 +51,9 @@ class Curve:
     _points: list[Point] = field(default_factory=list)
     _values_per_point: int = 1
 
+    def __len__(self) -> int:
+        return len(self._points)
+
     def add(self, x: float, value: float) -> None:
         """Add a value.
 

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.config import RunConfig
-from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import CheckpointError, ConfigError, Conflict, DataError
+from rollmesh.errors import CheckpointError, Conflict
 from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.models.items import Outcome, TrajectoryDetail, TrajectoryPage, TrajectorySummary
-from rollmesh.gateway.token_runs import Pieces, token_runs
+from rollmesh.gateway.models.items import TrajectoryDetail, TrajectoryPage, TrajectorySummary
+from rollmesh.gateway.token_runs import Pieces
+from rollmesh.gateway.trajectory_details import archived_detail, trajectory_detail
 from rollmesh.runtime.api_errors import NotFound
-from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import InspectedTrajectory, TrajectoryMark
-from rollmesh.text import Tokenizer
-from rollmesh.types import RewardOutcome, Trajectory, TrajectoryState
-
-
-def open_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the model's tokenizer; None if the model folder cannot be read: tokens are then shown as ids."""
-    try:
-        return Tokenizer(resolve_model(config.model.path))
-    except (ConfigError, DataError) as error:
-        get_logger("gateway").warning("tokens_without_text", message=str(error))
-        return None
+from rollmesh.types import Trajectory, TrajectoryState
 
 
 class Viewer:
     """Viewer of queue pages and of single trajectories, token by token."""
 
-    def __init__(self, store: TrajectoryStore, archive: Archive, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, store: TrajectoryStore, archive: Archive, pieces: Pieces | None) -> None:
         self._store = store
         self._archive = archive
-        self._pieces: Pieces | None = None if tokenizer is None else tokenizer.pieces
+        self._pieces = pieces
 
     @property
     def has_text(self) -> bool:
@@ -61,9 +49,12 @@ class Viewer:
         workers = await self._store.inspection.workers() if inspected.mark.session else {}
         detail = await self._detail(trajectory, first_token, token_limit)
         mark = inspected.mark
+        members = [f"{trajectory.group_id}.{member}" for member in range(inspected.member_count)]
+        marks = await self._store.inspection.marks(members)
         return detail.model_copy(
             update={
-                "members": [f"{trajectory.group_id}.{member}" for member in range(inspected.member_count)],
+                "members": members,
+                "member_rewards": tuple(None if each is None else each.reward for each in marks),
                 "state": mark.state,
                 "train_step": mark.train_step,
                 "worker": workers.get(mark.session, ""),
@@ -88,49 +79,18 @@ class Viewer:
             found = await self._archive.find(group_id, left_at)
         except CheckpointError as error:
             raise NotFound(f"{trajectory_id}: its batch file cannot be read: {error}") from error
-        members = () if found is None else found.group.trajectories
-        trajectory = next((each for each in members if each.trajectory_id == trajectory_id), None)
-        if found is None or trajectory is None:
-            raise _not_found(trajectory_id, left_at)
-        trained = (await self._store.training.state()).trained_step
-        detail = await self._detail(trajectory, first_token, token_limit)
-        consumed = found.train_step <= trained
-        return detail.model_copy(
-            update={
-                "members": [each.trajectory_id for each in members],
-                "state": "consumed" if consumed else "cut",
-                "found_in": "batch",
-                "train_step": found.train_step,
-            }
-        )
+        if found is not None:
+            trained = (await self._store.training.state()).trained_step
+            detail = await asyncio.to_thread(
+                archived_detail, found, trajectory_id, trained, first_token, token_limit, self._pieces
+            )
+            if detail is not None:
+                return detail
+        raise _not_found(trajectory_id, left_at)
 
     async def _detail(self, trajectory: Trajectory, first_token: int, token_limit: int) -> TrajectoryDetail:
         # Decode in a thread: the text of thousands of tokens takes a while.
-        runs, next_token = await asyncio.to_thread(token_runs, trajectory, first_token, token_limit, self._pieces)
-        scored = trajectory.outcome is not None
-        return TrajectoryDetail(
-            id=trajectory.trajectory_id,
-            group_id=trajectory.group_id,
-            members=[trajectory.trajectory_id],
-            state="",
-            found_in="queue",
-            train_step=None,
-            worker="",
-            history=[],
-            birth_version=trajectory.birth_version,
-            policy_versions=list(trajectory.policy_versions),
-            finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
-            outcome=None if trajectory.outcome is None else _outcome(trajectory.outcome),
-            shaped_reward=trajectory.shaped_reward if scored else None,
-            verifier=trajectory.prompt.verifier,
-            prompt_metadata=dict(trajectory.prompt.metadata),
-            prompt_tokens=len(trajectory.prompt.token_ids),
-            response_tokens=trajectory.response_token_count,
-            first_token=first_token,
-            next_token=next_token,
-            runs=runs,
-            traceparent=trajectory.traceparent,
-        )
+        return await asyncio.to_thread(trajectory_detail, trajectory, first_token, token_limit, self._pieces)
 
 
 def _not_found(trajectory_id: str, left_at: int | None) -> NotFound:
@@ -145,10 +105,6 @@ def _not_found(trajectory_id: str, left_at: int | None) -> NotFound:
         field="trajectory_id",
         hint="it was dropped (overview: drops), or the checkpoint folder is not on this machine",
     )
-
-
-def _outcome(outcome: RewardOutcome) -> Outcome:
-    return Outcome(kind=outcome.kind.value, value=outcome.value, parts=dict(outcome.parts), message=outcome.message)
 
 
 def _summary(mark: TrajectoryMark) -> TrajectorySummary:

@@ -98,6 +98,11 @@ class PolicyRegistry:
         """Return the pinned version, None without a pin; with ``instance_id`` only a pin for that generator."""
         return _pinned(await self._connection.command("HMGET", self._keys.single("meta"), *_PIN), instance_id)
 
+    async def pin_owner(self) -> str | None:
+        """Return the owner of the pin: an evaluation's id, empty for the operator, None without a pin."""
+        version, owner = await self._connection.command("HMGET", self._keys.single("meta"), "pinned", "pin_owner")
+        return None if version is None else (owner or b"").decode()
+
     async def outlook(self, instance_id: str | None = None) -> PolicyOutlook:
         """Return the newest policy, this generator's pinned one (see ``pinned``) and the oldest version allowed."""
         meta, floors = await self._connection.commands(

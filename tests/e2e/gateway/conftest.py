@@ -44,7 +44,7 @@ FLAGS = (
 )
 WIDE = {"width": 1440, "height": 900}
 NARROW = {"width": 390, "height": 844}
-_SECONDS = 300.0
+_SECONDS = 40.0
 """For whatever takes moments on an idle machine."""
 
 
@@ -187,6 +187,22 @@ def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict
     }
 
 
+@contextmanager
+def viewing(folder: Path) -> Iterator[str]:
+    """Serve a run folder with ``rollmesh view``; yields the address of the page."""
+    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("the run as a page: http://127.0.0.1:"), line + process.stdout.read()
+        yield line.split(": ", 1)[1].strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=_SECONDS)
+
+
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium; the tests skip where it, or the package that drives it, is missing."""
@@ -246,10 +262,10 @@ class Window:
         if kind in ("error", "warning"):
             self.complaints.append(f"{kind}: {text}")
 
-    def open(self) -> Page:
-        """Load the page and wait until it shows the run."""
+    def open(self, looks: int = 2) -> Page:
+        """Load the page and wait until it shows the run; one that has ended is drawn once."""
         self.page.goto(self.url)
-        self.wait_for_looks(2)
+        self.wait_for_looks(looks)
         return self.page
 
     def wait_for_looks(self, looks: int) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, run_state
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, run_state
 from rollmesh.gateway.models.live import Overview, Rates
+from rollmesh.gateway.rate_window import RateWindow
 from rollmesh.mesh import Desired
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule

@@ -25,8 +25,10 @@ DEFICIENCIES = {
     "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
     "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
 }
-LEAST_DISTANCE = 0.08
-"""Between versions that are one or two apart, in OKLab: 0.02 is just visible side by side."""
+RAMP = 6
+"""Colours between which the ramp of versions is drawn."""
+LEAST_DISTANCE = 0.05
+"""Between neighbours of these, in OKLab: 0.02 is just visible side by side."""
 
 
 class _Tags(HTMLParser):
@@ -102,16 +104,18 @@ def test_files_are_small() -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_versions_have_colours_that_everybody_can_tell_from_their_neighbours(theme: str) -> None:
+def test_the_ramp_of_versions_tells_age_by_lightness_for_every_kind_of_colour_blindness(theme: str) -> None:
     colours = _theme(theme)
-    versions = [_linear(colours[f"v{n}"]) for n in range(8)]
-    for n, colour in enumerate(versions):
-        assert _contrast(colour, _linear(colours["surface"])) >= 3, f"v{n} on the {theme} surface"
+    ramp = [_linear(colours[f"ramp{n}"]) for n in range(RAMP)]
+    contrasts = [_contrast(colour, _linear(colours["surface"])) for colour in ramp]
+    assert contrasts[0] >= 3, contrasts
+    assert contrasts == sorted(contrasts), "a newer version has more contrast with the surface"
     for sight in (None, *DEFICIENCIES):
-        seen = [_oklab(colour if sight is None else _as_seen(colour, sight)) for colour in versions]
-        for n, step in itertools.product(range(8), (1, 2)):
-            distance = math.dist(seen[n], seen[(n + step) % 8])
-            assert distance >= LEAST_DISTANCE, f"v{n} and v{(n + step) % 8}, {theme}, {sight}: {distance:.3f}"
+        seen = [_oklab(colour if sight is None else _as_seen(colour, sight)) for colour in ramp]
+        lightness = [each[0] for each in seen]
+        assert lightness in (sorted(lightness), sorted(lightness, reverse=True)), f"{theme}, {sight}"
+        for n, (one, other) in enumerate(itertools.pairwise(seen)):
+            assert math.dist(one, other) >= LEAST_DISTANCE, f"ramp{n} and ramp{n + 1}, {theme}, {sight}"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -29,6 +29,8 @@ class About(ApiModel):
     """Name of the run."""
     version: str
     """Version of rollmesh."""
+    folder: str
+    """Run folder, as the gateway's machine names it; ``rollmesh view`` opens it once the run has ended."""
     train_steps: int
     """Train steps of the whole run."""
     group_size: int

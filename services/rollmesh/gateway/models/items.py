@@ -90,6 +90,8 @@ class TrajectoryDetail(ApiModel):
     """Id of its group."""
     members: list[str]
     """All trajectories of the group."""
+    member_rewards: tuple[float | None, ...] = ()
+    """Shaped rewards of ``members``, in their order; null until a member is scored, empty if unknown."""
     state: str
     """State in the queue; ``consumed`` once it has been trained on."""
     found_in: Literal["queue", "batch", "dead_letter"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from rollmesh.gateway.models.api_model import ApiModel
+from rollmesh.gateway.models.ending import RunResultView
 
-RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "unreachable"]
+RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "stopped", "unreachable"]
 """starting: no policy yet; paused: ``paused_by`` names the reason; recovering: Redis was restored to an earlier state;
-unreachable: Redis does not answer, and the numbers are the last known ones."""
+stopped: ended before its last train step (only where ``result`` is set); unreachable: Redis does not answer, and the
+numbers are the last known ones."""
 
 PausedBy = Literal["operator", "launcher", "schedule"]
 """operator: until resumed; launcher: during one of its evaluations; schedule: see ``waiting_for``."""
@@ -198,6 +200,8 @@ class Overview(ApiModel):
     """Train step of the newest version."""
     pinned_version: int | None
     """Version that generators are pinned to."""
+    pinned_by: Literal["operator", "evaluation"] | None = None
+    """Owner of the pin: an evaluation holds one generator, and releases it at its end; null without a pin."""
     rollback_to: int | None
     """Target version of a pending rollback."""
     pool_size: int
@@ -236,6 +240,12 @@ class Overview(ApiModel):
     """Number of dead letters."""
     services: list[ServiceScale]
     """Local processes, by service; empty if the run folder is not on this machine."""
+    elapsed_seconds: float | None = None
+    """Seconds since the first record of the run, or from the first to the last one; null if unknown."""
+    remaining_seconds: float | None = None
+    """Estimate of the seconds to the last train step, from the pace of the newest steps; null if unknown."""
+    result: RunResultView | None = None
+    """Result of a run that has ended, read from its run folder; null for a live run."""
 
 
 class VersionInterval(ApiModel):
@@ -333,6 +343,8 @@ class Series(ApiModel):
     """Meaning of x."""
     x: list[float]
     """Middle of each point's range."""
+    times: tuple[float, ...] = ()
+    """Time of each point of a step or a version; empty where x is the time."""
     mean: list[float]
     """Mean over the range."""
     low: list[float]

@@ -132,7 +132,7 @@ export class Actions {
     const paused = overview?.paused_by_person === true;
     byId("pause").disabled = !this.#allowed || paused;
     byId("resume").disabled = !this.#allowed || (overview !== null && !paused);
-    byId("unpin").disabled = !this.#allowed || (overview?.pinned_version ?? null) === null;
+    byId("unpin").disabled = !this.#allowed || overview?.pinned_by !== "operator";
     byId("token-forget").hidden = !this.#allowed;
     if (overview) this.#showScale(overview.services.filter((one) => SERVICES.includes(one.service)));
   }

@@ -1,4 +1,4 @@
-// Calls of the REST API. The token is stored only in this tab's session storage.
+// Calls of the REST API. The token is stored only in this tab's session storage; a link may bring it (`?token=`).
 
 const BASE = "api/v1/";
 const TOKEN = "rollmesh.token";
@@ -22,6 +22,20 @@ export function token() {
 export function setToken(value) {
   if (value) sessionStorage.setItem(TOKEN, value);
   else sessionStorage.removeItem(TOKEN);
+}
+
+// Stores the token of the link that opened the page, and removes it from the address bar and the history.
+export function takeTokenOfLink() {
+  const url = new URL(location.href);
+  const given = url.searchParams.get("token");
+  if (given === null) return;
+  url.searchParams.delete("token");
+  history.replaceState(null, "", url);
+  try {
+    setToken(given);
+  } catch {
+    // storage is disabled: the token has to be entered under Control
+  }
 }
 
 export const address = (path, query = {}) => {
@@ -75,6 +89,10 @@ export const series = (names, points) => call("GET", "series", { query: { names:
 export const trajectories = (state, cursor, limit) => call("GET", "trajectories", { query: { state, cursor, limit } });
 export const trajectory = (trajectoryId, first, limit) =>
   call("GET", `trajectories/${id(trajectoryId)}`, { query: { first_token: first, token_limit: limit } });
+export const batches = () => call("GET", "batches");
+export const batch = (trainStep, { order, descending, first, limit }) =>
+  call("GET", `batches/${trainStep}`, { query: { order, descending, first, limit } });
+export const settings = () => call("GET", "config");
 export const policies = (limit) => call("GET", "policies", { query: { limit } });
 export const deadLetters = (limit) => call("GET", "dead-letters", { query: { limit } });
 

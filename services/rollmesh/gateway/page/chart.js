@@ -6,7 +6,14 @@ import { ticks, valueRange } from "./ticks.js";
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
 const AXES = { train_step: "train step", policy_version: "policy version", time: "time" };
 
-// options: {title, waitsFor, format(value, step of the axis), select}; select is a node shown instead of the title.
+const COLOURS = 4;
+const LEAST_DRAG = 8; // pixels
+
+// Points of an evaluation are measurements with an error, on any axis.
+const isMeasured = (one) => one.measured === true || one.axis === "policy_version";
+
+// options: {title, waitsFor, format(value, step of the axis), select, zoom({axis, from, to} | null)}; select is a node shown
+// instead of the title. Dragging over the chart zooms into a range of its axis; a double click or Escape leaves it.
 export class Chart {
   #options;
   #series = [];
@@ -15,6 +22,9 @@ export class Chart {
   #grid = svg("g");
   #curves = svg("g");
   #cursor = svg("line", { class: "cursor", visibility: "hidden" });
+  #drag = svg("rect", { class: "drag", visibility: "hidden", y: MARGIN.top });
+  #from = null; // pixel where a drag began
+  #newest = "now";
   #latest = el("span");
   #empty = el("p", { class: "empty" });
   #readout = el("p", { class: "readout", "aria-live": "polite" });
@@ -28,7 +38,7 @@ export class Chart {
   constructor(options) {
     this.#options = options;
     this.#format = options.format;
-    this.#svg.append(this.#grid, this.#curves, this.#cursor);
+    this.#svg.append(this.#grid, this.#curves, this.#cursor, this.#drag);
     const table = el("table", null, el("thead", null, this.#head), this.#body);
     const scroll = el(
       "div",
@@ -41,9 +51,11 @@ export class Chart {
     this.#listen();
   }
 
-  // series: as returned by the API; the first one defines the axis.
-  show(series, format = this.#format) {
-    this.#series = series.filter((one) => one.x.length > 0);
+  // series: as returned by `viewed`; the first one defines the axis. newest: name of the right end of a time axis.
+  show(series, format = this.#format, newest = "now") {
+    const axis = series.find((one) => one.x.length > 0)?.axis;
+    this.#series = series.filter((one) => one.x.length > 0 && one.axis === axis);
+    this.#newest = newest;
     this.#format = format;
     this.#draw();
     if (this.#details.open) this.#fillTable();
@@ -55,7 +67,7 @@ export class Chart {
     setHidden(this.#details, !drawn);
     setText(this.#empty, drawn ? "" : `Nothing yet: waiting for ${this.#options.waitsFor}.`);
     this.#svg.style.display = drawn ? "" : "none";
-    setText(this.#latest, drawn ? this.#latestText() : "");
+    this.#showLatest();
     if (!drawn) return;
     setAttribute(this.#svg, "aria-label", this.#summary());
     const [width, height] = [this.#svg.clientWidth, this.#svg.clientHeight];
@@ -126,7 +138,7 @@ export class Chart {
 
   #ago(value) {
     const past = Math.round(this.#shape.to - value);
-    if (past < 1) return "now";
+    if (past < 1) return this.#newest;
     return past < 120
       ? `\u2212${past} s`
       : past < 7200
@@ -142,13 +154,13 @@ export class Chart {
       y(one.low[i]).toFixed(1),
       y(one.high[i]).toFixed(1),
     ]);
-    const measured = one.axis === "policy_version";
+    const measured = isMeasured(one);
     if (node.childElementCount === 0) {
-      setAttribute(node, "class", `c${at % 3}`);
+      setAttribute(node, "class", `c${at % COLOURS}`);
       node.append(
         svg("path", { class: "range" }),
         svg("path", { class: "whisker" }),
-        svg("path", { class: `mean c${at % 3}` }),
+        svg("path", { class: `mean c${at % COLOURS}` }),
         svg("path", { class: "dot" }),
       );
     }
@@ -169,15 +181,26 @@ export class Chart {
 
   #listen() {
     new ResizeObserver(() => this.#draw()).observe(this.#svg);
+    const pixel = (event) => event.clientX - this.#svg.getBoundingClientRect().left;
     this.#svg.addEventListener("pointermove", (event) => {
       if (!this.#shape) return;
-      const box = this.#svg.getBoundingClientRect();
-      this.#point(this.#nearest(event.clientX - box.left));
+      this.#point(this.#nearest(pixel(event)));
+      if (this.#from !== null) this.#drawDrag(pixel(event));
     });
-    const leave = () => this.#point(-1);
+    // A finger scrolls the page; only a mouse and a pen zoom by dragging.
+    this.#svg.addEventListener("pointerdown", (event) => {
+      if (this.#shape && event.button === 0 && event.pointerType !== "touch") this.#from = pixel(event);
+    });
+    this.#svg.addEventListener("pointerup", (event) => this.#endDrag(pixel(event)));
+    this.#svg.addEventListener("dblclick", () => this.#options.zoom(null));
+    const leave = () => {
+      this.#point(-1);
+      this.#endDrag(null);
+    };
     this.#svg.addEventListener("pointerleave", leave);
     this.#svg.addEventListener("blur", leave);
     this.#svg.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.#options.zoom(null);
       const last = (this.#series[0]?.x.length ?? 0) - 1;
       const from = this.#at < 0 ? last + (event.key === "ArrowLeft" ? 1 : 0) : this.#at;
       const next = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
@@ -185,6 +208,30 @@ export class Chart {
       event.preventDefault();
       this.#point(Math.min(Math.max(next, 0), last));
     });
+  }
+
+  #drawDrag(pixel) {
+    const [left, right] = [Math.min(this.#from, pixel), Math.max(this.#from, pixel)];
+    setAttribute(this.#drag, "visibility", "visible");
+    setAttribute(this.#drag, "x", left);
+    setAttribute(this.#drag, "width", right - left);
+    setAttribute(this.#drag, "height", Math.max(0, this.#shape.height - MARGIN.top - MARGIN.bottom));
+  }
+
+  // pixel: where the drag ends; null cancels it.
+  #endDrag(pixel) {
+    const from = this.#from;
+    this.#from = null;
+    setAttribute(this.#drag, "visibility", "hidden");
+    if (from === null || pixel === null || Math.abs(pixel - from) < LEAST_DRAG) return;
+    const [low, high] = [from, pixel].sort((a, b) => a - b).map((at) => this.#valueAt(at));
+    this.#options.zoom({ axis: this.#series[0].axis, from: low, to: high });
+  }
+
+  #valueAt(pixel) {
+    const { from, to, width } = this.#shape;
+    const share = (pixel - MARGIN.left) / (width - MARGIN.left - MARGIN.right);
+    return from + Math.min(1, Math.max(0, share)) * (to - from);
   }
 
   #nearest(pixel) {
@@ -233,10 +280,23 @@ export class Chart {
     return [this.#place(first.x[at]), ...this.#series.map(spread).filter(Boolean)];
   }
 
+  // Newest values; of several curves each with its key.
+  #showLatest() {
+    if (this.#series.length < 2) {
+      setText(this.#latest, this.#series.length > 0 ? this.#latestText() : "");
+      return;
+    }
+    const text = (one) => `${one.label} ${this.#format(one.mean[one.mean.length - 1])}`;
+    const items = this.#series.map((one, at) => ({ one, at }));
+    const make = ({ at }) => el("span", { class: `key c${at % COLOURS}` });
+    if (this.#latest.firstElementChild === null) setText(this.#latest, "");
+    reconcile(this.#latest, items, ({ one }) => one.name, make, (node, { one }) => setText(node, text(one)));
+  }
+
   #latestText() {
     const newest = (one) => {
       const last = one.x.length - 1;
-      const error = one.axis === "policy_version" ? ` \u00b1 ${this.#format(one.high[last] - one.mean[last])}` : "";
+      const error = isMeasured(one) ? ` \u00b1 ${this.#format(one.high[last] - one.mean[last])}` : "";
       return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[last])}${error}`;
     };
     return this.#series.map(newest).join(", ");

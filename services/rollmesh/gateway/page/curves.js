@@ -1,26 +1,39 @@
 // Selection of curves, and their regular refresh.
 import * as api from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, setHidden } from "./dom.js";
 import { number, percent, seconds, short, words } from "./format.js";
 import { Chart } from "./chart.js";
+import { viewed } from "./curve_view.js";
 import { tickText } from "./ticks.js";
 
 const POINTS = 180;
+const ZOOMED_POINTS = 2000;
 const FIRST_REPORT = "the first train step";
 
+const step = (title, ...names) => ({ title, names, waitsFor: FIRST_REPORT });
 const SHOWN = [
-  { title: "Reward", names: ["reward_mean"], waitsFor: FIRST_REPORT },
+  step("Reward", "reward_mean"),
   { title: "Evaluation", names: ["evaluation"], waitsFor: "the first evaluation" },
-  { title: "Response length", names: ["response_length_mean"], waitsFor: FIRST_REPORT },
+  step("Response length", "response_length_mean"),
   { title: "Saved tokens per second", names: ["tokens_per_second"], waitsFor: "the first rollouts" },
-  { title: "Staleness", names: ["staleness_mean"], waitsFor: FIRST_REPORT },
+  step("Staleness", "staleness_mean"),
+  step("Loss", "loss"),
+  step("Gradient norm", "grad_norm"),
+  step("Entropy", "entropy"),
+  step("KL(behavior || policy)", "kl_behavior"),
+  step("Off-policy tokens", "off_policy_token_share"),
+  step("Time per phase", "trainer_wait", "seconds_gradient", "seconds_evidence", "seconds_update"),
 ];
 const FIRST_CHOICE = "goodput";
 const LABELS = {
   goodput: "goodput (trained / generated tokens)",
   kl_behavior: "KL(behavior || policy)",
   logprob_gap: "logprob gap",
-  trainer_wait: "trainer waits for a batch",
+  trainer_wait: "wait for a batch",
+  seconds_gradient: "forward and backward",
+  seconds_evidence: "old logprobs",
+  seconds_update: "optimizer",
+  seconds_statistics: "statistics of the step",
   tokens_per_second: "saved tokens per second",
   finished_per_second: "finished trajectories per second",
   memory_ratio: "queue memory",
@@ -46,33 +59,70 @@ export class Curves {
   #charts;
   #choice = el("select", { "aria-label": "Curve" });
   #available = "";
+  #found = new Map(); // newest answer, by name
+  #view = { byTime: false, smooth: false, zoom: null };
+  #ended = false;
   goodput = null; // newest value, for the facts of the run
 
   constructor() {
-    this.#charts = SHOWN.map((shown) => ({
-      ...shown,
-      chart: new Chart({ title: shown.title, waitsFor: shown.waitsFor, format: number }),
-    }));
-    const chosen = new Chart({ title: "Chosen curve", waitsFor: FIRST_REPORT, format: number, select: this.#choice });
-    this.#charts.push({ names: null, chart: chosen });
-    byId("curve-grid").append(...this.#charts.map(({ chart }) => chart.node));
+    const chart = (options) => new Chart({ ...options, format: number, zoom: (range) => this.#zoomTo(range) });
+    this.#charts = SHOWN.map((shown) => ({ ...shown, chart: chart(shown) }));
+    this.#charts.push({
+      names: null,
+      chart: chart({ title: "Chosen curve", waitsFor: FIRST_REPORT, select: this.#choice }),
+    });
+    byId("curve-grid").append(...this.#charts.map((one) => one.chart.node));
     this.#choice.addEventListener("change", () => this.refresh());
+    byId("curves-reset").addEventListener("click", () => this.#zoomTo(null));
+    this.#listen("curves-smooth", "smooth");
+    this.#listen("curves-time", "byTime");
     this.#offer([FIRST_CHOICE]);
+  }
+
+  // A run that has ended has no "now" at the right end of its curves, and waits for no further curve.
+  end() {
+    this.#ended = true;
+  }
+
+  #listen(id, field) {
+    byId(id).addEventListener("click", () => {
+      const on = !this.#view[field];
+      const zoom = field === "byTime" ? null : this.#view.zoom;
+      this.#view = { ...this.#view, [field]: on, zoom };
+      byId(id).setAttribute("aria-pressed", String(on));
+      setHidden(byId("curves-reset"), zoom === null);
+      this.#show();
+    });
+  }
+
+  // range: {axis, from, to}; null shows everything. All curves with the same axis follow.
+  #zoomTo(range) {
+    this.#view = { ...this.#view, zoom: range };
+    setHidden(byId("curves-reset"), range === null);
+    this.#show();
+    this.refresh().catch(() => {}); // with more points; the regular refresh reports errors
   }
 
   async refresh() {
     const choice = this.#choice.value || FIRST_CHOICE;
     const names = [...new Set([...SHOWN.flatMap((shown) => shown.names), FIRST_CHOICE, choice])];
-    const answer = await api.series(names, POINTS);
-    const found = new Map(
+    const answer = await api.series(names, this.#view.zoom ? ZOOMED_POINTS : POINTS);
+    this.#found = new Map(
       answer.series.map((one) => [one.name, { ...one, label: words(LABELS[one.name] ?? one.name) }]),
     );
     this.#offer(answer.available);
+    this.#show();
+    this.goodput = this.#found.get(FIRST_CHOICE)?.mean.at(-1) ?? null;
+  }
+
+  #show() {
     for (const { names: own, chart } of this.#charts) {
-      const series = (own ?? [this.#choice.value]).map((name) => found.get(name)).filter(Boolean);
-      if (series.length > 0) chart.show(series, formatOf(series[0]));
+      const series = (own ?? [this.#choice.value]).map((name) => this.#found.get(name)).filter(Boolean);
+      if (series.length === 0) continue;
+      const seen = series.map((one) => viewed(one, this.#view));
+      chart.show(seen, formatOf(series[0]), this.#ended ? "end" : "now");
+      setHidden(chart.node, this.#ended && own !== null && series.every((one) => one.x.length === 0));
     }
-    this.goodput = found.get(FIRST_CHOICE)?.mean.at(-1) ?? null;
   }
 
   #offer(names) {

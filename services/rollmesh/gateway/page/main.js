@@ -4,11 +4,15 @@ import { Actions } from "./actions.js";
 import { Curves } from "./curves.js";
 import { DomainTable } from "./domains.js";
 import { byId, setHidden, setText } from "./dom.js";
+import { LIVE_SECTIONS, showEnd, showResult } from "./ending.js";
 import { renderFacts } from "./facts.js";
 import { clock, seconds, version } from "./format.js";
 import { LetterTable } from "./letters.js";
 import { GeneratorTable, VersionTable } from "./mesh_tables.js";
+import { setSight } from "./palette.js";
 import { QueuePanels } from "./queue.js";
+import { hideSections, startSections } from "./sections.js";
+import { startSettings } from "./settings.js";
 import { Stream } from "./stream.js";
 import { Timeline } from "./timeline.js";
 import { TrajectoryTable } from "./trajectories.js";
@@ -42,6 +46,9 @@ class Page {
     (state) => this.#onConnection(state),
   );
   #complaints = new Map();
+  #folder = "RUN_FOLDER";
+  #viewed = false; // a run that has ended, read from its folder
+  #ended = false; // the run has ended while this page was open
   #announced = {};
   #polls = [
     { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
@@ -56,6 +63,9 @@ class Page {
   }
 
   async start() {
+    api.takeTokenOfLink();
+    startSections();
+    startSettings((error) => this.#complain("configuration", error));
     this.#stream.start();
     for (const poll of this.#polls) this.#poll(poll);
     document.addEventListener("visibilitychange", () => {
@@ -70,6 +80,7 @@ class Page {
   async #describe() {
     try {
       const about = await api.about();
+      this.#folder = about.folder;
       setText(
         byId("about"),
         `rollmesh ${about.version}; groups of ${about.group_size}, batches of ${about.groups_per_batch} groups, staleness at most ${about.max_staleness}`,
@@ -80,10 +91,43 @@ class Page {
   }
 
   #onEvent(name, data) {
+    if (name === "end" && data.by === "launcher" && this.#overview !== null) this.#onEnd(data.time);
     if (name !== "snapshot" && name !== "tick") return;
+    if (data.overview.result !== null && !this.#viewed) this.#view(data.overview);
     this.#readWhatChanged(this.#overview, data.overview);
     this.#overview = data.overview;
     this.#timeline.apply(name, data.timeline);
+    this.#drawSoon();
+  }
+
+  // The page of a run that has ended: its result, and no section of a live mesh.
+  #view(overview) {
+    this.#viewed = true;
+    setText(byId("connection"), "from the run folder");
+    hideSections(LIVE_SECTIONS);
+    setSight(0, overview.newest_version);
+    this.#curves.end();
+    this.#versions.end();
+    this.#trajectories.end();
+    showResult(overview);
+  }
+
+  // The run has ended, and its gateway with it.
+  #onEnd(time) {
+    this.#ended = true;
+    this.#curves.end();
+    const again = () => {
+      this.#ended = false;
+      hideSections(["result"]);
+      this.#stream.start();
+    };
+    const ended = showEnd(this.#overview, time, this.#folder, again);
+    const state = ended === "finished" ? "complete" : ended;
+    this.#overview = { ...this.#overview, state, waiting_for: ended === "failed" ? this.#overview.waiting_for : "" };
+    this.#overview.remaining_seconds = null;
+    byId("connection").dataset.state = "ended";
+    setText(byId("connection"), `${ended} ${clock(time)}`);
+    setHidden(byId("banner"), true);
     this.#drawSoon();
   }
 
@@ -104,6 +148,7 @@ class Page {
     this.#queue.render(overview);
     this.#domains.render(overview);
     this.#generators.render(overview);
+    this.#versions.note(overview);
     this.#actions.render(overview);
     this.#announce(overview);
     document.documentElement.dataset.looks = String((this.#looks += 1));
@@ -124,12 +169,12 @@ class Page {
   #onConnection({ state, since, retryIn, why }) {
     const node = byId("connection");
     node.dataset.state = state;
-    if (state === "live") setText(node, "live");
+    if (state === "live") setText(node, this.#viewed ? "from the run folder" : "live");
     if (state === "lost") setText(node, `disconnected since ${clock(since)}`);
     if (state === "refused") setText(node, "token required");
     const words = {
       live: "",
-      lost: `Disconnected since ${clock(since)}: the data on this page is older than that. ${why ? `${why}. ` : ""}Retrying in ${seconds(retryIn)}.`,
+      lost: `Disconnected since ${clock(since)}: the data on this page is older than that. ${why ? `${why}. ` : ""}Retrying in ${seconds(retryIn)}. If the run has ended, “rollmesh view ${this.#folder}” opens it again.`,
       refused: "This run is visible only to holders of its token: enter it under Control.",
     }[state];
     setText(byId("banner"), words);
@@ -139,7 +184,7 @@ class Page {
 
   async #poll(poll) {
     clearTimeout(poll.timer);
-    if (!document.hidden && !poll.busy) {
+    if (!document.hidden && !poll.busy && !this.#ended) {
       poll.busy = true;
       try {
         await poll.read();

@@ -1,7 +1,7 @@
 // Tables of generators with their version and load, and of policy versions with their actions.
 import { byId, el } from "./dom.js";
 import { count, number, plural, short, version, words } from "./format.js";
-import { versionTag } from "./palette.js";
+import { colourSign, versionTag } from "./palette.js";
 import { built, Table, text } from "./table.js";
 
 const load = (one) => {
@@ -36,7 +36,7 @@ export class GeneratorTable {
     [
       text("address", (one) => one.address, { left: true }),
       built("serving", (one) => [one.serving, one.reason], serving, { left: true, wrap: true }),
-      built("version", (one) => [one.policy_version, one.versions_behind], behind, { left: true }),
+      built("version", (one) => [colourSign(one.policy_version), one.versions_behind], behind, { left: true }),
       built("calls in slots", (one) => [one.running, one.slots, one.waiting], load),
       text("KV cache", cache, { minor: true }),
       text("instance", (one) => one.instance_id.slice(0, 8), { minor: true }),
@@ -66,6 +66,7 @@ const score = (one) =>
 export class VersionTable {
   #table;
   #list = [];
+  #heldByEvaluation = false;
 
   // actions: {pin(version), rollBack(version), allowed()}
   constructor(actions) {
@@ -81,11 +82,12 @@ export class VersionTable {
         },
         name,
       );
+    const held = () => (this.#heldByEvaluation ? "evaluated" : "pinned");
     const buttons = (one) =>
       el(
         "div",
         { class: "tools" },
-        one.pinned ? el("span", { class: "warn" }, "pinned") : button("Pin", "small", actions.pin, one.policy_version),
+        one.pinned ? el("span", { class: "warn" }, held()) : button("Pin", "small", actions.pin, one.policy_version),
         one.newest ? null : button("Roll back", "small danger", actions.rollBack, one.policy_version),
       );
     this.#table = new Table(
@@ -93,17 +95,27 @@ export class VersionTable {
       [
         built(
           "version",
-          (one) => one.policy_version,
+          (one) => colourSign(one.policy_version),
           (one) => versionTag(one.policy_version),
           { left: true },
         ),
         text("step", (one) => count(one.train_step), { minor: true }),
         text("served by", (one) => count(one.generators), { minor: true }),
         text("evaluation", score),
-        built("actions", (one) => [one.pinned, one.newest, actions.allowed()], buttons, { unseen: true }),
+        built("actions", (one) => [one.pinned && held(), one.newest, actions.allowed()], buttons, { unseen: true }),
       ],
       "Announced policy versions, newest first",
     );
+  }
+
+  // An evaluation holds its version on one generator, and releases it by itself.
+  note(overview) {
+    this.#heldByEvaluation = overview.pinned_by === "evaluation";
+  }
+
+  // A run that has ended has no generators, and no actions.
+  end() {
+    byId("version-table").classList.add("ended");
   }
 
   // Train step of a version; null if it is not in the list.

@@ -1,23 +1,25 @@
-// Colours of policy versions: version n has slot n mod 8, on the canvas and in the document.
+// Colours of policy versions: a sequential ramp from the oldest to the newest version in sight. No colour repeats.
 import { el } from "./dom.js";
 import { version } from "./format.js";
 
-export const SLOTS = 8;
+const STOPS = 6;
 
-export const slot = (policyVersion) => ((policyVersion % SLOTS) + SLOTS) % SLOTS;
+const parsed = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const hexOf = (rgb) => `#${rgb.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`;
 
-export const slotClass = (policyVersion) => (policyVersion >= 0 ? `s${slot(policyVersion)}` : "");
-
-// Label of a version: a swatch and its name, so that colour is never the only cue.
-export const versionTag = (policyVersion) =>
-  el("span", { class: `version ${slotClass(policyVersion)}` }, version(policyVersion));
+// Colour at a share 0..1 of the ramp.
+function mixed(stops, share) {
+  const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const low = Math.min(Math.floor(at), stops.length - 2);
+  return hexOf(stops[low].map((part, i) => part + (stops[low + 1][i] - part) * (at - low)));
+}
 
 // Colours for the canvas; read again when the theme changes.
-export function readColours() {
+function readColours() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(name).trim();
   return {
-    versions: Array.from({ length: SLOTS }, (_, at) => read(`--v${at}`)),
+    stops: Array.from({ length: STOPS }, (_, at) => parsed(read(`--ramp${at}`))),
     ink: read("--ink"),
     soft: read("--soft"),
     line: read("--line"),
@@ -37,7 +39,48 @@ export function currentColours() {
 
 export const onColours = (listener) => listeners.add(listener);
 
+function announce() {
+  for (const listener of listeners) listener();
+}
+
+// A ramp over a range of versions; versions outside of it have the colour of its end.
+export class Ramp {
+  constructor(low, high) {
+    this.low = low;
+    this.high = Math.max(low, high);
+  }
+
+  colour(policyVersion) {
+    const share = this.high > this.low ? (policyVersion - this.low) / (this.high - this.low) : 1;
+    return mixed(currentColours().stops, share);
+  }
+}
+
+let sight = new Ramp(0, 0);
+
+export const inSight = () => sight;
+
+// Sets the range of versions in sight of the whole page.
+export function setSight(low, high) {
+  if (sight.low === low && sight.high === high) return;
+  sight = new Ramp(low, high);
+  announce();
+}
+
+// Gives a node, and what it contains, the colour of a version.
+export function shade(node, policyVersion, ramp = sight) {
+  if (policyVersion >= 0) node.style.setProperty("--shade", ramp.colour(policyVersion));
+  return node;
+}
+
+// Label of a version: a swatch and its name, so that colour is never the only cue.
+export const versionTag = (policyVersion) =>
+  shade(el("span", { class: "version" }, version(policyVersion)), policyVersion);
+
+// Changes when the colour of a version changes: for cells that are rebuilt only then.
+export const colourSign = (policyVersion) => `${policyVersion} ${sight.colour(policyVersion)}`;
+
 document.documentElement.addEventListener("themechange", () => {
   colours = null;
-  for (const listener of listeners) listener();
+  announce();
 });

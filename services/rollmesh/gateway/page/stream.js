@@ -33,8 +33,9 @@ export class Stream {
   #stop = null;
   #timer = 0;
   #lostAt = null;
+  #ended = false;
 
-  // onEvent(name, data); onState({state: "live" | "lost" | "refused", since, retryIn, why})
+  // After an end event the stream does not connect again by itself. onEvent(name, data); onState({state: "live" | "lost" | "refused", since, retryIn, why})
   constructor(onEvent, onState) {
     this.#onEvent = onEvent;
     this.#onState = onState;
@@ -42,6 +43,7 @@ export class Stream {
 
   start() {
     this.stop();
+    this.#ended = false;
     this.#run();
   }
 
@@ -62,6 +64,7 @@ export class Stream {
       failure = error;
     }
     if (this.#stop !== control) return; // stopped or restarted in the meantime
+    if (this.#ended) return;
     this.#lostAt ??= Date.now();
     const refused = failure.status === 401;
     const wait = Math.min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** this.#failures) * (0.75 + 0.5 * Math.random());
@@ -100,6 +103,7 @@ export class Stream {
       this.#failures = 0;
       this.#onState({ state: "live" });
     }
+    this.#ended = event.name === "end" && data.by === "launcher";
     this.#onEvent(event.name, data);
   }
 }

@@ -2,7 +2,7 @@
 import { byId, el, reconcile, setAttribute, setHidden, setText } from "./dom.js";
 import { count, plural, seconds, short, version, words } from "./format.js";
 import { Lanes } from "./lanes.js";
-import { currentColours, onColours, slotClass, versionTag } from "./palette.js";
+import { colourSign, currentColours, onColours, setSight, shade, versionTag } from "./palette.js";
 import { AXIS_HEIGHT, drawTimeline, timeRange } from "./timeline_draw.js";
 
 const ROW_HEIGHTS = [1, 2, 4, 8, 14, 22];
@@ -58,6 +58,7 @@ export class Timeline {
     else if (document.activeElement !== this.#canvas || !this.#lanes.get(this.#selected)) this.#describe();
   }
 
+  // Rollouts in flight by the version of their newest tokens, newest version first.
   #versionCounts() {
     const counts = new Map();
     for (const span of this.#lanes.values()) {
@@ -68,11 +69,31 @@ export class Timeline {
     return [...counts].sort((a, b) => b[0] - a[0]);
   }
 
-  #renderLegend(versions) {
-    const make = ([policyVersion]) =>
-      el("span", { class: `version ${slotClass(policyVersion)}` }, el("b", null, version(policyVersion)), el("span"));
-    const update = (node, [, n]) => setText(node.lastChild, count(n));
-    reconcile(byId("timeline-legend"), versions.slice(0, LEGEND_VERSIONS), ([key]) => key, make, update);
+  // Versions of everything that is drawn, newest first; they set the ramp of the page.
+  #drawnVersions() {
+    const { from } = this.#range();
+    const drawn = new Set();
+    for (const span of this.#lanes.values())
+      for (const interval of span.intervals) if (interval.end >= from) drawn.add(interval.policy_version);
+    const found = [...drawn].sort((a, b) => b - a);
+    if (found.length > 0) setSight(found[found.length - 1], found[0]);
+    return found;
+  }
+
+  // A key of the ramp: every drawn version or, where they are many, some from the newest to the oldest.
+  #renderLegend(counts) {
+    const flying = new Map(counts);
+    const drawn = this.#drawnVersions();
+    const every = Math.max(1, (drawn.length - 1) / (LEGEND_VERSIONS - 1));
+    const shown = [...new Set(drawn.map((_, at) => drawn[Math.round(at * every)]).filter((one) => one !== undefined))];
+    const make = (policyVersion) =>
+      el("span", { class: "version" }, el("b", null, version(policyVersion)), el("span"));
+    const update = (node, policyVersion) => {
+      if (node.dataset.colour !== colourSign(policyVersion)) shade(node, policyVersion);
+      node.dataset.colour = colourSign(policyVersion);
+      setText(node.lastChild, flying.has(policyVersion) ? `${count(flying.get(policyVersion))} in flight` : "");
+    };
+    reconcile(byId("timeline-legend"), shown, (one) => one, make, update);
   }
 
   #rowHeight() {
@@ -249,8 +270,9 @@ export class Timeline {
       setText(time, seconds(this.#time - span.start));
       setText(tokens, count(span.tokens));
       const seen = span.intervals.map((i) => i.policy_version);
-      if (versions.dataset.seen !== String(seen)) {
-        versions.dataset.seen = String(seen);
+      const sign = seen.map(colourSign).join();
+      if (versions.dataset.seen !== sign) {
+        versions.dataset.seen = sign;
         versions.replaceChildren(...seen.map((v) => versionTag(v)).flatMap((tag, at) => (at > 0 ? [" ", tag] : [tag])));
       }
       setText(worker, span.worker);

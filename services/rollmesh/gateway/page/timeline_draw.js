@@ -1,6 +1,6 @@
 // Draws lanes of rollouts on a canvas. The cost depends on the number of pixels, not of rollouts.
-import { slot } from "./palette.js";
 import { seconds } from "./format.js";
+import { inSight } from "./palette.js";
 
 export const AXIS_HEIGHT = 20;
 const SHORTEST_WINDOW_SECONDS = 15;
@@ -20,6 +20,16 @@ const luminance = (hex) => {
 
 // Black or white, for the better contrast on a colour.
 export const inkOn = (hex) => (luminance(hex) > 0.18 ? "#000000" : "#ffffff");
+
+// The ramp with every colour computed once per drawing.
+function cached(ramp) {
+  const known = new Map();
+  const colour = (policyVersion) => {
+    if (!known.has(policyVersion)) known.set(policyVersion, ramp.colour(policyVersion));
+    return known.get(policyVersion);
+  };
+  return { colour };
+}
 
 function drawAxis(context, { width, height, range, colours }) {
   const length = range.to - range.from;
@@ -43,7 +53,7 @@ function drawAxis(context, { width, height, range, colours }) {
 }
 
 function drawSpan(context, span, y, rowHeight, shared) {
-  const { range, scale, colours, inks } = shared;
+  const { range, scale, colours, ramp } = shared;
   const bar = rowHeight >= 4 ? rowHeight - 1 : rowHeight;
   const xOf = (time) => Math.max(0, (time - range.from) * scale);
   const last = span.end ?? range.to;
@@ -55,11 +65,16 @@ function drawSpan(context, span, y, rowHeight, shared) {
     if (interval.end < range.from) continue;
     const x = xOf(interval.start);
     const length = Math.max(1, xOf(Math.min(interval.end, last)) - x);
-    const at = slot(interval.policy_version);
-    context.fillStyle = colours.versions[at];
+    const fill = ramp.colour(interval.policy_version);
+    context.fillStyle = fill;
     context.fillRect(x, y, length, bar);
+    if (interval !== span.intervals[0] && rowHeight >= 4 && length >= 3) {
+      // Neighbours on a long ramp look alike: a gap shows where one version ends and the next one begins.
+      context.fillStyle = colours.surface;
+      context.fillRect(x, y, 1, bar);
+    }
     if (rowHeight >= LABEL_ROW_HEIGHT && length >= LABEL_WIDTH) {
-      context.fillStyle = inks[at];
+      context.fillStyle = inkOn(fill);
       context.fillText(`v${interval.policy_version}`, x + 4, y + bar / 2 + 0.5);
     }
   }
@@ -78,7 +93,7 @@ export function drawTimeline(context, view) {
   context.font = "600 10px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.textAlign = "left";
-  const shared = { range, colours, scale: width / (range.to - range.from), inks: colours.versions.map(inkOn) };
+  const shared = { range, colours, scale: width / (range.to - range.from), ramp: cached(inSight()) };
   const rowHeight = view.rowHeight;
   if (rowHeight * view.pixelRatio < 1) {
     // Several lanes share a line of pixels: every line shows one of them, evenly spread.

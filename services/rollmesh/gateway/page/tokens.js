@@ -1,7 +1,7 @@
 // Tokens of a trajectory as coloured text; one tab stop, arrow keys inside, one line of text about one token.
 import { el, setText } from "./dom.js";
 import { count, NOTHING, number, plural, version } from "./format.js";
-import { slotClass } from "./palette.js";
+import { Ramp, shade } from "./palette.js";
 
 const NEWLINE = "\u21b5\n";
 const NO_TEXT = "\u25ab"; // a later token completes the character
@@ -52,17 +52,15 @@ export class Tokens {
     this.#flat = [];
     this.#at = -1;
     this.#chosen = null;
-    const blocks = runs.map((run) => this.#runNode(asIds ? { ...run, texts: null } : run));
+    const ramp = rampOf(runs);
+    const blocks = runs.map((run) => this.#runNode(asIds ? { ...run, texts: null } : run, ramp));
     this.#box.replaceChildren(...blocks);
   }
 
-  #runNode(run) {
-    const shade = run.source === "policy" ? ` ${slotClass(run.policy_version)}` : "";
-    const node = el(
-      "span",
-      { class: `run ${run.source}${shade}${run.texts ? "" : " ids"}` },
-      el("span", { class: "mark" }, markOf(run)),
-    );
+  #runNode(run, ramp) {
+    const mark = el("span", { class: "mark" }, markOf(run));
+    const node = el("span", { class: `run ${run.source}${run.texts ? "" : " ids"}` }, mark);
+    if (run.source === "policy") shade(node, run.policy_version, ramp);
     run.token_ids.forEach((_, at) => {
       const token = el("span", { class: run.texts ? "t" : "t id", "data-i": this.#flat.length }, textOf(run, at));
       this.#flat.push({ node: token, run, at });
@@ -131,6 +129,12 @@ export class Tokens {
   }
 }
 
+// The ramp of one trajectory: its few versions are told apart better than on the ramp of the whole page.
+function rampOf(runs) {
+  const versions = runs.filter((run) => run.source === "policy").map((run) => run.policy_version);
+  return new Ramp(Math.min(...versions), Math.max(...versions));
+}
+
 // Legend of the colours: number of tokens per version in these runs, with its swatch.
 export function legend(runs) {
   const tokens = new Map();
@@ -139,15 +143,10 @@ export function legend(runs) {
       tokens.set(run.policy_version, (tokens.get(run.policy_version) ?? 0) + run.token_ids.length);
   }
   const node = el("div", { class: "legend" });
+  const ramp = rampOf(runs);
   for (const [policyVersion, n] of [...tokens].sort((a, b) => a[0] - b[0])) {
-    node.append(
-      el(
-        "span",
-        { class: `version ${slotClass(policyVersion)}` },
-        el("b", null, version(policyVersion)),
-        ` ${plural(n, "token")}`,
-      ),
-    );
+    const label = el("span", { class: "version" }, el("b", null, version(policyVersion)), ` ${plural(n, "token")}`);
+    node.append(shade(label, policyVersion, ramp));
   }
   if (tokens.size === 0) setText(node, "No token of the policy on this page.");
   return node;

@@ -1,12 +1,14 @@
-// The list of trajectories in the queue, page by page.
+// The list of trajectories: of the queue, or of a trained batch (batch_table.js), page by page.
 import * as api from "./api.js";
 import { byId, el, setText } from "./dom.js";
 import { count, number, NOTHING, plural, version, words } from "./format.js";
-import { versionTag } from "./palette.js";
+import { BatchTable } from "./batch_table.js";
+import { colourSign, versionTag } from "./palette.js";
 import { built, Table, text } from "./table.js";
 
 const STATES = ["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"];
 const PAGE = 50;
+const NEXT_ROWS = "next"; // a batch is paged by position, not by cursor
 const MOST_EMPTY_PAGES = 20;
 
 export class TrajectoryTable {
@@ -15,6 +17,7 @@ export class TrajectoryTable {
   #next = null;
   #asked = 0;
   #fail;
+  #batches;
 
   // open(id) shows a trajectory; fail(error) reports a list that could not be read.
   constructor(open, fail) {
@@ -26,7 +29,7 @@ export class TrajectoryTable {
       [
         built("trajectory", (one) => one.id, link, { left: true }),
         text("state", (one) => words(one.state), { left: true }),
-        built("newest tokens", (one) => one.newest_version, writers, { left: true }),
+        built("newest tokens", (one) => colourSign(one.newest_version ?? -1), writers, { left: true }),
         text("birth version", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version))),
         text("tokens", (one) => count(one.tokens)),
         text("attempts", (one) => count(one.attempts)),
@@ -36,10 +39,38 @@ export class TrajectoryTable {
       ],
       "Trajectories in the queue, oldest group first",
     );
+    this.#batches = new BatchTable(open, () => this.#turn(null));
     this.#listen(open);
   }
 
+  // A run that has ended has only its batches.
+  end() {
+    byId("trajectory-place").value = "batch";
+    byId("trajectory-place").hidden = true;
+    document.querySelector("label[for=trajectory-place]").hidden = true;
+    this.#choosePlace();
+  }
+
+  get #inBatch() {
+    return byId("trajectory-place").value === "batch";
+  }
+
+  #choosePlace() {
+    const batch = this.#inBatch;
+    for (const [part, hidden] of [
+      ["state", batch],
+      ["step", !batch],
+    ]) {
+      byId(`trajectory-${part}`).hidden = hidden;
+      document.querySelector(`label[for=trajectory-${part}]`).hidden = hidden;
+    }
+    byId("trajectory-table").hidden = batch;
+    byId("batch-table").hidden = !batch;
+    this.#turn(null);
+  }
+
   #listen(open) {
+    byId("trajectory-place").addEventListener("change", () => this.#choosePlace());
     const states = byId("trajectory-state");
     states.append(el("option", { value: "" }, "any"), ...STATES.map((state) => el("option", { value: state }, state)));
     states.addEventListener("change", () => this.#turn(null));
@@ -52,11 +83,13 @@ export class TrajectoryTable {
     });
   }
 
+  // cursor: of the queue; null for the first page.
   async #turn(cursor) {
     this.#cursor = cursor;
+    this.#batches.turn(cursor !== null);
     try {
       await this.refresh();
-      byId("trajectory-table").scrollTop = 0;
+      byId(this.#inBatch ? "batch-table" : "trajectory-table").scrollTop = 0;
     } catch (error) {
       this.#fail(error);
     }
@@ -65,6 +98,15 @@ export class TrajectoryTable {
   // Refreshes the current page; a response to an outdated request is dropped.
   async refresh() {
     const asked = (this.#asked += 1);
+    if (this.#inBatch) {
+      const page = await this.#batches.refresh();
+      if (page === null || asked !== this.#asked) return;
+      byId("trajectories-first").disabled = page.first;
+      byId("trajectories-next").disabled = page.last;
+      this.#next = NEXT_ROWS;
+      setText(byId("trajectories-note"), page.note);
+      return;
+    }
     const state = byId("trajectory-state").value || null;
     let page = await api.trajectories(state, this.#cursor, PAGE);
     // A page may be short, or empty although more follow: read on until there is a row to show.

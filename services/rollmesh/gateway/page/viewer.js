@@ -138,9 +138,11 @@ export class Viewer {
     );
   }
 
-  #members({ id, members }) {
+  #members({ id, members, member_rewards: rewards }) {
     if (members.length < 2) return [];
-    const buttons = members.map((member) =>
+    const label = (member, at) =>
+      typeof rewards[at] === "number" ? [member, el("span", { class: "note" }, ` reward ${number(rewards[at])}`)] : member;
+    const buttons = members.map((member, position) =>
       el(
         "button",
         {
@@ -149,7 +151,7 @@ export class Viewer {
           "aria-current": member === id ? "true" : null,
           onclick: () => this.open(member),
         },
-        member,
+        ...[label(member, position)].flat(),
       ),
     );
     return [el("h3", null, "Group"), el("div", { class: "members" }, buttons)];

@@ -1,0 +1,49 @@
+"""``rollmesh view``: the page of a run that has ended."""
+
+from __future__ import annotations
+
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from rollmesh.cli.common import RunFolderArgument, run_async, run_of, shutdown_event
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.run_folder import RunFolder, has_launcher
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.runtime.endpoints import read_endpoints
+
+
+def view(
+    run: RunFolderArgument,
+    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 picks a free one.", min=0)] = 0,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Open the page of a run that has ended, read-only: curves, versions, trained trajectories, audit, report.
+
+    Needs the run folder only, no Redis and no service.
+
+    Example: `rollmesh view runs/demo --open`
+    """
+    from rollmesh.report.view.view_server import serve_view
+
+    def ready(url: str) -> None:
+        typer.echo(f"the run as a page: {url}\nCtrl-C ends it")
+        if open_:
+            webbrowser.open(url)
+
+    async def main() -> None:
+        config, folder = run_of(run)
+        _refuse_live(folder)
+        await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready)
+
+    run_async(main)
+
+
+def _refuse_live(folder: RunFolder) -> None:
+    """Raise ConfigError for a run in progress, with the address of its own page."""
+    if not has_launcher(folder.path):
+        return
+    pages = [page.url for page in read_endpoints(folder.path, "gateway")]
+    where = f"its page: {pages[0]}" if pages else "it has no page (gateway.enabled)"
+    raise ConfigError(f"{folder.path}: the run is in progress; {where}; rollmesh status {folder.path} shows its state")

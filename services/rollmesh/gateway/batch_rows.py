@@ -1,0 +1,98 @@
+"""Rows of a batch file: order, page and text preview of its trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmesh.gateway.models.batches import BatchOrder, BatchPage, BatchTrajectory
+from rollmesh.gateway.token_runs import Pieces
+from rollmesh.types import Group, Int32Array, Trajectory
+
+_HEAD_TOKENS = 24
+_TAIL_TOKENS = 24
+_GAP = " \N{HORIZONTAL ELLIPSIS} "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """A trajectory of a batch file, without most of its tokens."""
+
+    trajectory_id: str
+    group_id: str
+    reward: float | None
+    token_count: int
+    policy_versions: tuple[int, ...]
+    finish_reason: str | None
+    shown: tuple[Int32Array, ...]
+    """Tokens of the preview: the whole response, or its beginning and its end."""
+
+
+def rows_of(group: Group) -> list[BatchRow]:
+    """Return the rows of a group, in the order of training."""
+    return [
+        BatchRow(
+            trajectory_id=each.trajectory_id,
+            group_id=each.group_id,
+            reward=reward_of(each),
+            token_count=each.response_token_count,
+            policy_versions=each.policy_versions,
+            finish_reason=None if each.finish_reason is None else each.finish_reason.value,
+            shown=_shown(each.response_ids),
+        )
+        for each in group.trajectories
+    ]
+
+
+def batch_page(
+    train_step: int,
+    rows: Sequence[BatchRow],
+    order: BatchOrder,
+    descending: bool,
+    first: int,
+    limit: int,
+    pieces: Pieces | None,
+) -> BatchPage:
+    """Return the rows ``first`` to ``first + limit`` of a batch in an order; only these are decoded."""
+    items = [_item(row, pieces) for row in _ordered(rows, order, descending)[first : first + limit]]
+    return BatchPage(train_step=train_step, items=items, first=first, total=len(rows))
+
+
+def reward_of(trajectory: Trajectory) -> float | None:
+    """Return the shaped reward; None without a score."""
+    return None if trajectory.outcome is None else trajectory.shaped_reward
+
+
+def _shown(ids: Int32Array) -> tuple[Int32Array, ...]:
+    if len(ids) <= _HEAD_TOKENS + _TAIL_TOKENS:
+        return (ids,)
+    return np.copy(ids[:_HEAD_TOKENS]), np.copy(ids[-_TAIL_TOKENS:])  # a view would keep every token in memory
+
+
+def _ordered(rows: Sequence[BatchRow], order: BatchOrder, descending: bool) -> list[BatchRow]:
+    if order == "batch":
+        return list(reversed(rows)) if descending else list(rows)
+    keys: dict[BatchOrder, Callable[[BatchRow], float]] = {
+        "reward": lambda row: row.reward or 0.0,
+        "tokens": lambda row: row.token_count,
+    }
+    return sorted(rows, key=keys[order], reverse=descending)
+
+
+def _item(row: BatchRow, pieces: Pieces | None) -> BatchTrajectory:
+    return BatchTrajectory(
+        id=row.trajectory_id,
+        group_id=row.group_id,
+        reward=row.reward,
+        tokens=row.token_count,
+        policy_versions=list(row.policy_versions),
+        finish_reason=row.finish_reason,
+        preview=_GAP.join(_text(ids, pieces) for ids in row.shown),
+    )
+
+
+def _text(ids: Int32Array, pieces: Pieces | None) -> str:
+    words = [str(token) for token in ids.tolist()] if pieces is None else ["".join(pieces(ids))]
+    return " ".join(" ".join(words).split())

@@ -1,0 +1,107 @@
+// Trained trajectories of one step, from its batch file: sorted by the gateway, page by page.
+import * as api from "./api.js";
+import { byId, el, setAttribute, setText } from "./dom.js";
+import { count, number, plural, words } from "./format.js";
+import { colourSign, versionTag } from "./palette.js";
+import { built, Table, text } from "./table.js";
+
+const PAGE = 50;
+const NEWEST = "newest";
+
+export class BatchTable {
+  #table;
+  #steps = [];
+  #order = { order: "batch", descending: false };
+  #first = 0;
+  #asked = 0;
+  #page = { items: [], first: 0, total: 0 };
+  #shown = ""; // request of the rows on the page: a batch file never changes
+  #sorters = new Map();
+
+  // open(id) shows a trajectory; changed() asks for a refresh.
+  constructor(open, changed) {
+    const link = (one) => el("button", { type: "button", class: "link", onclick: () => open(one.id) }, one.id);
+    const preview = (one) => el("div", { class: "preview", title: one.preview }, one.preview);
+    const writers = ({ policy_versions: all }) =>
+      all.length === 0 ? "" : all.length === 1 ? versionTag(all[0]) : [versionTag(all[0]), " to ", versionTag(all.at(-1))];
+    this.#table = new Table(
+      byId("batch-table"),
+      [
+        built("trajectory", (one) => one.id, link, { left: true }),
+        text("reward", (one) => number(one.reward)),
+        text("tokens", (one) => count(one.tokens)),
+        built("versions", (one) => one.policy_versions.map(colourSign), writers, { left: true }),
+        text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : ""), { minor: true }),
+        built("text", (one) => one.id, preview, { left: true }),
+      ],
+      "Trained trajectories of one batch",
+    );
+    const heads = byId("batch-table").querySelectorAll("thead th");
+    for (const [at, order] of [
+      [1, "reward"],
+      [2, "tokens"],
+    ]) {
+      const sort = el("button", { type: "button", class: "sort", onclick: () => this.#sort(order, changed) }, order);
+      heads[at].replaceChildren(sort);
+      this.#sorters.set(order, heads[at]);
+    }
+    byId("trajectory-step").addEventListener("change", () => {
+      this.#first = 0;
+      changed();
+    });
+  }
+
+  // The first press shows the lowest values on top, the next one the highest, the third one the order of training.
+  #sort(order, changed) {
+    const before = this.#order;
+    if (before.order !== order) this.#order = { order, descending: false };
+    else if (!before.descending) this.#order = { order, descending: true };
+    else this.#order = { order: "batch", descending: false };
+    this.#first = 0;
+    for (const [name, head] of this.#sorters) {
+      const sorted = this.#order.order === name ? (this.#order.descending ? "descending" : "ascending") : null;
+      setAttribute(head, "aria-sort", sorted);
+      setText(head.firstChild, `${name}${sorted === null ? "" : sorted === "ascending" ? " \u2191" : " \u2193"}`);
+    }
+    changed();
+  }
+
+  turn(forward) {
+    this.#first = forward ? this.#first + PAGE : 0;
+  }
+
+  // Returns whether there is a page before and after this one, and a note.
+  async refresh() {
+    const asked = (this.#asked += 1);
+    const { train_steps: steps } = await api.batches();
+    if (asked !== this.#asked) return null;
+    this.#offer(steps);
+    const step = byId("trajectory-step").value === NEWEST ? steps[0] : Number(byId("trajectory-step").value);
+    if (!step) {
+      this.#table.show([], (one) => one.id, "No batch file can be read here: waiting for the first train step.");
+      return { first: true, last: true, note: "" };
+    }
+    const request = { ...this.#order, first: this.#first, limit: PAGE };
+    const sign = JSON.stringify([step, request]);
+    if (sign !== this.#shown) {
+      const page = await api.batch(step, request);
+      if (asked !== this.#asked) return null;
+      this.#shown = sign;
+      this.#page = page;
+    }
+    const { items, first, total } = this.#page;
+    this.#table.show(items, (one) => one.id, "No trajectory on this page.");
+    const note = `step ${count(step)}: ${count(first + 1)} to ${count(first + items.length)} of ${plural(total, "trajectory", "trajectories")}`;
+    return { first: first === 0, last: first + items.length >= total, note };
+  }
+
+  #offer(steps) {
+    if (String(steps) === String(this.#steps)) return;
+    this.#steps = steps;
+    const select = byId("trajectory-step");
+    const before = select.value || NEWEST;
+    const options = steps.map((step) => el("option", { value: step }, count(step)));
+    select.replaceChildren(el("option", { value: NEWEST }, "newest"), ...options);
+    select.value = [NEWEST, ...steps.map(String)].includes(before) ? before : NEWEST;
+  }
+}

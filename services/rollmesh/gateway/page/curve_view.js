@@ -1,0 +1,28 @@
+// A curve as it is looked at: by time instead of by step, smoothed, and inside the zoomed range.
+
+const LISTS = ["x", "mean", "low", "high"];
+
+// Mean of up to `size` neighbours of every value; the ends have fewer.
+export function smoothed(values, size) {
+  const half = Math.floor(size / 2);
+  return values.map((_, at) => {
+    const part = values.slice(Math.max(0, at - half), at + half + 1);
+    return part.reduce((sum, value) => sum + value, 0) / part.length;
+  });
+}
+
+// view: {byTime, smooth, zoom: {axis, from, to} | null}
+export function viewed(series, { byTime, smooth, zoom }) {
+  let seen = series;
+  if (byTime && series.axis !== "time" && series.times.length === series.x.length && series.x.length > 0)
+    seen = { ...seen, x: series.times, axis: "time", measured: series.axis === "policy_version" };
+  // Measurements with an error of their own are few, and are not smoothed.
+  if (smooth && series.axis !== "policy_version")
+    seen = { ...seen, mean: smoothed(seen.mean, Math.max(3, Math.round(seen.mean.length / 12))) };
+  if (zoom !== null && zoom.axis === seen.axis) {
+    const inside = seen.x.map((x) => zoom.from <= x && x <= zoom.to);
+    const kept = LISTS.map((name) => [name, seen[name].filter((_, at) => inside[at])]);
+    seen = { ...seen, ...Object.fromEntries(kept) };
+  }
+  return seen;
+}

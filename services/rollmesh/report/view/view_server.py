@@ -1,0 +1,63 @@
+"""Server of the page of a run that has ended, on a loopback address."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, Response
+
+from rollmesh.config import RunConfig
+from rollmesh.gateway.app import EVENTS
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.models.ending import EndEvent
+from rollmesh.gateway.page_files import mount_page
+from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
+from rollmesh.report.html import REPORT_FILE
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.view.recorded_reads import RecordedReads
+from rollmesh.runtime.api_app import api_app
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.public_http import accepted_hosts, public_server
+from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.token_check import no_check
+
+_HOST = "127.0.0.1"
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+"""Content policy of the report: one file with inline styles and plots, and without scripts."""
+
+
+async def serve_view(
+    run: RecordedRun, config: RunConfig, port: int, shutdown: Shutdown, ready: Callable[[str], None]
+) -> None:
+    """Serve the page until ``shutdown``; ``ready`` receives its address. Raises ConfigError if the port is taken."""
+    metrics = Metrics("gateway")
+    reads = await asyncio.to_thread(RecordedReads, run, config, GatewayMetrics(metrics))
+    app = _app(run, config, reads, RequestMetrics(metrics, "page"))
+    async with public_server(app, config, _HOST, port, "--port", PortSecurity()) as url:
+        ready(url)
+        await shutdown.wait()
+        reads.hub.close(EndEvent(time=time.time(), by="signal"))
+
+
+def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: RequestMetrics) -> FastAPI:
+    app = api_app(
+        "view",
+        "A run that has ended, read from its run folder.",
+        PREFIX,
+        [ReadRoutes(reads).router(no_check)],
+        requests,
+        hosts=accepted_hosts(config, _HOST),
+        further_models=EVENTS,
+    )
+
+    @app.get(f"/{REPORT_FILE}", include_in_schema=False)
+    async def report() -> Response:
+        return FileResponse(run.path / REPORT_FILE, headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    mount_page(app)
+    return app

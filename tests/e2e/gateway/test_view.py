@@ -1,0 +1,229 @@
+"""`rollmesh view`: the page of a run that has ended, from its run folder alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.config import load_run_config
+from rollmesh.config.recipes import resolve_model
+from rollmesh.mesh import Cursor
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.text import Tokenizer
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Group,
+    OutcomeKind,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    Trajectory,
+)
+
+from ...integration.report.made_run import make_run
+from .conftest import NARROW, WIDE, Window, viewing
+
+Open = Callable[..., Window]
+
+STEPS, GROUPS, MEMBERS = 100, 25, 4
+"""10,000 trajectories."""
+WORST_STEP, WORST = 5, "e0-107.3"
+"""The longest answer of the step, and the only one of its step without a reward."""
+FIRST_PAINT_MS = 1000
+LOADS = 10
+"""Loads of the page of which one must paint in time: these machines are at times several times slower."""
+TALLEST_PHONE = 3000
+TABS = ("Result", "Queue", "Curves", "Versions", "Trajectories", "Configuration")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with a batch file of every step."""
+    run = make_run(tmp_path_factory.mktemp("view") / "run", steps=STEPS)
+    config = load_run_config(run / "config.yaml")
+    tokenizer = Tokenizer(resolve_model("recipe:countdown"))
+    checkpoints = open_checkpoints(config)
+    for step in range(1, STEPS + 1):
+        checkpoints.write_batch(_batch(step, tokenizer), Cursor(epoch=0, index=step * GROUPS))
+    return run
+
+
+def _batch(step: int, tokenizer: Tokenizer) -> Batch:
+    indices = range((step - 1) * GROUPS, step * GROUPS)
+    groups = (
+        Group(
+            group_id=f"e0-{index}",
+            admission_index=index,
+            trajectories=tuple(_trajectory(index, member, step, tokenizer) for member in range(MEMBERS)),
+        )
+        for index in indices
+    )
+    return Batch(train_step=step, groups=tuple(groups))
+
+
+def _trajectory(index: int, member: int, step: int, tokenizer: Tokenizer) -> Trajectory:
+    name = f"e0-{index}.{member}"
+    is_worst = name == WORST
+    versions = (max(0, step - 2), step - 1)
+    ids = tokenizer.encode("1 + 2 = 3 ~ 4 = 5 , " * (9 if is_worst else 1 + member))
+    segments = tuple(
+        Segment(
+            token_ids=part,
+            behavior_logprobs=-np.ones(len(part), np.float32),
+            policy_version=version,
+            kv_min_version=version,
+        )
+        for version, part in zip(versions, np.array_split(ids, 2), strict=True)
+    )
+    value = 0.0 if is_worst else 1.0
+    return Trajectory(
+        trajectory_id=name,
+        group_id=f"e0-{index}",
+        member_index=member,
+        prompt=Prompt(prompt_id=str(index), token_ids=tokenizer.encode("1 2 3 > 3 :"), verifier="countdown"),
+        segments=segments,
+        finish_reason=FinishReason.STOP,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=value),
+        shaped_reward=value,
+        birth_version=versions[0],
+    )
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with viewing(folder) as found:
+        yield found
+
+
+@pytest.fixture
+def viewed(window: Open, url: str) -> Callable[..., Window]:
+    """Open windows on the viewed run."""
+    return lambda **options: window(url, **options)
+
+
+def test_ten_thousand_trajectories_do_not_delay_the_first_paint(viewed: Open) -> None:
+    times: list[float] = []
+    while len(times) < LOADS and min(times, default=FIRST_PAINT_MS) >= FIRST_PAINT_MS:
+        page = viewed().open(1)
+        page.locator("#batch-table tbody tr").first.wait_for()
+        paints = page.evaluate("performance.getEntriesByType('paint').map((e) => [e.name, e.startTime])")
+        print("paint, ms:", paints)
+        times.append(dict(paints)["first-contentful-paint"])
+        page.close()
+    assert min(times) < FIRST_PAINT_MS, times
+
+
+def test_the_page_shows_the_result_and_no_live_section(viewed: Open) -> None:
+    page = viewed().open(1)
+    assert page.locator("#run-state").text_content() == "finished"
+    page.locator("#connection", has_text="from the run folder").wait_for()
+    lines = page.locator("#result-lines").text_content() or ""
+    assert f"finished after train step {STEPS} of {STEPS}" in lines
+    assert "audit" in lines and "accuracy after" in lines
+    for gone in ("#rollouts", "#queue-states", "#generators", "#letters", "#control"):
+        assert page.locator(gone).is_hidden(), gone
+    assert page.locator("#version-table tbody tr").count() == STEPS + 1
+    assert page.locator("#version-table button:visible").count() == 0
+    page.wait_for_function("() => document.querySelectorAll('figure.chart path.mean[d*=L]').length >= 11")
+    page.click("#settings summary")
+    page.locator("#settings-text", has_text="recipe:countdown").wait_for()
+
+
+def test_the_worst_answer_of_a_step_is_found_by_sorting(viewed: Open) -> None:
+    page = viewed().open(1)
+    page.select_option("#trajectory-step", str(WORST_STEP))
+    page.locator("#trajectories-note", has_text=f"step {WORST_STEP}: 1 to 50 of 100 trajectories").wait_for()
+    first = page.locator("#batch-table tbody tr").first
+    page.get_by_role("button", name="reward").click()
+    page.locator("#batch-table tbody tr:first-child th", has_text=WORST).wait_for()
+    assert page.locator("#batch-table th[aria-sort=ascending]").text_content() == "reward \u2191"
+    assert "1 + 2 = 3" in (first.locator(".preview").text_content() or "")
+    page.get_by_role("button", name="tokens", exact=True).click()
+    page.locator("#trajectories-next").click()
+    page.locator("#trajectories-note", has_text="51 to 100 of 100").wait_for()
+    assert WORST in (page.locator("#batch-table tbody tr").last.text_content() or ""), "the longest one is the last"
+    page.get_by_role("button", name=WORST, exact=True).click()
+    page.locator("#viewer .tokens .policy .t").first.wait_for()
+    members = page.locator("#viewer .members button").all_text_contents()
+    assert [text.split(" reward ")[1] for text in members] == ["1.00", "1.00", "1.00", "0"]
+    page.keyboard.press("Escape")
+
+
+def test_a_dragged_range_zooms_all_curves_of_its_axis(viewed: Open) -> None:
+    page = viewed().open(1)
+    reward = page.locator("figure.chart", has_text="Reward").first
+    loss = page.locator("figure.chart", has_text="Loss").first
+    reward.locator("path.mean[d*=L]").wait_for()
+    reward.scroll_into_view_if_needed()
+    box = reward.locator("svg").bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.5, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y)
+    page.mouse.up()
+    for chart in (reward, loss):
+        chart.locator("svg[aria-label*='from step 4'][aria-label*='to step 7']").wait_for()
+    page.click("#curves-reset")
+    reward.locator(f"svg[aria-label*='to step {STEPS}']").wait_for()
+    page.click("#curves-time")
+    reward.locator("svg[aria-label*='by time']").wait_for()
+    raw = reward.locator("path.mean").get_attribute("d")
+    page.click("#curves-smooth")
+    assert reward.locator("path.mean").get_attribute("d") != raw
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
+    page = viewed(viewport=size).open(1)
+    page.wait_for_function("() => document.querySelector('figure.chart figcaption span').textContent !== ''")
+    page.locator("#batch-table tbody tr").first.wait_for(state="attached")
+    links = page.locator("nav a:visible")
+    assert tuple(links.all_text_contents()) == TABS
+    for name in TABS:
+        page.get_by_role("link", name=name, exact=True).click()
+        section = page.locator({"Queue": "#queue", "Configuration": "#settings"}.get(name, f"#{name.lower()}"))
+        section.wait_for()
+        assert (section.text_content() or "").strip()
+        assert section.locator(".empty:visible").count() == 0, name
+        heights = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+        assert heights[1] <= size["width"]
+        if size is NARROW:
+            assert heights[0] < TALLEST_PHONE, (name, heights)
+
+
+def test_the_page_of_an_ended_run_takes_no_action(url: str) -> None:
+    for path in ("pause", "unpin", "scale", "policies/0/pin"):
+        assert httpx.post(f"{url}api/v1/{path}").status_code in (404, 405), path
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    found = _refused(tmp_path)
+    assert "no config.yaml there; is this a run folder?" in found
+
+
+def test_a_run_in_progress_is_refused_with_the_address_of_its_page(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "services").mkdir(parents=True)
+    (run / "config.yaml").write_text((folder / "config.yaml").read_text())
+    (run / "lock").write_text(str(os.getpid()))
+    with published_endpoint(run, service="gateway", index=0, grpc="", admin="", url="http://127.0.0.1:1/"):
+        found = _refused(run)
+    assert "the run is in progress; its page: http://127.0.0.1:1/" in found
+    assert "rollmesh status" in found
+
+
+def _refused(folder: Path) -> str:
+    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2, ended
+    return ended.stderr
