@@ -72,6 +72,14 @@ def schedule_document(folder: Path) -> None:
 
 
 @app.command(hidden=True)
+def reference_documents(folder: Path) -> None:
+    """Write the pages of reference/ into the folder docs, for developers who change a field or a plug-in point."""
+    from rollmesh.report.reference.reference_pages import write_reference_pages
+
+    write_reference_pages(folder, method_table.POINTS, demo_methods.method_settings(), schedule_table.numbers)
+
+
+@app.command(hidden=True)
 def fidelity_document(document: Path) -> None:
     """Write the section about published speed-ups into docs/simulator.md, for developers who change the simulator."""
     from rollmesh.sim.fidelity import predictions
