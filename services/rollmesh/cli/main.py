@@ -24,6 +24,7 @@ with many_imports():
         schedule_table,
         serving,
         sim,
+        starter,
         top,
         up,
     )
@@ -43,7 +44,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.demo_seeds)
+_add("Runs", up.up, up.demo, starter.init, up.demo_seeds)
 _add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)

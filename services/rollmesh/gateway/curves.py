@@ -103,8 +103,8 @@ def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Se
         axis="policy_version",
         x=[float(point.policy_version) for point in shown],
         mean=[point.mean for point in shown],
-        low=[point.mean - point.standard_error for point in shown],
-        high=[point.mean + point.standard_error for point in shown],
+        low=[point.mean - (point.standard_error or 0.0) for point in shown],
+        high=[point.mean + (point.standard_error or 0.0) for point in shown],
     )
 
 
