@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,6 +22,7 @@ from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
 
 class Tokenizer:
@@ -124,14 +125,28 @@ class Tokenizer:
                 pieces.append(str(self._tokenizer.decode([token_id], skip_special_tokens=False)))
         return pieces
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> Int32Array:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Int32Array:
         """Render chat messages ({role, content} mappings) with the model's template to int32 [tokens].
 
-        Raises DataError if the model has no template or the template rejects the messages.
+        ``variables`` are further variables of the template. Raises DataError if the model has no template or the
+        template rejects the messages.
         """
-        return self.encode(self.chat_text(messages, add_generation_prompt=add_generation_prompt))
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode(text)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render chat messages with the model's template to text; raises DataError like ``render_chat``."""
         if not self._chat_template:
             raise DataError(
@@ -140,6 +155,7 @@ class Tokenizer:
         try:
             template = _template_environment().from_string(self._chat_template)
             return template.render(
+                dict(variables or {}),
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
@@ -148,6 +164,25 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{self._folder}: the chat template refuses the messages: {error}") from error
+
+    def check_template_variables(self, names: Iterable[str], field: str) -> None:
+        """Raise DataError for a variable that the chat template does not read, or that is not the caller's to set."""
+        names = list(names)
+        if not names or not self._chat_template:
+            return
+        try:
+            read = meta.find_undeclared_variables(_template_environment().parse(self._chat_template))
+        except TemplateError as error:
+            raise DataError(f"{self._folder}: the chat template is not valid: {error}") from error
+        own = {*_RENDERED_VARIABLES, *_SPECIAL_TOKEN_NAMES, "raise_exception", "strftime_now"}
+        for name in names:
+            if name in own:
+                raise DataError(f"{field}.{name}: set by rollmesh itself; leave it out")
+            if name not in read:
+                known = ", ".join(sorted(read - own)) or "none"
+                raise DataError(
+                    f"{field}.{name}: the chat template of {self._folder} reads no such variable; it reads {known}"
+                )
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         generation = _read_json(self._folder / "generation_config.json")

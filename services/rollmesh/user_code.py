@@ -7,15 +7,25 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError
+
+CODE_FOLDER = "ROLLMESH_CODE_FOLDER"
+"""Environment variable with the folder of the run file, for the services of the run and their processes."""
+
+
+def search_beside(run_file: Path) -> None:
+    """Let this process and those that it starts find modules beside the run file."""
+    os.environ[CODE_FOLDER] = str(run_file.resolve().parent)
 
 
 def load_target(target: str, field: str) -> Any:
     """Import ``module:attribute``; error messages name ``field``, its field in the run file.
 
-    The working directory, where ``rollmesh up`` was started, is searched for modules that are not installed.
+    The folder of the run file and the working directory, where ``rollmesh up`` was started, are searched for modules
+    that are not installed.
     Raises ConfigError if the module or the attribute does not exist. Errors inside the module propagate.
     """
     module_name, separator, attribute = target.partition(":")
@@ -27,7 +37,8 @@ def load_target(target: str, field: str) -> Any:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise
         raise ConfigError(
-            f"{field}: no module {error.name!r} (installed, on PYTHONPATH or in {os.getcwd()}) for {target!r}"
+            f"{field}: no module {error.name!r} (installed, on PYTHONPATH or in {' or '.join(_folders())}) for "
+            f"{target!r}"
         ) from error
     try:
         return getattr(module, attribute)
@@ -56,13 +67,19 @@ def load_function(
     return found
 
 
+def _folders() -> list[str]:
+    """Return the folders that are searched for modules that are not installed."""
+    beside = os.environ.get(CODE_FOLDER)
+    return list(dict.fromkeys(([beside] if beside else []) + [os.getcwd()]))
+
+
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        folder = os.getcwd()
-        if error.name != name.partition(".")[0] or folder in sys.path:
+        added = [folder for folder in _folders() if folder not in sys.path]
+        if error.name != name.partition(".")[0] or not added:
             raise
-        sys.path.append(folder)
+        sys.path.extend(added)
         importlib.invalidate_caches()
         return importlib.import_module(name)

@@ -171,6 +171,45 @@ def test_a_template_that_refuses_or_reaches_out_is_a_data_error(
         Tokenizer(folder).render_chat([message])
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}world{% endif %}"
+)
+
+
+def test_variables_reach_the_template_as_transformers_passes_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"chat_template": THINKING, "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = make_folder(tmp_path, settings=settings)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    rendered = []
+    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        expected = reference.apply_chat_template(
+            MESSAGES[:1], add_generation_prompt=True, return_dict=False, **variables
+        )
+        rendered.append(Tokenizer(folder).render_chat(MESSAGES[:1], variables=variables).tolist())
+        assert rendered[-1] == expected
+    assert rendered[0] == rendered[1] != rendered[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "enable_thinkin",
+            "kwargs.enable_thinkin: the chat template of .* reads no such variable; it reads enable_thinking",
+        ),
+        ("messages", "kwargs.messages: set by rollmesh itself; leave it out"),
+        ("eos_token", "kwargs.eos_token: set by rollmesh itself"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, name: str, expected: str) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path, settings={"chat_template": THINKING}))
+    tokenizer.check_template_variables(["enable_thinking"], "kwargs")
+    with pytest.raises(DataError, match=expected):
+        tokenizer.check_template_variables(["enable_thinking", name], "kwargs")
+
+
 def test_a_chat_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no chat template; set chat: false"):
         Tokenizer(make_folder(tmp_path)).render_chat(MESSAGES)

@@ -51,10 +51,7 @@ def parse_request(request: ChatRequest | CompletionRequest, config: RunConfig, t
     """Parse a call; the OpenAiError of an invalid one names the field."""
     plain: Callable[[], Int32Array] | None = None
     if isinstance(request, ChatRequest):
-        try:
-            text = tokenizer.chat_text([m.as_template() for m in request.messages])
-        except DataError as error:
-            raise invalid(f"messages: {error}", "messages") from error
+        text = _rendered(request, config, tokenizer)
         context = Context(text=text)
         whole = _encoder(tokenizer, text, special_tokens=False, field="messages")
     elif isinstance(request.prompt, str):
@@ -124,6 +121,20 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
         raise invalid(f"n: {request.n} in a session, which has a single conversation; open one session per answer", "n")
     if request.seed is not None:
         raise invalid("seed: not supported in a session, which samples with the run's seed; omit it", "seed")
+
+
+def _rendered(request: ChatRequest, config: RunConfig, tokenizer: Tokenizer) -> str:
+    """Render the messages with the variables of the run and of the request, which has the last word."""
+    added = request.chat_template_kwargs or {}
+    try:
+        tokenizer.check_template_variables(added, "chat_template_kwargs")
+    except DataError as error:
+        raise invalid(str(error), "chat_template_kwargs") from error
+    try:
+        variables = {**config.data.chat_template_kwargs, **added}
+        return tokenizer.chat_text([m.as_template() for m in request.messages], variables=variables)
+    except DataError as error:
+        raise invalid(f"messages: {error}", "messages") from error
 
 
 def _no_model(message: str) -> OpenAiError:

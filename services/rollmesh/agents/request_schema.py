@@ -169,6 +169,8 @@ class ChatRequest(SamplingRequest):
     """Alias of max_tokens."""
     logprobs: bool | None = None
     """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
+    chat_template_kwargs: dict[Text, Any] | None = None
+    """Variables for the chat template, added to data.chat_template_kwargs of the run. (Not part of OpenAI's API.)"""
     top_logprobs: int | None = Field(default=None, ge=0, le=0)
     """Must be 0: only the log-probability of the sampled token is known."""
 

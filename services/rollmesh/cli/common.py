@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console
 from rollmesh.runtime.imports import many_imports
 from rollmesh.store import TrajectoryStore
+from rollmesh.user_code import search_beside
 
 T = TypeVar("T")
 
@@ -75,6 +76,12 @@ def heavy_module(name: str, purpose: str) -> ModuleType:
             f"{purpose} needs the package {error.name}: install torch for your CPU or CUDA, then "
             "pip install 'rollmesh[local]'"
         ) from error
+
+
+def load_run(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load a run file, and let this process and those that it starts find modules beside it."""
+    search_beside(run)
+    return load_run_config(run, overrides)
 
 
 def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 import yaml
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
+from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.report.console import output_console
 
 Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the first train steps on assumed devices.")]
@@ -32,9 +33,10 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
     with clear_errors():
         if with_ and not simulate:
             raise ConfigError(f"--with {with_[0]}: a setting of the simulation; add --simulate")
-        config = load_run_config(run, set_ or ())
+        config = load_run(run, set_ or ())
         table = check_run(config).table()
-        notes = check_inputs(config)
+        memory = model_memory(config)
+        notes = [memory.sentence(), *check_inputs(config), *run_hints(config, memory.parameter_count)]
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
     console.print(f"{run}: valid", highlight=False)

@@ -24,6 +24,7 @@ with many_imports():
         schedule_table,
         serving,
         sim,
+        starter,
         top,
         up,
         viewing,
@@ -44,7 +45,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.demo_seeds)
+_add("Runs", up.up, up.demo, starter.init, up.demo_seeds)
 _add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
@@ -70,6 +71,14 @@ def schedule_document(folder: Path) -> None:
     from rollmesh.report.schedules.schedule_document import write_schedule_files
 
     write_schedule_files(folder, schedule_table.numbers)
+
+
+@app.command(hidden=True)
+def reference_documents(folder: Path) -> None:
+    """Write the pages of reference/ into the folder docs, for developers who change a field or a plug-in point."""
+    from rollmesh.report.reference.reference_pages import write_reference_pages
+
+    write_reference_pages(folder, method_table.POINTS, demo_methods.method_settings(), schedule_table.numbers)
 
 
 @app.command(hidden=True)

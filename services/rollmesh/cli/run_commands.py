@@ -28,6 +28,7 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
+from rollmesh.report.formats import plus_minus
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
@@ -116,8 +117,8 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
             typer.echo(json.dumps(asdict(result)))
         else:
             typer.echo(
-                f"policy version {result.policy_version}: {result.mean:.4f} ± {result.standard_error:.4f} "
-                f"(n={result.n})"
+                f"policy version {result.policy_version}: {result.mean:.4f} "
+                f"{plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
             )
 
     run_async(main)

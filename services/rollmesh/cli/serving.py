@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module, load_run
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.inline_services import Serve
@@ -20,6 +21,7 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, r
 from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
+from rollmesh.user_code import CODE_FOLDER
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica, for its log and endpoint file names.", min=0)]
 SuperviseOption = Annotated[
@@ -56,7 +58,8 @@ def _command(service: str) -> Callable[..., None]:
 
 def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
     with clear_errors(EXIT_CONFIG):
-        config = load_run_config(run, overrides or ())
+        # The run file of a launcher's service is a copy in the run folder; the launcher names the folder of the user's.
+        config = (load_run_config if CODE_FOLDER in os.environ else load_run)(run, overrides or ())
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
         serve: Serve = _main_module(service).serve

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.gateway.models.live import Overview, RolloutSpan, Series, StalenessBin, Timeline
+from rollmesh.report.formats import plus_minus
 
 SHOWN_SERIES = ("reward_mean", "response_length_mean", "staleness_mean", "tokens_per_second")
 _STATES = {"running": "green", "complete": "green", "starting": "cyan", "paused": "yellow", "recovering": "yellow"}
@@ -64,7 +65,8 @@ def _head(overview: Overview) -> RenderableType:
     )
     if overview.evaluations:
         point = overview.evaluations[-1]
-        grid.add_row("evaluation", f"{point.mean:.3f} ± {point.standard_error:.3f} (version {point.policy_version})")
+        error = plus_minus(point.standard_error)
+        grid.add_row("evaluation", f"{point.mean:.3f} {error} (version {point.policy_version})")
     return Panel(grid, title=_plain(f"rollmesh {overview.run}"), title_align="left")
 
 

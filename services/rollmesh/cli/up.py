@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
+from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, load_run, shutdown_event
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
@@ -20,6 +20,7 @@ from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLo
 from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
+from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.console import output_console
@@ -54,7 +55,7 @@ def up(
     """
     with clear_errors():
         overrides = _overrides(set_, folder)
-        config = load_run_config(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
+        config = load_run(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
         if not force:
             check_configured(config, this_machine())
         raise typer.Exit(run_to_report(config, output_console(), inline=inline))
@@ -125,7 +126,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         check_inline(config)
     check_run(config)
     # A breakpoint in the user's code is to stop in this process, not in the trial's.
-    for note in [] if inline else check_inputs(config):
+    notes = [] if inline else check_inputs(config)
+    for note in [*notes, *run_hints(config, model_memory(config).parameter_count)]:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:

@@ -15,7 +15,8 @@ class EvalConfig(Section):
     serves the version during an evaluation, and the others load new versions. With a single generator, the staleness
     bound may delay training."""
     prompt_count: int = Field(default=256, ge=1)
-    """Number of prompts of one evaluation, the same each time."""
+    """Number of prompts of one evaluation, the same each time; an evaluation split with fewer prompts gives all of
+    them, and the result says so."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Answers per prompt."""
     temperature: Temperature = 1.0

@@ -19,6 +19,7 @@ from rollmesh.config.run import RunConfig
 from rollmesh.config.secrets import ENV_PREFIX, SECRETS
 from rollmesh.config.yaml_text import DuplicateKeys, parse_yaml
 from rollmesh.errors import ConfigError
+from rollmesh.user_code import CODE_FOLDER
 
 _SECRETS = frozenset(name for *_, name in SECRETS)
 """Secret fields: their values are not parsed as YAML and never shown."""
@@ -36,7 +37,7 @@ _SENTENCES: Mapping[tuple[str, str], str] = {
     "countdown, jsonl, parquet, reasoning_gym, python",
 }
 """Words for errors of pydantic that name no remedy, by field and error type."""
-_ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
+_ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE", CODE_FOLDER})
 
 
 def load_run_config(

@@ -50,7 +50,7 @@ def complete_options(
     batch files cannot record.
     """
     if is_own(name):
-        _check_plain(options, field)
+        check_plain(options, field)
         return dict(options)
     model = methods[name].options
     for option in options.keys() - model.model_fields.keys():
@@ -67,8 +67,8 @@ def complete_options(
         raise ValueError(f"{place}{given} of {name}: {first['msg']}") from None
 
 
-def _check_plain(options: Mapping[str, Any], field: str) -> None:
-    """Raise ValueError for a value that a batch file, which is JSON, would change: infinity, a tuple, a date."""
+def check_plain(options: Mapping[str, Any], field: str) -> None:
+    """Raise ValueError for a value that a file in JSON would change: infinity, a tuple, a date."""
     for option, value in options.items():
         try:
             kept = json.loads(json.dumps(value, allow_nan=False)) == value

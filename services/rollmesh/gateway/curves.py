@@ -122,8 +122,8 @@ def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Se
         x=[float(point.policy_version) for point in shown],
         times=tuple(point.time or 0.0 for point in shown) if all(point.time for point in shown) else (),
         mean=[point.mean for point in shown],
-        low=[point.mean - point.standard_error for point in shown],
-        high=[point.mean + point.standard_error for point in shown],
+        low=[point.mean - (point.standard_error or 0.0) for point in shown],
+        high=[point.mean + (point.standard_error or 0.0) for point in shown],
     )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.formats import fewer_prompts, plus_minus
 from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EvalRecord
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class Evaluation:
     n: int
     """Number of scores in the mean."""
     mean: float
-    standard_error: float
+    standard_error: float | None
+    """None for fewer than two scores."""
     details: dict[str, float]
     """Other statistics, such as the mean length."""
     discarded: int
@@ -47,7 +49,14 @@ class Evaluation:
         """Describe the score for the console; there is none when every response was discarded."""
         if self.n == 0:
             return f"evaluation without a score: none of {self.discarded} answers counts"
-        return f"evaluation {self.mean:.3f} ± {self.standard_error:.3f} (n={self.n})"
+        return f"evaluation {self.mean:.3f} {plus_minus(self.standard_error)} (n={self.n}){self.shortage}"
+
+    @property
+    def shortage(self) -> str:
+        """Why there were fewer prompts than asked for, as the end of a sentence; empty if there were enough."""
+        if REQUESTED_PROMPTS not in self.details:
+            return ""
+        return f"; {fewer_prompts(self.details[REQUESTED_PROMPTS], self.details[EXISTING_PROMPTS])}"
 
 
 class EvaluationJournal:
@@ -96,12 +105,12 @@ class EvaluationJournal:
 
 def _recorded(file: Path) -> Iterable[Evaluation]:
     """Read the evaluations of the file that have a score."""
-    names = [field.name for field in fields(Evaluation) if field.name != "details"]
+    names = [field.name for field in fields(Evaluation) if field.name not in ("details", "standard_error")]
     for line in read_json_lines(file).records:
         values: dict[str, Any] = {name: line.get(name) for name in names}
         if all(isinstance(value, int | float) for value in values.values()) and values["n"] > 0:
-            details = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
-            yield Evaluation(**values, details=details)
+            others = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
+            yield Evaluation(**values, standard_error=others.pop("standard_error", None), details=others)
 
 
 def _evaluation(record: EvalRecord) -> Evaluation:

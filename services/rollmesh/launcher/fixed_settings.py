@@ -24,6 +24,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),
+        "data.chat_template_kwargs",
         *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature"),
         *("curriculum.token_budget", "curriculum.token_budget_options"),
         *("curriculum.turn_budget", "curriculum.turn_budget_options"),

@@ -49,7 +49,7 @@ def _check_model(config: RunConfig) -> None:
     folder = resolve_model(path)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={path}: {folder} contains no *.safetensors; other formats are not supported")
-    Tokenizer(folder)
+    Tokenizer(folder).check_template_variables(config.data.chat_template_kwargs, "data.chat_template_kwargs")
     try:
         architecture_of(read_json(folder / "config.json"), str(folder))
         if config.network.shared_folder:  # the pods that load them check them

@@ -30,6 +30,19 @@ def duration(seconds: float | None) -> str | None:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def plus_minus(error: float | None, spec: str = ".3f") -> str:
+    """Format a standard error as ``± 0.012``; unknown for fewer than two samples."""
+    return "± unknown" if error is None or math.isnan(error) else f"± {error:{spec}}"
+
+
+def fewer_prompts(requested: float, existing: float) -> str:
+    """State that an evaluation had fewer prompts than the run file asks for, with the remedies."""
+    return (
+        f"the evaluation split has {existing:.0f} of evaluation.prompt_count={requested:.0f} prompts: add rows, raise "
+        "data.held_out_ratio, or set data.evaluation_source"
+    )
+
+
 def gap(value: float | None) -> str:
     """Format a difference of log-probabilities."""
     return "-" if value is None else f"{value:.2g}"

@@ -6,6 +6,7 @@ import json
 
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.config.data import PromptSourceConfig
+from rollmesh.report.formats import plus_minus
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary, summarise
@@ -61,7 +62,7 @@ def _score(summary: RunSummary, version: int) -> str:
     point = points.get(version)
     if point is None:
         return _UNKNOWN
-    return f"{summary.score_name} {point.mean:.3f} ± {point.standard_error:.3f} (n={point.n})"
+    return f"{summary.score_name} {point.mean:.3f} {plus_minus(point.standard_error)} (n={point.n})"
 
 
 def _data(source: PromptSourceConfig) -> str:

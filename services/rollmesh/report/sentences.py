@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
-from rollmesh.report.formats import count, duration, gap, listed, percent
+from rollmesh.report.formats import count, duration, fewer_prompts, gap, listed, percent, plus_minus
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
 
@@ -98,8 +98,7 @@ def _factor(factor: float | None) -> str | None:
 def _point(point: EvaluationPoint | None) -> str | None:
     if point is None:
         return None
-    error = "" if math.isnan(point.standard_error) else f" ± {point.standard_error:.3f}"
-    return f"{point.mean:.3f}{error} (n={point.n}, policy version {point.policy_version})"
+    return f"{point.mean:.3f} {plus_minus(point.standard_error)} (n={point.n}, policy version {point.policy_version})"
 
 
 def _staleness(summary: RunSummary) -> str | None:
@@ -133,7 +132,7 @@ def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
     before, after, (difference, error) = summary.before, summary.after, summary.gain
     text = f"{name} on the evaluation prompts: {_point(before)} before, {_point(after)} after"
     if math.isnan(error):
-        yield Sentence(text=f"{text}; no standard error was recorded, so the difference is not judged.")
+        yield Sentence(text=f"{text}; no standard error is known, so the difference is not judged.")
     elif abs(difference) < NOISE_STANDARD_ERRORS * error:
         yield Sentence(
             text=f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f})."
@@ -141,6 +140,9 @@ def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
     else:
         change = "gain" if difference > 0 else "loss"
         yield Sentence(text=f"{text}: a {change} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
+    if after.requested_prompts > after.existing_prompts:
+        shortage = fewer_prompts(after.requested_prompts, after.existing_prompts)
+        yield Sentence(text=f"{shortage[0].upper()}{shortage[1:]}.")
 
 
 def _off_policy(summary: RunSummary) -> Iterator[Sentence]:

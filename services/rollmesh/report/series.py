@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rollmesh import step_metrics
 from rollmesh.report.recorded_run import Record
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -74,6 +75,7 @@ class EvaluationPoint:
     n: int
     mean: float
     standard_error: float
+    """NaN if unknown."""
     mean_length: float
     max_length: float
     truncated: float
@@ -82,6 +84,9 @@ class EvaluationPoint:
     """Seconds from the request to the result."""
     when: float
     """Unix seconds of the result."""
+    requested_prompts: float
+    """evaluation.prompt_count where fewer prompts exist; NaN otherwise."""
+    existing_prompts: float
 
 
 def newest_per_step(records: Sequence[Record]) -> list[Record]:
@@ -136,12 +141,14 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
                 policy_version=int(version),
                 n=int(n),
                 mean=mean,
-                standard_error=number(record, "standard_error"),
+                standard_error=number(record, "standard_error") if n > 1 else math.nan,
                 mean_length=number(record, "mean_length"),
                 max_length=number(record, "max_length"),
                 truncated=number(record, "truncated_share"),
                 seconds=number(record, "seconds"),
                 when=number(record, "when"),
+                requested_prompts=number(record, REQUESTED_PROMPTS),
+                existing_prompts=number(record, EXISTING_PROMPTS),
             )
         )
     return tuple(points)

@@ -252,12 +252,17 @@ class EvalRequest:
     """Sampling and seed options for the worker."""
 
 
+REQUESTED_PROMPTS, EXISTING_PROMPTS = "requested_prompts", "existing_prompts"
+"""Details of an evaluation that had fewer prompts than evaluation.prompt_count."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """Scores of one evaluation; a score counts only if all its tokens carry the pinned version."""
 
     mean: float
-    standard_error: float
+    standard_error: float | None
+    """Standard error of the mean; None for fewer than two scores."""
     sample_count: int
     """Scores that count."""
     discarded_count: int = 0

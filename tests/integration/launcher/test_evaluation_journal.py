@@ -15,7 +15,7 @@ from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request
-from rollmesh.store.queue_types import EvalResult
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalResult
 from rollmesh.types import PolicyRecord
 
 from .test_launcher_outages import config
@@ -75,6 +75,30 @@ async def test_scores_outlive_the_queue_and_those_of_an_abandoned_future_do_not(
     assert means(folder) == {0: 0.4, 5: 0.6}
     assert await journal.finished(0) == before[0]
     assert await journal.finished(5) is None, "only the initial weights are sure to be the same ones"
+
+
+async def test_few_prompts_and_an_unknown_error_are_noted_and_read_again(
+    store: TrajectoryStore, tmp_path: Path
+) -> None:
+    folder, notes = RunFolder(tmp_path), list[str]()
+    journal = EvaluationJournal(store, folder, notes.append)
+    await announce(store, range(1))
+    await journal.update()
+    await store.evaluations.request(evaluation_request(config(tmp_path).evaluation, 0))
+    session = await store.sessions.open("worker")
+    request = await store.evaluations.claim(session)
+    assert request is not None
+    details = {REQUESTED_PROMPTS: 256.0, EXISTING_PROMPTS: 1.0}
+    result = EvalResult(mean=1.0, standard_error=None, sample_count=1, details=details)
+    await store.evaluations.finish(session, request.evaluation_id, result)
+    await journal.update()
+    split = "the evaluation split has 1 of evaluation.prompt_count=256 prompts"
+    assert notes[0].startswith(f"policy version 0: evaluation 1.000 ± unknown (n=1); {split}: add rows")
+
+    await store.connection.command("FLUSHALL")
+    await store.limits.init_run(run_limits(config(tmp_path)))
+    again = await EvaluationJournal(store, folder, notes.append).finished(0)
+    assert again is not None and again.standard_error is None and again.details == details
 
 
 async def test_an_evaluation_that_nothing_answered_replaces_no_score(store: TrajectoryStore, tmp_path: Path) -> None:

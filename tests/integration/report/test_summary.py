@@ -119,6 +119,15 @@ def test_a_gain_is_claimed_only_beyond_two_standard_errors(run_folder: Path) -> 
     assert "a loss of 0.200" in words_of(run_folder)
 
 
+def test_a_single_sample_has_no_known_error_and_few_prompts_are_named_with_the_remedy(run_folder: Path) -> None:
+    few = {"requested_prompts": 256, "existing_prompts": 1}
+    before, after = (evaluation(version, 1.0, 0.0) | {"n": 1} | few for version in (0, 12))
+    replace_evaluations(run_folder, before, after)
+    words = words_of(run_folder)
+    assert "1.000 ± unknown (n=1, policy version 12)" in words and "the difference is not judged" in words
+    assert "The evaluation split has 1 of evaluation.prompt_count=256 prompts: add rows, raise" in words
+
+
 def test_one_evaluation_gives_no_gain(run_folder: Path) -> None:
     replace_evaluations(run_folder, evaluation(0, 0.40))
     assert summarise(run_folder).gain is None

@@ -18,7 +18,7 @@ from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionReques
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 
-from .tokenizers_for_tests import make_tokenizer
+from .tokenizers_for_tests import CHATML, make_tokenizer
 
 CHAT: dict[str, Any] = {"model": "trial", "messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"model": "trial", "prompt": "hello"}
@@ -127,6 +127,24 @@ def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config:
     assert by_ids.context.text == "hello"
     with pytest.raises(OpenAiError, match=r"prompt\[1\]: token id -1"):
         parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
+
+
+def test_variables_of_the_run_and_of_the_call_reach_the_chat_template(config: Any, tmp_path: Path) -> None:
+    thinking = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    tokenizer = make_tokenizer(tmp_path / "t", template=thinking)
+    off, on = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (False, True))
+    run = config.model_copy(update={"data": config.data.model_copy(update=off)})
+
+    def text(run: Any, **fields: Any) -> str:
+        return parse_request(ChatRequest.model_validate({**CHAT, **fields}), run, tokenizer).context.text
+
+    assert text(config).endswith("assistant\n") and text(config, chat_template_kwargs=None) == text(config)
+    assert text(run) == text(config, **off) == f"{text(config)}<think></think>"
+    assert text(run, **on) == text(config)
+    for name in ("enable_thinkin", "messages"):
+        with pytest.raises(OpenAiError, match=f"chat_template_kwargs.{name}: ") as refused:
+            text(config, chat_template_kwargs={name: True})
+        assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
 def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import shutil
 import sys
+from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.launcher.preflight import check_run
 
@@ -120,3 +125,20 @@ def test_a_python_without_sglang_is_refused_before_anything_starts(tmp_path: Pat
 def test_services_that_share_no_folder_are_not_asked_for_sglang() -> None:
     """In a cluster the file is checked in every pod, and only those of generators have SGLang."""
     assert check_run(run(generator={"engine": "sglang"}, network={"shared_folder": False})).pool_size
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("recipe:countdown"), model)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ '?' if enable_thinking }}")
+    for name, refused in (("enable_thinking", False), ("thinking", True)):
+        config = run(model={"path": str(model)}, data={"chat_template_kwargs": {name: False}})
+        with pytest.raises(DataError, match="data.chat_template_kwargs.thinking: ") if refused else nullcontext():
+            check_run(config)
+
+
+def test_a_variable_of_the_chat_template_is_a_json_value() -> None:
+    with pytest.raises(
+        ValidationError, match=r"chat_template_kwargs.since=datetime.date\(.*\): expected finite numbers"
+    ):
+        run(data={"chat_template_kwargs": {"since": date(2026, 1, 1)}})

@@ -31,4 +31,9 @@ def test_lengths_and_truncation_are_those_of_the_answers_that_count():
 
 def test_no_answers_are_a_result_without_a_division_by_zero():
     result = summarise([], 3)
-    assert (result.mean, result.standard_error, result.sample_count) == (0.0, 0.0, 0)
+    assert (result.mean, result.standard_error, result.sample_count) == (0.0, None, 0)
+
+
+def test_the_standard_error_of_a_single_answer_is_unknown():
+    assert summarise([answer(1.0)], 3).standard_error is None
+    assert summarise([answer(1.0), answer(1.0)], 3).standard_error == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -13,7 +14,18 @@ from rollmesh.text import Tokenizer
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A byte-level tokenizer (one token per byte) with a begin token and a chat template."""
-    folder = tmp_path_factory.mktemp("bytes")
+    return make_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The same with a chat template that reads enable_thinking."""
+    closed = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    return make_tokenizer(tmp_path_factory.mktemp("thinking"), closed)
+
+
+def make_tokenizer(folder: Path, end: str = "") -> Tokenizer:
+    """A byte-level tokenizer whose chat template ends with ``end``."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE({"<s>": 0, **{c: i for i, c in enumerate(alphabet, start=1)}}, merges=[])
@@ -23,6 +35,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.add_special_tokens(["<s>"])
     made.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]" + end
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return Tokenizer(folder)

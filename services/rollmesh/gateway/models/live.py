@@ -109,8 +109,8 @@ class EvaluationView(ApiModel):
     """Version evaluated."""
     mean: float
     """Mean score."""
-    standard_error: float
-    """Standard error of the mean."""
+    standard_error: float | None
+    """Standard error of the mean; null for fewer than two scores."""
     sample_count: int
     """Number of scores in the mean."""
     time: float | None

@@ -296,7 +296,7 @@ export class Chart {
   #latestText() {
     const newest = (one) => {
       const last = one.x.length - 1;
-      const error = isMeasured(one) ? ` \u00b1 ${this.#format(one.high[last] - one.mean[last])}` : "";
+      const error = isMeasured(one) && one.high[last] > one.mean[last] ? ` \u00b1 ${this.#format(one.high[last] - one.mean[last])}` : "";
       return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[last])}${error}`;
     };
     return this.#series.map(newest).join(", ");

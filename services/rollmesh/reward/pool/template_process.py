@@ -13,10 +13,12 @@ from typing import Any
 
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.reward.pool.worker_spec import WorkerSpec
+from rollmesh.user_code import CODE_FOLDER
 
 _READ_BYTES = 1 << 16
 _END_SECONDS = 5.0
 _PRIVATE_PREFIX = "ROLLMESH_"
+"""Variables that may be secrets of the mesh, which a verifier must not read."""
 
 
 class TemplateLost(Exception):
@@ -43,7 +45,7 @@ class TemplateProcess:
         """
         service_end, template_end = socket.socketpair()
         service_end.setblocking(False)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE_PREFIX)}
+        environment = {n: v for n, v in os.environ.items() if n == CODE_FOLDER or not n.startswith(_PRIVATE_PREFIX)}
         # The template forks, so no library may start threads in it.
         environment |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         environment["TOKENIZERS_PARALLELISM"] = "false"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.config.evaluation import EvalConfig
@@ -21,7 +21,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EvalRequest, EvalResult
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -45,13 +45,18 @@ class EvaluationAnswer:
     policy_versions: tuple[int, ...]
 
 
-def summarise(answers: Sequence[EvaluationAnswer], pinned_version: int) -> EvalResult:
-    """Compute mean reward, standard error (sample standard deviation / sqrt(n)), lengths and truncated share."""
+def summarise(
+    answers: Sequence[EvaluationAnswer], pinned_version: int, prompts: Mapping[str, float] | None = None
+) -> EvalResult:
+    """Compute mean reward, standard error (sample standard deviation / sqrt(n)), lengths and truncated share.
+
+    ``prompts`` are further details, about the number of prompts.
+    """
     counted = [a for a in answers if a.reward is not None and a.policy_versions == (pinned_version,)]
     rewards = [a.reward for a in counted if a.reward is not None]
     n = len(rewards)
     mean = sum(rewards) / n if n else 0.0
-    variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
+    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1) / n) if n > 1 else None
     lengths = [a.token_count for a in counted]
     details = {
         "mean_length": sum(lengths) / n if n else 0.0,
@@ -60,10 +65,10 @@ def summarise(answers: Sequence[EvaluationAnswer], pinned_version: int) -> EvalR
     }
     return EvalResult(
         mean=mean,
-        standard_error=math.sqrt(variance / n) if n else 0.0,
+        standard_error=error,
         sample_count=n,
         discarded_count=len(answers) - n,
-        details=details,
+        details={**details, **(prompts or {})},
     )
 
 
@@ -126,7 +131,7 @@ class Evaluator:
                 answers = await self._answers_while_served(request, pin)
             else:
                 self._give_up(request, "the policy version does not exist, or its weights are pruned")
-        result = summarise(answers, request.policy_version)
+        result = summarise(answers, request.policy_version, self._fewer_prompts(request))
         await store.evaluations.finish(self._deps.session.current, request.evaluation_id, result)
         self._deps.metrics.evaluations.inc()
         self._deps.metrics.last_evaluation.set_to_current_time()
@@ -134,7 +139,7 @@ class Evaluator:
             "evaluation_done",
             policy_version=request.policy_version,
             mean=round(result.mean, 4),
-            standard_error=round(result.standard_error, 4),
+            standard_error=None if result.standard_error is None else round(result.standard_error, 4),
             n=result.sample_count,
             discarded=result.discarded_count,
         )
@@ -184,6 +189,12 @@ class Evaluator:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return answers
+
+    def _fewer_prompts(self, request: EvalRequest) -> dict[str, float]:
+        """Return the numbers of requested and of existing prompts if there are fewer; else nothing."""
+        if self._prompts is None or self._prompts.epoch_size >= request.prompt_count:
+            return {}
+        return {REQUESTED_PROMPTS: request.prompt_count, EXISTING_PROMPTS: self._prompts.epoch_size}
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> EvaluationAnswer:
         assert self._prompts is not None

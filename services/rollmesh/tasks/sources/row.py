@@ -62,7 +62,7 @@ class Row:
 
 def prompt_from_row(row: Row, form: RowFormat, settings: SourceSettings) -> Prompt:
     """Build the prompt. Raises DataError with the row and the field."""
-    token_ids = _token_ids(row, form, settings.tokenizer)
+    token_ids = _token_ids(row, form, settings)
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: field {form.prompt_field!r}: the prompt has no tokens")
     if len(token_ids) > settings.max_prompt_tokens:
@@ -115,14 +115,14 @@ def prompt_value(row: Row, form: RowFormat) -> Any:
     return _required(row, form.prompt_field)
 
 
-def _token_ids(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Int32Array:
-    value = prompt_value(row, form)
+def _token_ids(row: Row, form: RowFormat, settings: SourceSettings) -> Int32Array:
+    value, tokenizer = prompt_value(row, form), settings.tokenizer
     where = f"{row.where}: field {form.prompt_field!r}"
     try:
         if isinstance(value, str) and not value.strip():
             raise DataError("the prompt is empty")
         if (messages := _chat(value, form)) is not None:
-            return tokenizer.render_chat(messages)
+            return tokenizer.render_chat(messages, variables=settings.template_variables)
         if isinstance(value, str):
             return tokenizer.encode(value, special_tokens=True)
         if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
@@ -33,6 +33,8 @@ class SourceSettings:
     on_checked: OnChecked | None
     domain_field: str | None = None
     """Field of a row with the domain of its prompt; None without domains."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
     first_rows: int | None = None
     """Number of rows of a table that are read, for a trial; None for all rows."""
 

@@ -53,6 +53,7 @@ def build_prompt_source(
     tables hold rows out. ``first_rows`` limits a table, for a trial. Raises DataError for the first bad row and
     ConfigError for an invalid source.
     """
+    tokenizer.check_template_variables(config.chat_template_kwargs, "data.chat_template_kwargs")
     source = config.evaluation_source if split == "eval" and config.evaluation_source is not None else config.source
     settings = SourceSettings(
         tokenizer=tokenizer,
@@ -63,6 +64,7 @@ def build_prompt_source(
         held_out_ratio=config.held_out_ratio if config.evaluation_source is None else 0.0,
         keep_messages=keep_messages,
         on_checked=on_checked,
+        template_variables=config.chat_template_kwargs,
         first_rows=first_rows,
         domain_field=None if source.type in _WITHOUT_ROWS else config.domain_field,
     )

@@ -141,6 +141,27 @@ def test_a_single_prompt_is_trained_on_and_cannot_be_evaluated(tmp_path: Path, t
         open_jsonl(path, tokenizer, split="eval")
 
 
+def test_variables_of_the_run_reach_the_chat_template_of_every_split(
+    tmp_path: Path, thinking_tokenizer: Tokenizer
+) -> None:
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": f"question {i}", "answer": i} for i in range(4)])
+    for variables, ending in (({}, "[assistant]"), ({"enable_thinking": False}, "[assistant]<think></think>")):
+        for split in ("train", "eval"):
+            source = open_jsonl(
+                path,
+                thinking_tokenizer,
+                split=split,
+                source={"chat": True},
+                held_out_ratio=0.5,
+                chat_template_kwargs=variables,
+            )
+            assert all(text.endswith(ending) for text in texts(source, thinking_tokenizer))
+    with pytest.raises(
+        DataError, match="data.chat_template_kwargs.think: the chat template of .* it reads enable_thinking"
+    ):
+        open_jsonl(path, thinking_tokenizer, source={"chat": True}, chat_template_kwargs={"think": False})
+
+
 def test_chat_prompts_go_through_the_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": messages}, {"prompt": "plain"}])

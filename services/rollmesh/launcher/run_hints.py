@@ -1,0 +1,120 @@
+"""Memory of a run's model, and hints for values that do not fit the model or the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.checkpoints.describe import describe_folder, read_json
+from rollmesh.config import RunConfig
+from rollmesh.config.data import JsonlSource
+from rollmesh.config.recipes import resolve_model
+
+TRAINER_BYTES = 16
+"""Bytes per parameter of the trainer: weights, gradients and two moments in float32."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_SMALL_MODEL = 10_000_000
+_LOW_RATE = 1e-5
+_SMALL_MODEL_RATE = 1e-4
+_COARSE_ERROR = 0.1
+_READ_TABLE_BYTES = 256 << 20
+"""Size up to which a table is read to count its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Memory that the model needs in each process, without activations."""
+
+    parameter_count: int
+    trainer_bytes: int
+    """Of each trainer rank."""
+    weight_bytes: int
+    """Of each generator."""
+    cache_bytes: int
+    """Key-value cache of each generator when it is full."""
+
+    def sentence(self) -> str:
+        """Describe the memory in one line."""
+        return (
+            f"model: {_parameters(self.parameter_count)}; memory without activations: each trainer rank "
+            f"{_size(self.trainer_bytes)} ({TRAINER_BYTES} bytes a parameter, shared by the ranks), each generator "
+            f"{_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
+        )
+
+
+def model_memory(config: RunConfig) -> ModelMemory:
+    """Compute the memory from the headers of the weights and the sizes of the run file."""
+    folder = resolve_model(config.model.path)
+    described, raw = describe_folder(folder), read_json(folder / "config.json")
+    shape, element = described.architecture, _DTYPE_BYTES[config.model.dtype]
+    head_size = int(raw.get("head_dim") or shape.hidden_size // shape.head_count)
+    per_token = 2 * shape.layer_count * shape.kv_head_count * head_size * element
+    return ModelMemory(
+        parameter_count=described.parameter_count,
+        trainer_bytes=TRAINER_BYTES * described.parameter_count // config.launcher.trainer_processes,
+        weight_bytes=element * described.parameter_count,
+        cache_bytes=per_token * config.generator.kv_tokens,
+    )
+
+
+def run_hints(config: RunConfig, parameter_count: int) -> list[str]:
+    """Return hints for valid values that are unlikely to be meant."""
+    return [f"hint: {text}" for text in (*_rate_hints(config, parameter_count), *_evaluation_hints(config))]
+
+
+def _rate_hints(config: RunConfig, parameter_count: int) -> Iterator[str]:
+    rate = config.trainer.learning_rate
+    if parameter_count < _SMALL_MODEL and rate < _LOW_RATE:
+        yield (
+            f"trainer.learning_rate={rate:g} suits models of a billion parameters; one of "
+            f"{_parameters(parameter_count)} hardly changes: try {_SMALL_MODEL_RATE:g}"
+        )
+
+
+def _evaluation_hints(config: RunConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if not (evaluation.before_and_after or evaluation.every_versions):
+        return
+    prompts = evaluation.prompt_count
+    existing = _evaluation_rows(config)
+    if existing is not None and existing < prompts:
+        yield (
+            f"evaluation.prompt_count={prompts}: the evaluation split has about {existing} prompts; add rows, raise "
+            f"data.held_out_ratio={config.data.held_out_ratio:g}, or set data.evaluation_source"
+        )
+        prompts = existing
+    error = 0.5 / math.sqrt(prompts * evaluation.samples_per_prompt)
+    if error > _COARSE_ERROR:
+        yield (
+            f"an accuracy over {prompts} prompts has a standard error of up to {error:.2f}; 256 answers have 0.03: "
+            "raise evaluation.prompt_count or evaluation.samples_per_prompt"
+        )
+
+
+def _evaluation_rows(config: RunConfig) -> int | None:
+    """Return the number of rows of the evaluation split of a table; None for other sources and large tables."""
+    data = config.data
+    source = data.evaluation_source or data.source
+    if type(source) is not JsonlSource or Path(source.path).stat().st_size > _READ_TABLE_BYTES:
+        return None
+    with Path(source.path).open("rb") as file:
+        rows = sum(1 for line in file if line.strip())
+    if data.evaluation_source is not None or data.held_out_ratio == 0:
+        return rows
+    return min(max(1, round(data.held_out_ratio * rows)), max(1, rows - 1))
+
+
+def _parameters(count: int) -> str:
+    """Format a number of parameters as ``1.5 billion parameters``."""
+    for unit, name in ((1_000_000_000, "billion"), (1_000_000, "million")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name} parameters"
+    return f"{count:,} parameters"
+
+
+def _size(count: float) -> str:
+    """Format bytes as ``9.6 GB``."""
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
+    return f"{count / unit:,.1f} {name}"

@@ -1,0 +1,1 @@
+"""Reference pages in ``docs/reference``, generated from the run file's sections, the registries and the protocols."""

@@ -1,0 +1,41 @@
+"""The files of ``rollmesh init`` train, also when the run is started from another folder than theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rollmesh.user_code import CODE_FOLDER
+
+from .conftest import WAIT_SECONDS
+
+
+def rollmesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", CODE_FOLDER)}
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "rollmesh"), *arguments],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_SECONDS,
+        check=False,
+    )
+
+
+def test_the_starter_trains_in_a_few_steps_and_says_that_the_evaluation_has_fewer_prompts(tmp_path: Path) -> None:
+    written = rollmesh(tmp_path, "init", "countdown", "mine")
+    assert written.returncode == 0, written.stderr
+    few = ["data.source.path=mine/data.jsonl", "trainer.train_steps=2", "evaluation.prompt_count=24"]
+    few += ["data.held_out_ratio=0.01", "schedule.groups_per_batch=4", "schedule.pool_size=null", "gateway.port=0"]
+    done = rollmesh(tmp_path, "up", "mine/run.yaml", *(part for field in few for part in ("--set", field)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "hint: evaluation.prompt_count=24: the evaluation split has about 20 prompts" in text
+    assert "(n=20); the evaluation split has 20 of evaluation.prompt_count=24 prompts: add rows, raise" in text
+    steps = (tmp_path / "runs/countdown/metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(step)["batch"]["outcome_mean"] for step in steps]
+    assert len(rewards) == 2 and all(0 < reward < 1 for reward in rewards)

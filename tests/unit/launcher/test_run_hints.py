@@ -1,0 +1,71 @@
+"""Memory of the model, and hints for values that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config import RunConfig
+from rollmesh.launcher.run_hints import model_memory, run_hints
+from rollmesh.user_code import CODE_FOLDER
+
+
+def run(**sections: Any) -> RunConfig:
+    small = {"name": "trial", "folder": "runs/trial", "model": {"path": "recipe:countdown"}}
+    return RunConfig.model_validate({**small, "generator": {"max_context_tokens": 2048}, **sections})
+
+
+def table(folder: Path, rows: int) -> dict[str, Any]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"1 2 > {n} :", "answer": "3"}) + "\n\n" for n in range(rows)))
+    return {"source": {"type": "jsonl", "path": str(file)}}
+
+
+def test_the_memory_follows_from_the_weights_and_the_sizes_of_the_run_file() -> None:
+    memory = model_memory(run(generator={"slots": 4, "max_context_tokens": 2048}))
+    assert memory.parameter_count == 249_984
+    assert (memory.trainer_bytes, memory.weight_bytes) == (16 * 249_984, 4 * 249_984)
+    # 4 layers of 3 heads of 32 in float32: keys and values of 4 slots of 2,048 tokens
+    assert memory.cache_bytes % (4 * 2048 * 2 * 4) == 0
+    half = model_memory(run(model={"path": "recipe:countdown", "dtype": "bfloat16"}, launcher={"trainer_processes": 2}))
+    assert (half.trainer_bytes, half.weight_bytes) == (8 * 249_984, 2 * 249_984)
+
+
+def test_a_small_model_with_the_default_rate_gets_a_hint_that_names_another() -> None:
+    (hint,) = run_hints(run(), 250_000)
+    assert hint.startswith("hint: trainer.learning_rate=1e-06 suits") and hint.endswith("try 0.0001")
+    assert run_hints(run(trainer={"learning_rate": 4e-4}), 250_000) == run_hints(run(), 600_000_000) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "expected", "coarse"),
+    [
+        (100, {}, "evaluation.prompt_count=256: the evaluation split has about 5 prompts; add rows, raise", True),
+        (100, {"held_out_ratio": 0}, "evaluation.prompt_count=256: the evaluation split has about 100 prompts", False),
+        (1, {}, "evaluation.prompt_count=256: the evaluation split has about 1 prompts", True),
+        (6000, {}, "", False),
+    ],
+)
+def test_a_table_with_too_few_rows_for_the_evaluation_is_named(
+    tmp_path: Path, rows: int, data: dict[str, Any], expected: str, coarse: bool
+) -> None:
+    hints = run_hints(run(data={**table(tmp_path, rows), **data}), 600_000_000)
+    assert any(expected in hint for hint in hints) if expected else hints == []
+    assert any("a standard error of up to" in hint for hint in hints) is coarse
+    assert run_hints(run(data=table(tmp_path, rows), evaluation={"before_and_after": False}), 600_000_000) == []
+
+
+def test_validate_prints_memory_and_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CODE_FOLDER, "")
+    sizes = {"generator": {"max_context_tokens": 640}, "data": {"max_prompt_tokens": 64}, "gateway": {"port": 0}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"name": "a", "folder": "r", "model": {"path": "recipe:countdown"}, **sizes}))
+    result = CliRunner().invoke(app, ["config", "validate", str(file)])
+    assert result.exit_code == 0
+    assert "model: 249,984 parameters; memory without activations: each trainer rank 4.0 MB" in result.output
+    assert "hint: trainer.learning_rate=1e-06 suits models of a billion parameters" in result.output
