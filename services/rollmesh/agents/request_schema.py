@@ -242,7 +242,7 @@ class CompletionRequest(SamplingRequest):
     def prompts(self) -> Sequence[str | list[int]]:
         """Prompts, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [cast("str | list[int]", self.prompt)]
+            return [self.prompt]
         return cast("list[str | list[int]]", self.prompt)
 
     @property

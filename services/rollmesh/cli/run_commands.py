@@ -25,7 +25,7 @@ from rollmesh.cli.common import (
 )
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
-from rollmesh.launcher.run_folder import has_launcher
+from rollmesh.launcher.run_folder import distant_launcher, has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger_counts import QueueAccount
@@ -62,6 +62,9 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             typer.echo(json.dumps(data, default=str))
             return
         table = Table("field", "value", title=f"run {config.name}")
+        distant = distant_launcher(folder.path)
+        if distant:
+            table.add_row("launcher", f"{distant}, which cannot be seen from this machine")
         for name, value in [("failed", failure)] * bool(failure) + ended:
             table.add_row(name, escape(value))
         _add_queue(table, config, view, counts)

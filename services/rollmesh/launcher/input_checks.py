@@ -18,6 +18,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.method_trial import has_own_methods
+from rollmesh.launcher.run_folder import has_launcher
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
 TRIAL_SECONDS = 60.0
@@ -89,7 +90,12 @@ def _raise_error(result: Path, log: Path, status: int, config: RunConfig) -> Non
 
 
 def _port_notes(config: RunConfig) -> list[str]:
-    """Check the fixed ports. Raises ConfigError if an agent run would have no API; a run without a page goes on."""
+    """Check the fixed ports. Raises ConfigError if an agent run would have no API; a run without a page goes on.
+
+    A live run of the same folder holds its own ports; its lock refuses a second launcher.
+    """
+    if has_launcher(Path(config.folder).resolve()):
+        return []
     fallback = config.network.host or config.launcher.host
     gateway_host = config.gateway.host or fallback
     agents = config.rollout.program == "agent" and config.agents.enabled is not False

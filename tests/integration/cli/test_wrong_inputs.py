@@ -19,8 +19,10 @@ import yaml
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
+from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.launcher import input_checks
+from rollmesh.launcher.run_folder import locked_run_folder
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
@@ -153,6 +155,10 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "CSV": (table("prompt,answer\n1,2\n"), "rows.jsonl:1: not valid JSON"),
     "not UTF-8": (table(b'{"prompt": "\xe9", "answer": "1"}\n'), "rows.jsonl:1: not UTF-8"),
     "NaN in a row": (table('{"prompt": "1", "answer": NaN}\n'), "NaN is not a JSON value"),
+    "field twice in a row": (
+        table('{"prompt": "1 2", "answer": "1", "answer": "2"}\n'),
+        "rows.jsonl:1: not valid JSON: field 'answer' is set more than once",
+    ),
     "missing field": (table('{"question": "1 2", "answer": "1"}\n'), "field 'prompt' is missing; the row has question"),
     "null answer": (table('{"prompt": "1 2", "answer": null}\n'), "field 'answer' is null"),
     "long prompt": (table(json.dumps({**ROW, "prompt": "1 " * 600})), "more than data.max_prompt_tokens="),
@@ -284,6 +290,26 @@ def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
         port = taken.getsockname()[1]
         message = refused(folder, {"agents": {"port": port}, "rollout": {"program": "agent"}})
     assert f"agents.port={port}: 127.0.0.1 refuses it" in message
+
+
+def test_a_live_run_of_the_same_folder_is_named_not_its_port(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        changed = {"agents": {"port": taken.getsockname()[1]}, "rollout": {"program": "agent"}}
+        write_run(folder, changed)
+        with locked_run_folder(load_run_config(folder / "run.yaml")):
+            done = CliRunner().invoke(app, ["up", "run.yaml"])
+    assert done.exit_code == 2
+    assert "another launcher (pid" in done.stderr and "runs there; stop it first" in done.stderr
+    assert "agents.port" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/rollmesh", "file/run", "file"])
+def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(folder: Path, place: str) -> None:
+    (folder / "file").write_text("not a folder")
+    write_run(folder, {})
+    done = CliRunner().invoke(app, ["up", "run.yaml", "--folder", place])
+    assert done.exit_code == 2, done.output
+    assert f"folder={place}: cannot be created" in done.stderr and "Traceback" not in done.output
 
 
 def test_a_judge_of_a_users_verifier_that_is_down_is_no_wrong_input(folder: Path) -> None:
