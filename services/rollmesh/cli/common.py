@@ -34,7 +34,10 @@ RunFileArgument = Annotated[Path, typer.Argument(help="Run file (YAML).", metava
 RunFolderArgument = Annotated[
     Path, typer.Argument(help="Run folder, or a run file that names it.", metavar="RUN_FOLDER")
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: --set trainer.train_steps=10")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a field: --set trainer.train_steps=10", metavar="FIELD=VALUE"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

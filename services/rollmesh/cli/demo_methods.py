@@ -30,6 +30,8 @@ def demo_methods(
     """Run the demo's task with every method of `rollmesh methods`, with the settings that go with it.
 
     Prints one row per method. Exits with status 1 unless every run makes all its updates and its audit is green.
+
+    Example: `rollmesh demo-methods --method advantage/drpo --inline`
     """
     from rollmesh.report.demo_results import methods_table
 

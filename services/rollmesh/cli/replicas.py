@@ -28,7 +28,7 @@ def scale(
     replicas: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SERVICE=N]...",
+            metavar="SERVICE=N",
             help="generator=3 reward=2 rollout=1; SERVICE=default restores the number in the run file.",
         ),
     ] = None,
@@ -41,6 +41,8 @@ def scale(
 
     The launcher of the run starts missing replicas and drains surplus replicas, highest index first; no work is lost.
     The numbers survive a restart of the run. Without SERVICE=N, show them. On Kubernetes, scale the workloads instead.
+
+    Example: `rollmesh scale runs/demo generator=3`
     """
 
     async def main() -> None:

@@ -109,7 +109,10 @@ def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
 
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
-    """Evaluate one policy version of a stopped run on the fixed evaluation prompts."""
+    """Evaluate one policy version of a stopped run on the fixed evaluation prompts.
+
+    Example: `rollmesh eval runs/demo --version 10`
+    """
     from rollmesh.launcher.evaluations import evaluate_run
 
     async def main() -> None:
@@ -129,7 +132,10 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
 def explain(
     run: RunFolderArgument,
     train_step: Annotated[
-        int | None, typer.Argument(help="Train step of the batch; without it, --trajectory is looked up.", min=1)
+        int | None,
+        typer.Argument(
+            help="Train step of the batch; without it, --trajectory is looked up.", min=1, metavar="TRAIN_STEP"
+        ),
     ] = None,
     trajectory: Annotated[str | None, typer.Option(help="Only this trajectory; without a step, or this group.")] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of trajectories shown.", min=1)] = 1,
@@ -140,6 +146,8 @@ def explain(
     Notes mark values that differ from training: old logprobs that are not kept, and minibatches after the first.
     Without a train step, show where a trajectory or a group is, and whether it was restarted, set aside or cut off, or
     rests.
+
+    Example: `rollmesh explain runs/demo 5 --limit 3`
     """
     if train_step is None:
         _explain_status(run, trajectory, as_json)
@@ -177,6 +185,8 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     Each segment from a single policy version is scored again with its checkpoint. The exit status is 1 when a check
     fails, or when less than half of the policy's tokens could be scored again (the result is incomplete).
+
+    Example: `rollmesh audit runs/demo`
     """
     from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
@@ -204,7 +214,10 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def report(run: RunFolderArgument) -> None:
-    """Regenerate the plots and the HTML report of a run folder."""
+    """Regenerate the plots and the HTML report of a run folder.
+
+    Example: `rollmesh report runs/demo`
+    """
     from rollmesh.report.html import write_report
 
     with clear_errors():
@@ -219,7 +232,10 @@ def pin(
         bool, typer.Option("--release", help="Release the pin: serve the newest version again.")
     ] = False,
 ) -> None:
-    """Pin generators to one policy version, or release the pin."""
+    """Pin generators to one policy version, or release the pin.
+
+    Example: `rollmesh pin runs/demo --version 10`
+    """
 
     async def main() -> None:
         if release and version is not None:
@@ -251,6 +267,8 @@ def rollback(
     a finished run. The optimizer state is reset, groups of the abandoned branch are dropped with the reason
     rolled_back, and trained groups stay in the ledger. Afterwards no rollout starts on an older version: a pin on one
     blocks all new work until it is released.
+
+    Example: `rollmesh rollback runs/demo --version 10`
     """
 
     async def main() -> None:

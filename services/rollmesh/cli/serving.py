@@ -40,6 +40,7 @@ _SERVICES = {
 def register(app: typer.Typer) -> None:
     """Add one command per service."""
     for service, text in _SERVICES.items():
+        text = f"{text}\n\nExample: `rollmesh {service} run.yaml --set store.url=redis://10.0.0.5:6379`"
         app.command(service, help=text, rich_help_panel="Services")(_command(service))
 
 

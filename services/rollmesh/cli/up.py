@@ -51,6 +51,8 @@ def up(
     """Start every service of a run on this machine, train, evaluate before and after, audit, report.
 
     Ctrl-C drains the services without loss; the same command continues the run.
+
+    Example: `rollmesh up run.yaml --set trainer.train_steps=10`
     """
     with clear_errors():
         overrides = _overrides(set_, folder)
@@ -64,6 +66,8 @@ def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
     """Train a small model on a real task with the whole mesh, on two CPU cores, in minutes.
 
     The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
+
+    Example: `rollmesh demo`
     """
     from rollmesh.config.recipes import recipe_file
 
@@ -80,6 +84,8 @@ def demo_seeds(
     """Run the demo over several seeds, and compare ``copris`` with ``sync`` at equal updates.
 
     Exits with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
+
+    Example: `rollmesh demo-seeds --seed 1 --seed 2`
     """
     from rollmesh.config.recipes import recipe_file
     from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot

@@ -43,6 +43,10 @@ _REFUSED = (
 )
 
 
+_RECORDED_SECONDS = 600.0
+"""Age of the timeline from which a launcher on another host counts as ended; it writes a line about every second."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths inside a run folder, as listed above."""
@@ -105,13 +109,13 @@ def make_run_folder(config: RunConfig) -> RunFolder:
 def has_launcher(folder: Path) -> bool:
     """Tell whether the process that the lock file names still runs; it is read, never locked, by commands.
 
-    True for a launcher of another host, whose processes cannot be seen from here: see ``distant_launcher``.
+    True for a launcher of another host that records the run.
     """
     lock = folder / "lock"
     try:
         pid, _, host = lock.read_text().partition(" ")
         if host not in ("", _host()):
-            return True
+            return bool(distant_launcher(folder))
         process = psutil.Process(int(pid))
         # A process that began after the file was written has taken over the id of an ended launcher.
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= lock.stat().st_mtime
@@ -120,12 +124,17 @@ def has_launcher(folder: Path) -> bool:
 
 
 def distant_launcher(folder: Path) -> str:
-    """Return ``pid P on HOST`` of a launcher on another host that has not given up its lock; empty without one."""
+    """Return ``pid P on HOST`` of a launcher on another host; empty without one.
+
+    Its process cannot be seen from here, so it counts only while it records the run.
+    """
     try:
         pid, _, host = (folder / "lock").read_text().partition(" ")
-    except OSError:
+        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in ("lock", "timeline.jsonl"))
+    except (OSError, ValueError):
         return ""
-    return "" if host in ("", _host()) else f"pid {pid} on {host}"
+    is_recorded = time.time() - changed < _RECORDED_SECONDS
+    return f"pid {pid} on {host}" if host not in ("", _host()) and is_recorded else ""
 
 
 def _host() -> str:

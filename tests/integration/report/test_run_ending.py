@@ -62,4 +62,7 @@ def test_a_launcher_of_another_host_is_not_called_stopped(tmp_path: Path) -> Non
         (run / "lock").write_text("1 node-a")
         assert has_launcher(run)
         assert distant_launcher(run) == "pid 1 on node-a"
+        for name in ("lock", "timeline.jsonl"):
+            os.utime(run / name, (1.0, 1.0))  # nothing is recorded any more
+        assert (has_launcher(run), distant_launcher(run)) == (False, "")
     assert (has_launcher(run), distant_launcher(run)) == (False, "")
