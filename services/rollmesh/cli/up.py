@@ -12,7 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
+from rollmesh.cli.common import (
+    EXIT_STOPPED,
+    RunFileArgument,
+    SetOption,
+    check_unless_forced,
+    clear_errors,
+    shutdown_event,
+)
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
@@ -38,7 +45,12 @@ InlineOption = Annotated[
 ]
 
 
-ForceOption = Annotated[bool, typer.Option("--force", help="Start more processes than this machine's cores can serve.")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Start more processes than this machine's cores and memory can serve, without a question."
+    ),
+]
 
 
 def up(
@@ -57,8 +69,7 @@ def up(
     with clear_errors():
         overrides = _overrides(set_, folder)
         config = load_run_config(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
-        if not force:
-            check_configured(config, this_machine())
+        check_unless_forced(lambda: check_configured(config, this_machine()), force=force)
         raise typer.Exit(run_to_report(config, output_console(), inline=inline))
 
 
