@@ -26,12 +26,14 @@ from rollmesh.launcher.run_folder import locked_run_folder
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
-import os, socket, sys
+import os, socket, sys, time
 def no_judge(response, metadata):
     try:
         socket.create_connection(("127.0.0.1", int(metadata["answer"])), 5)
     except OSError as error:
         raise RuntimeError("the judge is down") from error
+def never(response, metadata):
+    while True: time.sleep(1)
 def no_name(response, metadata): return metadata["nope"]
 def nan(response, metadata): return float("nan")
 def text(response, metadata): return "1.0"
@@ -173,6 +175,27 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         verifier("checks:leaves"),
         "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3",
     ),
+    "never returns": (
+        verifier("checks:never", timeout_seconds=0.5),
+        "within 2 s; raise reward.timeout_seconds=0.5, or find what the verifier waits for",
+    ),
+    "http_judge without options": (verifier("http_judge"), "reward.options: http_judge missing"),
+    "unknown generated task": (
+        sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}),
+        "nosuch",
+    ),
+    "flow mapping without a space": (
+        sections(data={"source": {"type:countdown": None}}),
+        "data.source: has no type; write type: with a space after the colon",
+    ),
+    "endless run": (sections(trainer={"train_steps": 10**18}), "trainer.train_steps=1000000000000000000: expected at"),
+    "nothing listens": (sections(store={"url": "redis://:secret@127.0.0.1:1/0"}), "store.url=redis://127.0.0.1:1/0:"),
+    "unknown host": (sections(store={"url": "redis://nowhere.invalid:6379"}), "store.url=redis://nowhere.invalid:6379"),
+    "not a Redis address": (sections(store={"url": "http://127.0.0.1:6379"}), "store.url"),
+    "ftp checkpoints": (sections(checkpoints={"folder": "ftp://host/x"}), "checkpoints.folder"),
+    "short token": (sections(gateway={"token": "abc"}), "gateway.token"),
+    "port": (sections(gateway={"port": 99999}), "gateway.port: Input should be less than or equal to 65535"),
+    "unknown tracker": (sections(telemetry={"trackers": ["notebook"]}), "telemetry.trackers"),
     "coroutine": (verifier("checks:waits"), "must be a plain function"),
     "too many replicas": (sections(generator={"replicas": 5000}), "generator.replicas=5000: the run file starts 5002"),
     "verifier option": (
