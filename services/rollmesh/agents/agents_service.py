@@ -17,7 +17,7 @@ from rollmesh.agents.drain import Drain, drain_at
 from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
 from rollmesh.agents.posted_rewards import Rewards
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import SessionManager
+from rollmesh.agents.session_manager import SessionManager, is_session_id
 from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError, StoreUnavailable
@@ -105,7 +105,7 @@ class OpenAiService:
         session = self.agent_parts.session_manager.find(session_id)
         if session is not None:
             return session
-        if self._taking_over:
+        if self._taking_over and is_session_id(session_id):
             raise unavailable(
                 f"session {session_id}: not known yet; the service has just started and may still take over the "
                 "sessions of its crashed predecessor: send the same call again",
@@ -123,6 +123,19 @@ class OpenAiService:
         """Return the number of serving generators by policy version, and the newest announced policy."""
         serving = Counter(record.policy_version for record in await self.store.generators.live() if record.serving)
         return serving, await self.store.policies.latest()
+
+    async def check_published(self, policy_version: int | None) -> None:
+        """Raise OpenAiError if a policy version was never published; None is the newest one."""
+        if policy_version is None or await self.store.policies.get(policy_version) is not None:
+            return
+        newest = await self.store.policies.latest()
+        known = "none is published yet" if newest is None else f"published are 0 to {newest.policy_version}"
+        raise OpenAiError(
+            404,
+            f"model: policy version {policy_version} does not exist ({known}); {self.config.name!r} is the newest",
+            param="model",
+            code="model_not_found",
+        )
 
     async def complete(self) -> bool:
         """Tell whether training needs no more rollouts."""
@@ -157,7 +170,7 @@ async def openai_service(
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)
             deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health)
-            worker = Worker(settings, deps, session_manager.wanted, session_manager.work_due)
+            worker = Worker(settings, deps, session_manager)
             generators, policies = deps.generators, deps.policies
             agents = Agents(
                 session_manager=session_manager,

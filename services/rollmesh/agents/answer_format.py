@@ -41,7 +41,8 @@ class AnswerFormat:
     model: str
     logprobs: bool
     token_ids: bool
-    context_ids: Sequence[int]
+    contexts: Sequence[Sequence[int]]
+    """Token ids of each prompt's context."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -50,7 +51,8 @@ class AnswerFormat:
         body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
         body["usage"] = self.usage(choices)
         if self.token_ids:
-            body["prompt_token_ids"] = list(self.context_ids)
+            contexts = [list(context) for context in self.contexts]
+            body["prompt_token_ids"] = contexts[0] if len(contexts) == 1 else contexts
         return body
 
     def first(self, index: int) -> bytes | None:
@@ -80,7 +82,7 @@ class AnswerFormat:
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return the token counts."""
-        context, answers = len(self.context_ids), sum(len(choice.tokens) for choice in choices)
+        context, answers = sum(map(len, self.contexts)), sum(len(choice.tokens) for choice in choices)
         return {"prompt_tokens": context, "completion_tokens": answers, "total_tokens": context + answers}
 
     @property

@@ -51,9 +51,9 @@ class Answering:
             model=body.model,
             logprobs=body.wants_logprobs,
             token_ids=bool(body.return_token_ids),
-            context_ids=answers[0].context_ids.tolist(),
+            contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
         )
-        call.began(answers)
+        call.began(answers, sum(map(len, shape.contexts)))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await self._streamed(request, call, shape, session_id, usage=usage)
@@ -70,7 +70,9 @@ class Answering:
     ) -> Sequence[AnswerInProgress]:
         service = self._service
         if not session_id:
-            return await service.unrecorded.start(await self._read(body))
+            requests = [await self._read(body, index) for index in range(body.prompt_count)]
+            await service.check_published(requests[0].pinned_version)
+            return [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
         session = service.active_session(session_id)
         retry = request.headers.get(_RETRY_HEADER, "0")
@@ -80,9 +82,9 @@ class Answering:
         )
         return [answer]
 
-    async def _read(self, body: ChatRequest | CompletionRequest) -> ParsedRequest:
+    async def _read(self, body: ChatRequest | CompletionRequest, index: int = 0) -> ParsedRequest:
         # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.
-        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.tokenizer)
+        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.tokenizer, index)
 
     async def _streamed(
         self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool
@@ -129,9 +131,9 @@ class _Call:
         """Outcome of a streamed call; "cancelled" until the stream ends, because a disconnected client sets nothing."""
         self._metrics.running.inc()
 
-    def began(self, answers: Sequence[AnswerInProgress]) -> None:
+    def began(self, answers: Sequence[AnswerInProgress], context_tokens: int) -> None:
         self._answers = answers
-        self._metrics.context_tokens.labels(recorded=self._recorded).inc(len(answers[0].context_ids))
+        self._metrics.context_tokens.labels(recorded=self._recorded).inc(context_tokens)
 
     def end(self, outcome: str) -> None:
         if self._ended:

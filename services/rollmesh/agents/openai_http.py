@@ -26,6 +26,10 @@ CLIENT_CLOSED = 499
 """Status of a call whose client has disconnected; it appears only in the log."""
 
 
+_OTHER_TYPE = ("string_type", "int_type", "int_parsing", "list_type")
+"""Errors of the branches of a union that the value does not belong to."""
+
+
 class OpenAiRoute(APIRoute):
     """Route that returns every error in OpenAI's format, including authentication and validation errors."""
 
@@ -70,8 +74,10 @@ def as_openai(error: Exception) -> OpenAiError:
 def _wrong_field(error: RequestValidationError) -> OpenAiError:
     problems = error.errors()
     field = problems[0]["loc"][:2]
-    # For a field with several possible types, the branch with the longest path matches the value best.
-    problem = max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
+    # For a field with several possible types, the branch that the value has the type of matches it best, then the one
+    # with the longest path.
+    same_field = (p for p in problems if p["loc"][:2] == field)
+    problem = max(same_field, key=lambda p: (p["type"] not in _OTHER_TYPE, len(p["loc"])))
     name = ".".join(str(part) for part in problem["loc"] if part != "body" and not _is_branch(part))
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":

@@ -156,11 +156,21 @@ async def _opened(service: OpenAiService, session_manager: SessionManager, wait_
 
 
 async def _why_none(service: OpenAiService) -> str:
-    desired = await service.store.leadership.desired()
+    store = service.store
+    desired, counts = await store.leadership.desired(), await store.mesh.counts()
     if desired.paused:
         return desired.reason or "the run is paused"
     serving, _ = await service.policies()
-    return "the pool is full, or no prompt has been admitted yet" if serving else "no generator serves a policy"
+    if not serving:
+        return "no generator serves a policy yet"
+    if not desired.pool_size:
+        return "no rollout worker leads the run yet"
+    leased = counts.trajectories["leased"]
+    if leased >= desired.pool_size:
+        return f"the pool is full: sessions hold {leased} of {desired.pool_size} trajectories"
+    if counts.trajectories["pending"]:
+        return "a prompt came in this moment"
+    return f"no prompt is admitted; the run waits for {desired.waiting_for or 'its rollout worker'}"
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -47,21 +47,21 @@ def read_model(name: str, run: str) -> int | None:
     return int(version)
 
 
-def parse_request(request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer) -> ParsedRequest:
-    """Parse a call; the OpenAiError of an invalid one names the field."""
+def parse_request(
+    request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer, index: int = 0
+) -> ParsedRequest:
+    """Parse a call with the prompt at ``index``; the OpenAiError of an invalid one names the field."""
     plain: Callable[[], Int32Array] | None = None
     if isinstance(request, ChatRequest):
         text = _rendered(request, config, tokenizer)
         context = Context(text=text)
         whole = _encoder(tokenizer, text, special_tokens=False, field="messages")
-    elif isinstance(request.prompt, str):
-        if not request.prompt:
-            raise invalid("prompt: empty; send at least one character, or token ids", "prompt")
-        context = Context(text=request.prompt)
-        whole = _encoder(tokenizer, request.prompt, special_tokens=True, field="prompt")
-        plain = _encoder(tokenizer, request.prompt, special_tokens=False, field="prompt")
+    elif isinstance(prompt := request.prompts[index], str):
+        context = Context(text=prompt)
+        whole = _encoder(tokenizer, prompt, special_tokens=True, field="prompt")
+        plain = _encoder(tokenizer, prompt, special_tokens=False, field="prompt")
     else:
-        ids = _ids(request.prompt, tokenizer, config.generator.max_context_tokens)
+        ids = _ids(prompt, tokenizer, config.generator.max_context_tokens)
         context = Context(text=tokenizer.decode(ids, special_tokens=True), token_ids=ids)
 
         def whole() -> Int32Array:
@@ -117,6 +117,12 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
                 f"vocabulary; omit it or send {off:g}",
                 name,
             )
+    if request.prompt_count > 1:
+        raise invalid(
+            f"prompt: {request.prompt_count} prompts in a session, which has a single conversation; send one, or omit "
+            "the session header",
+            "prompt",
+        )
     if request.n not in (None, 1):
         raise invalid(f"n: {request.n} in a session, which has a single conversation; open one session per answer", "n")
     if request.seed is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rollmesh.config.section import Temperature
+from rollmesh.config.section import greedy_or_resolvable
 
 MOST_CHOICES = 32
+MOST_ANSWERS = 128
+"""Largest number of prompts in one call times the answers to each."""
 MOST_STOPS = 16
 MOST_INT32 = 2**31 - 1
 """Largest token count that the generation protocol carries."""
@@ -32,11 +34,16 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": (_NOTHING, "there is no web search"),
     "service_tier": ((None, "auto", "default"), "there are no tiers"),
     "store": (_NOTHING, "calls are recorded in sessions: POST /v1/sessions"),
+    "min_p": ((None, 0), "use top_p or top_k"),
+    "repetition_penalty": ((None, 1), "penalties change the distribution that logprobs are over"),
+    "min_tokens": ((None, 0), "omit it: an answer may end at any token"),
+    "ignore_eos": (_NOTHING, "omit it: an answer ends at the model's end token"),
+    "stop_token_ids": (_NOTHING, "send the texts that end the answer in stop"),
     "best_of": ((None, 1), "request n choices"),
     "echo": (_NOTHING, "the client already has the prompt"),
     "suffix": (_NOTHING, "only continuation of a text is supported"),
 }
-"""Fields of OpenAI's API, with the values that have no effect and the remedy for any other value."""
+"""Fields of OpenAI's API and of other servers, with the values that have no effect and the remedy for any other."""
 
 
 def _whole_characters(text: str) -> str:
@@ -48,7 +55,18 @@ def _whole_characters(text: str) -> str:
     return text
 
 
+def _of_sampled_token(value: Any) -> Any:
+    """Reject a number of alternatives per token above 0."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        raise ValueError("only the log-probability of the sampled token is known: send 0 for it alone")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
+NoAlternatives = Annotated[int, Field(ge=0, le=0), BeforeValidator(_of_sampled_token)]
+PromptText = Annotated[str, Field(min_length=1), AfterValidator(_whole_characters)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+Prompts = Annotated[list[PromptText] | list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
 
 
@@ -73,7 +91,7 @@ class Message(Closed):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message."""
     content: Text | list[TextPart]
-    """Text of the message."""
+    """Text of the message. Null in an assistant message is an empty text."""
     name: Text | None = None
     """Name of the author, for chat templates that use it."""
     tool_call_id: Text | None = None
@@ -85,8 +103,14 @@ class Message(Closed):
         """Drop the empty fields that the official client adds to an assistant message."""
         if not isinstance(data, dict):
             return data
+        for name in ("tool_calls", "function_call"):
+            if data.get(name) not in (None, [], {}, ""):
+                raise ValueError(f"{name}: not supported; send the call as text in content, as the model wrote it")
         names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content")
-        return {k: v for k, v in data.items() if k not in names or v not in (None, [], "")}
+        kept = {k: v for k, v in data.items() if k not in names or v not in (None, [], {}, "")}
+        if kept.get("role") == "assistant" and kept.get("content") is None:
+            kept["content"] = ""
+        return kept
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as a chat template expects it: text content, without absent fields."""
@@ -110,7 +134,7 @@ class SamplingRequest(Closed):
 
     model: str
     """Name of the run, or ``run@version`` for one policy version."""
-    temperature: Annotated[Temperature, Field(le=10)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=10), AfterValidator(greedy_or_resolvable)] | None = None
     """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus mass; not supported in a session."""
@@ -134,6 +158,10 @@ class SamplingRequest(Closed):
     """Ignored."""
     metadata: dict[str, Any] | None = None
     """Ignored."""
+    prompt_cache_key: str | None = None
+    """Ignored."""
+    safety_identifier: str | None = None
+    """Ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +177,11 @@ class SamplingRequest(Closed):
             if not any(value == other and type(value) in (type(other), int, float) for other in neutral):
                 raise ValueError(f"{name}: not supported; {instead}")
         return kept
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts, each with its own answers."""
+        return 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -171,8 +204,8 @@ class ChatRequest(SamplingRequest):
     """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
     chat_template_kwargs: dict[Text, Any] | None = None
     """Variables for the chat template, added to data.chat_template_kwargs of the run. (Not part of OpenAI's API.)"""
-    top_logprobs: int | None = Field(default=None, ge=0, le=0)
-    """Must be 0: only the log-probability of the sampled token is known."""
+    top_logprobs: NoAlternatives | None = None
+    """Must be 0, with logprobs: only the log-probability of the sampled token is known."""
 
     @property
     def token_limit(self) -> int | None:
@@ -189,12 +222,35 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[int], Field(min_length=1)]
-    """Text to continue, or its token ids (used exactly as given, without tokenizing)."""
+    prompt: PromptText | TokenIds | Prompts
+    """Text to continue, or its token ids (used exactly as given, without tokenizing), or a list of either. The answers
+    to the first prompt come first."""
     max_tokens: TokenCount | None = None
     """Maximum tokens of the answer; defaults to 16, as in OpenAI's API."""
-    logprobs: int | None = Field(default=None, ge=0, le=0)
+    logprobs: NoAlternatives | None = None
     """0 sends the log-probability of each token; those of other tokens are not known."""
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionRequest:
+        count = self.prompt_count * (self.n or 1)
+        if count > MOST_ANSWERS:
+            raise ValueError(
+                f"prompt: {self.prompt_count} prompts with n={self.n or 1} are {count} answers; send prompts for at "
+                f"most {MOST_ANSWERS} answers in one call"
+            )
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return cast("list[str | list[int]]", self.prompt)
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts)
 
     @property
     def token_limit(self) -> int | None:

@@ -7,9 +7,11 @@ and those of a crashed service, whose sessions continue here.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import OrderedDict, deque
+from contextlib import suppress
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
@@ -21,8 +23,16 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
+_SESSION_ID = re.compile(r"ses-[0-9a-f]{32}")
+_LOOK_SECONDS = 5.0
+"""Longest time that a request without a wait is held until the worker has looked for a prompt."""
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
+
+
+def is_session_id(text: str) -> bool:
+    """Tell whether a service may have made this session id."""
+    return _SESSION_ID.fullmatch(text) is not None
 
 
 class SessionManager:
@@ -33,6 +43,9 @@ class SessionManager:
         self._idle_seconds = idle_seconds
         self.work_due = asyncio.Event()
         """Set when an agent starts to wait for a trajectory; the worker clears it."""
+        self._look_ended = asyncio.Event()
+        self._vain_looks = 0
+        """Number of times that the worker has asked the queue for work and found none."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._trajectories: dict[str, SessionTrajectory] = {}
@@ -52,16 +65,26 @@ class SessionManager:
         """Return the number of new trajectories that agents wait for."""
         return sum(1 for future in self._waiting if not future.done())
 
+    def looked(self, leased_count: int) -> None:
+        """Record that the worker has asked the queue for work."""
+        self._vain_looks += not leased_count
+        self._look_ended.set()
+        self._look_ended = asyncio.Event()
+
     async def open(self, wait_seconds: float) -> AgentSession | None:
-        """Wait for a session with a new prompt; None after ``wait_seconds``."""
+        """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the worker has looked."""
         future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
+        # The look in progress, if any, may have begun before this agent came.
+        enough_looks = self._vain_looks + 2
         self.work_due.set()
         try:
-            async with asyncio.timeout(wait_seconds):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            return future.result() if future.done() and not future.cancelled() else None
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    return await asyncio.shield(future)
+            except TimeoutError:
+                await self._until_looked(future, enough_looks)
+                return future.result() if future.done() and not future.cancelled() else None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self.end(future.result(), "given_up")
@@ -71,6 +94,13 @@ class SessionManager:
                 future.cancel()
             if future in self._waiting:
                 self._waiting.remove(future)
+
+    async def _until_looked(self, future: asyncio.Future[AgentSession], enough_looks: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                # A future that has left the queue belongs to a trajectory whose mark is being saved.
+                while not future.done() and (future not in self._waiting or self._vain_looks < enough_looks):
+                    await self._look_ended.wait()
 
     def add_trajectory(self, session: AgentSession, trajectory_id: str) -> SessionTrajectory:
         """Continue the conversation in another trajectory, which the worker is about to run."""

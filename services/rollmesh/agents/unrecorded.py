@@ -88,7 +88,8 @@ def _unserved(generators: GeneratorPool, pinned_version: int | None) -> Exceptio
         return unavailable("no generator serves a policy; retry later", "no_generator", 5.0)
     return unavailable(
         f"no generator serves policy version {pinned_version} (served: "
-        f"{', '.join(map(str, serving))}); pin it first: POST /api/v1/policies/{pinned_version}/pin",
+        f"{', '.join(map(str, serving))}); pin it first: rollmesh pin RUN --version {pinned_version}, or POST "
+        f"/api/v1/policies/{pinned_version}/pin at the gateway",
         "version_not_served",
         5.0,
     )

@@ -17,7 +17,9 @@ from rollmesh.launcher.backup import back_up
 
 def backup(
     run: RunFolderArgument,
-    destination: Annotated[Path, typer.Argument(help="Folder of the backup; updated if it exists.")],
+    destination: Annotated[
+        Path, typer.Argument(help="Folder of the backup; updated if it exists.", metavar="DESTINATION")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Copy the files of a run that a restore requires: checkpoints, batch files, records, and the key that seals them.
@@ -25,6 +27,8 @@ def backup(
     Safe while the run trains, and incremental: a later backup copies only new files. The queue is not copied, because
     the trainer rebuilds it from the batch files; rollouts in progress are repeated. To restore, start the copy:
     rollmesh up RUN.yaml --set folder=DESTINATION
+
+    Example: `rollmesh backup runs/demo /backups/demo`
     """
     with clear_errors():
         config, folder = run_of(run)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rollmesh.bench.measure import Measure, missed
 from rollmesh.cli.common import JsonOption, clear_errors, heavy_module
+from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.report.console import output_console
 
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repetitions, to check that the bench runs.")]
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Measure one part of the mesh against a named baseline in the same run.\n\n"
     "--json prints one object per measure. The table shows the bars of each measure; --check requires all of them.",
     no_args_is_help=True,
+    cls=PlainGroup,
 )
 
 
@@ -70,7 +72,7 @@ def _plain(name: str) -> Callable[..., None]:
 
 
 for _name, _help in _PLAIN.items():
-    app.command(_name, help=_help)(_plain(_name))
+    app.command(_name, help=f"{_help}\n\nExample: `rollmesh bench {_name} --quick`")(_plain(_name))
 
 
 @app.command()
@@ -82,7 +84,10 @@ def engine(
         Path | None, typer.Option(help="JSON file for a curve of decode steps, for rollmesh sim.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Measure the torch engine beside Hugging Face generate, in tokens per CPU second."""
+    """Measure the torch engine beside Hugging Face generate, in tokens per CPU second.
+
+    Example: `rollmesh bench engine --quick`
+    """
     Output(as_json=as_json, check=check).run("engine", quick=quick, save=save)
 
 
@@ -94,7 +99,10 @@ def chaos(
     rounds: Annotated[int | None, typer.Option(help="Rounds; default: each fault once.", min=1)] = None,
     fault: Annotated[str | None, typer.Option(help="Run only this fault.")] = None,
 ) -> None:
-    """Run short runs with one fault each, and audit every run."""
+    """Run short runs with one fault each, and audit every run.
+
+    Example: `rollmesh bench chaos --quick`
+    """
     Output(as_json=as_json, check=check).run("chaos", quick=quick, rounds=rounds, fault=fault)
 
 
@@ -106,7 +114,10 @@ def fuzz(
     requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 100_000,
     seed: Annotated[int, typer.Option(help="Seed of the requests.", min=0)] = 20261122,
 ) -> None:
-    """Send random requests to every port of a training run, and check its services."""
+    """Send random requests to every port of a training run, and check its services.
+
+    Example: `rollmesh bench fuzz --quick`
+    """
     Output(as_json=as_json, check=check).run("fuzz", quick=quick, requests=requests, seed=seed)
 
 
@@ -122,7 +133,10 @@ def scale(
         Path | None, typer.Option(help="Services folder of another build, measured alternately with this one.")
     ] = None,
 ) -> None:
-    """Measure the CPU time per finished trajectory of a mesh at increasing numbers of rollouts in flight."""
+    """Measure the CPU time per finished trajectory of a mesh at increasing numbers of rollouts in flight.
+
+    Example: `rollmesh bench scale --level 512`
+    """
     options = {"levels": level or (), "mean_tokens": mean_tokens, "chunk_tokens": chunk_tokens, "baseline": baseline}
     Output(as_json=as_json, check=check).run("scale", quick=quick, **options)
 
@@ -136,7 +150,10 @@ def gpu(
     updates: Annotated[int | None, typer.Option(help="Measured updates per arm.", min=1)] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the JSON results.")] = None,
 ) -> None:
-    """Measure sync beside copris_paper on one shared GPU, and the step-time curve of decode."""
+    """Measure sync beside copris_paper on one shared GPU, and the step-time curve of decode.
+
+    Example: `rollmesh bench gpu`
+    """
     Output(as_json=as_json, check=check).run("gpu", quick=quick, pools=pool or (), updates=updates, output=output)
 
 
@@ -150,7 +167,10 @@ def sim_check(
     updates: Annotated[int | None, typer.Option(help="Train steps of a run that are measured.", min=2)] = None,
     output: Annotated[Path | None, typer.Option(help="New folder for the run folders.")] = None,
 ) -> None:
-    """Measure real runs beside the simulator, which is calibrated on the runs of sync."""
+    """Measure real runs beside the simulator, which is calibrated on the runs of sync.
+
+    Example: `rollmesh bench sim-check`
+    """
     options = {"arms": arm or (), "seeds": seeds, "updates": updates, "output": output}
     Output(as_json=as_json, check=check).run("sim_check", quick=quick, **options)
 
@@ -164,7 +184,10 @@ def sglang(
     url: Annotated[str | None, typer.Option(help="URL of a running server of that model.")] = None,
     model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: demo model.")] = None,
 ) -> None:
-    """Measure the cost of the generator on top of its SGLang server."""
+    """Measure the cost of the generator on top of its SGLang server.
+
+    Example: `rollmesh bench sglang`
+    """
     options = {"python": None if python is None else str(python), "url": url, "model": model}
     Output(as_json=as_json, check=check).run("sglang", quick=quick, **options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ RunFileArgument = Annotated[Path, typer.Argument(help="Run file (YAML).", metava
 RunFolderArgument = Annotated[
     Path, typer.Argument(help="Run folder, or a run file that names it.", metavar="RUN_FOLDER")
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: --set trainer.train_steps=10")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a field: --set trainer.train_steps=10", metavar="FIELD=VALUE"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -57,6 +61,19 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
         raise typer.Exit(EXIT_ERROR) from error
     except KeyboardInterrupt as stopped:
         raise typer.Exit(EXIT_STOPPED) from stopped
+
+
+def check_unless_forced(check: Callable[[], None], *, force: bool) -> None:
+    """Check the capacity of this machine. On a terminal the user may go on; elsewhere its ConfigError is raised."""
+    if force:
+        return
+    try:
+        check()
+    except ConfigError as error:
+        if not sys.stdin.isatty():
+            raise
+        if not typer.confirm(f"{error}\nStart them anyway?", err=True):
+            raise typer.Exit(EXIT_ERROR) from error
 
 
 def _print_error(message: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run, run_of
+from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.input_checks import check_inputs
@@ -20,7 +22,7 @@ Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the first t
 With = Annotated[
     list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with gpu=H200; docs/simulator.md")
 ]
-app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True)
+app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True, cls=PlainGroup)
 
 
 @app.command()
@@ -29,6 +31,8 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
 
     It opens the model, reads the first rows, and scores one answer with the verifier, like the start of `rollmesh up`.
     With `--simulate` also updates per second, staleness and the trainer's wait on a virtual clock.
+
+    Example: `rollmesh config validate run.yaml`
     """
     with clear_errors():
         if with_ and not simulate:
@@ -48,16 +52,25 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
 
 
 @app.command()
-def show(run: RunFileArgument, set_: SetOption = None) -> None:
-    """Print the resolved run file: every field, including defaults and overrides, with secrets masked."""
+def show(
+    run: Annotated[Path, typer.Argument(help="Run file (YAML), or a run folder.", metavar="RUN")],
+    set_: SetOption = None,
+) -> None:
+    """Print the resolved run file: every field, including defaults and overrides, with secrets masked.
+
+    Example: `rollmesh config show runs/demo`
+    """
     with clear_errors():
-        config = load_run_config(run, set_ or ())
+        config = load_run_config(run_of(run)[1].config_file if run.is_dir() else run, set_ or ())
     typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of run files, for editors."""
+    """Print the JSON Schema of run files, for editors.
+
+    Example: `rollmesh config schema`
+    """
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 

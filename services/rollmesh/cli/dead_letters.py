@@ -10,17 +10,21 @@ import typer
 from rich.table import Table
 
 from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, store_of
+from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.errors import Conflict
 from rollmesh.report.console import output_console
 
-app = typer.Typer(help="List, inspect, replay and delete dead letters.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, replay and delete dead letters.", no_args_is_help=True, cls=PlainGroup)
 
 IdArgument = Annotated[str, typer.Argument(help="Trajectory id, as listed.", metavar="TRAJECTORY_ID")]
 
 
 @app.command("list")
 def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """List dead letters with their reasons."""
+    """List dead letters with their reasons.
+
+    Example: `rollmesh dead-letters list runs/demo`
+    """
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
@@ -40,7 +44,10 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Print all fields of one dead letter as JSON."""
+    """Print all fields of one dead letter as JSON.
+
+    Example: `rollmesh dead-letters inspect runs/demo e0-12.3`
+    """
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
@@ -52,7 +59,10 @@ def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
 @app.command()
 def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Return the prompt of a dead letter to the run, as a new group that records its origin."""
+    """Return the prompt of a dead letter to the run, as a new group that records its origin.
+
+    Example: `rollmesh dead-letters replay runs/demo e0-12.3`
+    """
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
@@ -64,7 +74,10 @@ def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
 @app.command()
 def delete(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Delete a dead letter and its payload, which occupies memory in Redis."""
+    """Delete a dead letter and its payload, which occupies memory in Redis.
+
+    Example: `rollmesh dead-letters delete runs/demo e0-12.3`
+    """
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):

@@ -32,6 +32,8 @@ def demo_methods(
 
     Prints one row per method, with the traces of the method in its run, or "no effect". Exits with status 1 unless
     every run makes all its updates and its audit is green.
+
+    Example: `rollmesh demo-methods --method advantage/drpo --inline`
     """
     from rollmesh.report.demo_results import methods_table
     from rollmesh.report.method_effects import effect_of, read_traces

@@ -26,6 +26,8 @@ def demo_schedules(
     """Run the demo's task under every preset of `rollmesh schedules`, with the settings that go with it.
 
     Prints one row per preset. Exits with status 1 unless every run makes all its updates and its audit is green.
+
+    Example: `rollmesh demo-schedules --preset sync --preset copris`
     """
     from rollmesh.report.demo_results import preset_table
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 from rollmesh.runtime.imports import many_imports, own_process
 
 with many_imports():
     import typer
 
+    import rollmesh
     from rollmesh.cli import (
         backups,
         benches,
@@ -29,15 +31,33 @@ with many_imports():
         up,
         viewing,
     )
+    from rollmesh.cli.plain_help import PlainGroup
 
 app = typer.Typer(
     name="rollmesh",
+    cls=PlainGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Asynchronous RL post-training of language models, as a mesh of services.\n\n"
     "Start with `rollmesh demo`, or write a run file and `rollmesh up RUN.yaml`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rollmesh {rollmesh.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Print the version if asked; the commands do the rest."""
 
 
 def _add(panel: str, *commands: Callable[..., None]) -> None:
@@ -52,8 +72,8 @@ _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain
 _add("Inspection", viewing.view, run_commands.report, run_commands.pin, run_commands.rollback, top.top)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
 _add("Runs", exports.export, replicas.scale, backups.backup, schedule_table.schedules, method_table.methods)
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(configuration.app, name="config")
+app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
+app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Inspection")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
 
 

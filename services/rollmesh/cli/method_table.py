@@ -42,6 +42,8 @@ def methods() -> None:
     """Print the methods of `curriculum`, `trainer.algorithm` and `trainer.replay`: options, source, deviation.
 
     Those of `curriculum`, advantage, loss and masks may also be `module:function` of your code.
+
+    Example: `rollmesh methods`
     """
     for point, found in POINTS.items():
         for name, method in found.items():

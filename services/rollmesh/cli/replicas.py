@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, store_of
+from rollmesh.cli.common import JsonOption, RunFolderArgument, check_unless_forced, run_async, store_of
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import SCALABLE, check_scale, configured_replicas
 from rollmesh.errors import ConfigError
@@ -28,19 +29,24 @@ def scale(
     replicas: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SERVICE=N]...",
+            metavar="SERVICE=N",
             help="generator=3 reward=2 rollout=1; SERVICE=default restores the number in the run file.",
         ),
     ] = None,
     as_json: JsonOption = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow more processes than this machine's cores and memory can take.")
+        bool,
+        typer.Option(
+            "--force", help="Allow more processes than this machine's cores and memory can take, without a question."
+        ),
     ] = False,
 ) -> None:
     """Change the number of generators, reward services or rollout workers of a run while it trains.
 
     The launcher of the run starts missing replicas and drains surplus replicas, highest index first; no work is lost.
     The numbers survive a restart of the run. Without SERVICE=N, show them. On Kubernetes, scale the workloads instead.
+
+    Example: `rollmesh scale runs/demo generator=3`
     """
 
     async def main() -> None:
@@ -48,8 +54,9 @@ def scale(
             changes = parse_replicas(config, replicas or ())
             requested = dict(await store.scaling.requests())
             for service, number in changes.items():
-                if number is not None and not force:
-                    check_capacity(config, requested, service, number)
+                if number is not None:
+                    check = partial(check_capacity, config, dict(requested), service, number)
+                    check_unless_forced(check, force=force)
                     requested[service] = number
             has_launcher = [await store.scaling.request(service, number) for service, number in changes.items()]
             rows = await _rows(config, folder, store)

@@ -25,7 +25,7 @@ from rollmesh.cli.common import (
 )
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
-from rollmesh.launcher.run_folder import has_launcher
+from rollmesh.launcher.run_folder import distant_launcher, has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
 from rollmesh.report.formats import plus_minus
@@ -63,6 +63,9 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             typer.echo(json.dumps(data, default=str))
             return
         table = Table("field", "value", title=f"run {config.name}")
+        distant = distant_launcher(folder.path)
+        if distant:
+            table.add_row("launcher", f"{distant}, which cannot be seen from this machine")
         for name, value in [("failed", failure)] * bool(failure) + ended:
             table.add_row(name, escape(value))
         _add_queue(table, config, view, counts)
@@ -107,7 +110,10 @@ def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
 
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
-    """Evaluate one policy version of a stopped run on the fixed evaluation prompts."""
+    """Evaluate one policy version of a stopped run on the fixed evaluation prompts.
+
+    Example: `rollmesh eval runs/demo --version 10`
+    """
     from rollmesh.launcher.evaluations import evaluate_run
 
     async def main() -> None:
@@ -127,7 +133,10 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
 def explain(
     run: RunFolderArgument,
     train_step: Annotated[
-        int | None, typer.Argument(help="Train step of the batch; without it, --trajectory is looked up.", min=1)
+        int | None,
+        typer.Argument(
+            help="Train step of the batch; without it, --trajectory is looked up.", min=1, metavar="TRAIN_STEP"
+        ),
     ] = None,
     trajectory: Annotated[str | None, typer.Option(help="Only this trajectory; without a step, or this group.")] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of trajectories shown.", min=1)] = 1,
@@ -138,6 +147,8 @@ def explain(
     Notes mark values that differ from training: old logprobs that are not kept, and minibatches after the first.
     Without a train step, show where a trajectory or a group is, its round and plan, its outcome and its shaped reward,
     and whether it was restarted, set aside or cut off, or rests.
+
+    Example: `rollmesh explain runs/demo 5 --limit 3`
     """
     if train_step is None:
         _explain_status(run, trajectory, as_json)
@@ -175,6 +186,8 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     Each segment from a single policy version is scored again with its checkpoint. The exit status is 1 when a check
     fails, or when less than half of the policy's tokens could be scored again (the result is incomplete).
+
+    Example: `rollmesh audit runs/demo`
     """
     from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
@@ -202,7 +215,10 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def report(run: RunFolderArgument) -> None:
-    """Regenerate the plots and the HTML report of a run folder."""
+    """Regenerate the plots and the HTML report of a run folder.
+
+    Example: `rollmesh report runs/demo`
+    """
     from rollmesh.report.html import write_report
 
     with clear_errors():
@@ -217,7 +233,10 @@ def pin(
         bool, typer.Option("--release", help="Release the pin: serve the newest version again.")
     ] = False,
 ) -> None:
-    """Pin generators to one policy version, or release the pin."""
+    """Pin generators to one policy version, or release the pin.
+
+    Example: `rollmesh pin runs/demo --version 10`
+    """
 
     async def main() -> None:
         if release and version is not None:
@@ -249,6 +268,8 @@ def rollback(
     a finished run. The optimizer state is reset, groups of the abandoned branch are dropped with the reason
     rolled_back, and trained groups stay in the ledger. Afterwards no rollout starts on an older version: a pin on one
     blocks all new work until it is released.
+
+    Example: `rollmesh rollback runs/demo --version 10`
     """
 
     async def main() -> None:

@@ -13,6 +13,8 @@ def schedules() -> None:
 
     B is `schedule.groups_per_batch`, n is `schedule.group_size`, the trajectories of a prompt. Every number can be
     overridden in the run file.
+
+    Example: `rollmesh schedules`
     """
     for name, preset in PRESETS.items():
         typer.secho(name, bold=True)

@@ -42,6 +42,7 @@ _SERVICES = {
 def register(app: typer.Typer) -> None:
     """Add one command per service."""
     for service, text in _SERVICES.items():
+        text = f"{text}\n\nExample: `rollmesh {service} run.yaml --set store.url=redis://10.0.0.5:6379`"
         app.command(service, help=text, rich_help_panel="Services")(_command(service))
 
 
@@ -60,6 +61,7 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
     with clear_errors(EXIT_CONFIG):
         # The run file of a launcher's service is a copy in the run folder; the launcher names the folder of the user's.
         config = (load_run_config if CODE_FOLDER in os.environ else load_run)(run, overrides or ())
+        _check_store(config, service)
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
         serve: Serve = _main_module(service).serve
@@ -72,6 +74,15 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
             await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
+
+
+def _check_store(config: RunConfig, service: str) -> None:
+    if config.store.url is None and service != "reward":  # which does not use the store
+        raise ConfigError(
+            f"store.url is null, so that the Redis of this run belongs to rollmesh up, which starts every service; a "
+            f"{service} beside it needs a Redis for all of them: store.url=redis://HOST:PORT. rollmesh status and top "
+            "show a run"
+        )
 
 
 def inline_services() -> dict[str, Serve]:

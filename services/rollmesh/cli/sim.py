@@ -18,9 +18,9 @@ from rollmesh.report.console import output_console
 if TYPE_CHECKING:
     from rollmesh.sim.arms import Arm
 
-RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="[RUN.yaml]")]
+RunFile = Annotated[Path | None, typer.Argument(help="Run file; default: a 7B model.", metavar="RUN.yaml")]
 Compare = Annotated[
-    str | None, typer.Option(help="Presets, separated by commas; every preset without a list.", metavar="[A,B,...]")
+    str | None, typer.Option(help="Presets, separated by commas; every preset without a list.", metavar="A,B,...")
 ]
 Sweep = Annotated[str | None, typer.Option(help="Field of the run file and its values: schedule.pool_size=256,512")]
 Lengths = Annotated[str | None, typer.Option(help="Lengths of responses: a name, a run folder or a trace file.")]
@@ -72,6 +72,8 @@ def sim(
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
     The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
+
+    Example: `rollmesh sim run.yaml --compare copris,sync`
     """
     from rollmesh.sim.arms import arms_of
     from rollmesh.sim.length_trace import trace_of_run

@@ -15,7 +15,7 @@ from rollmesh.report.console import output_console
 from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import read_endpoints
 
-RunOption = Annotated[Path | None, typer.Argument(help="Run folder (or a run file).", metavar="[RUN_FOLDER]")]
+RunOption = Annotated[Path | None, typer.Argument(help="Run folder (or a run file).", metavar="RUN_FOLDER")]
 UrlOption = Annotated[str | None, typer.Option(help="Address of the gateway, instead of a run folder.")]
 OnceOption = Annotated[bool, typer.Option("--once", help="Print one screen and exit.")]
 IntervalOption = Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2, max=60.0)]
@@ -33,6 +33,8 @@ def top(
     For a run that is not in progress, show its result.
 
     q quits, p pauses and resumes the run (with the token of the run folder, or ROLLMESH_GATEWAY__TOKEN).
+
+    Example: `rollmesh top runs/demo`
     """
     # The models of the gateway's responses take a tenth of a second to import, which no service needs.
     from rollmesh.cli.top_terminal import show

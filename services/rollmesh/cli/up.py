@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, load_run, shutdown_event
+from rollmesh.cli.common import (
+    EXIT_STOPPED,
+    RunFileArgument,
+    SetOption,
+    check_unless_forced,
+    clear_errors,
+    load_run,
+    shutdown_event,
+)
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
@@ -39,7 +47,12 @@ InlineOption = Annotated[
 ]
 
 
-ForceOption = Annotated[bool, typer.Option("--force", help="Start more processes than this machine's cores can serve.")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Start more processes than this machine's cores and memory can serve, without a question."
+    ),
+]
 
 
 def up(
@@ -52,12 +65,13 @@ def up(
     """Start every service of a run on this machine, train, evaluate before and after, audit, report.
 
     Ctrl-C drains the services without loss; the same command continues the run.
+
+    Example: `rollmesh up run.yaml --set trainer.train_steps=10`
     """
     with clear_errors():
         overrides = _overrides(set_, folder)
         config = load_run(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
-        if not force:
-            check_configured(config, this_machine())
+        check_unless_forced(lambda: check_configured(config, this_machine()), force=force)
         raise typer.Exit(run_to_report(config, output_console(), inline=inline))
 
 
@@ -65,6 +79,8 @@ def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
     """Train a small model on a real task with the whole mesh, on two CPU cores, in minutes.
 
     The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
+
+    Example: `rollmesh demo`
     """
     from rollmesh.config.recipes import recipe_file
 
@@ -81,6 +97,8 @@ def demo_seeds(
     """Run the demo over several seeds, and compare ``copris`` with ``sync`` at equal updates.
 
     Exits with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
+
+    Example: `rollmesh demo-seeds --seed 1 --seed 2`
     """
     from rollmesh.config.recipes import recipe_file
     from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot

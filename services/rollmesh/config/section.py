@@ -32,11 +32,12 @@ class EngineSection(Section):
         return ""
 
 
-def _greedy_or_resolvable(temperature: float) -> float:
+def greedy_or_resolvable(temperature: float) -> float:
+    """Return the temperature; ValueError if it is above 0 and too low to sample at."""
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"expected 0 (greedy) or at least {LOWEST_TEMPERATURE}")
     return temperature
 
 
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_or_resolvable)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(greedy_or_resolvable)]
 """Softmax temperature; 0 is greedy."""

@@ -32,6 +32,7 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
     if account is not None:
         console.print("auditing: every token against the checkpoint it names", highlight=False)
         green = audit_run(folder, account, console).green
+    console.print("writing the report", highlight=False)
     write_report(folder)
     return green
 

@@ -26,7 +26,8 @@ async def evaluate_run(
     Raises ConfigError while a launcher holds the folder (``evaluation.every_versions`` evaluates during a run), or
     when the version was never published or is pruned.
     """
-    with locked_run_folder(config):
+    remedy = "stop it first, or let it evaluate versions itself: evaluation.every_versions"
+    with locked_run_folder(config, remedy):
         async with local_mesh(config, folder, shutdown, console) as mesh:
             version = await _published(mesh, policy_version)
             await mesh.pause(True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -15,15 +17,19 @@ import time
 from pathlib import Path
 
 from rollmesh.config import RunConfig
-from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.errors import ConfigError, DataError, RollmeshError, StoreError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.method_trial import has_own_methods
+from rollmesh.launcher.run_folder import has_launcher
+from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
 TRIAL_SECONDS = 60.0
 """Time limit of the trial; a slower input is checked by its service."""
 PORT_SECONDS = 3.0
 """Wait for the port of the agents service to become free."""
+REDIS_SECONDS = 4.0
+"""Wait for the server of ``store.url``."""
 _POLL_SECONDS = 0.1
 
 
@@ -35,7 +41,11 @@ def check_inputs(config: RunConfig) -> list[str]:
     """
     if not config.network.shared_folder:
         return []
-    notes = _port_notes(config)
+    if has_launcher(Path(config.folder).resolve()):
+        notes = []  # a live run of the same folder has its ports and its Redis; its lock refuses a second launcher
+    else:
+        notes = _port_notes(config)
+        _check_redis(config)
     built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
     built_in = built_in and not has_own_methods(config)
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
@@ -103,6 +113,24 @@ def _port_notes(config: RunConfig) -> list[str]:
             f"gateway.port={config.gateway.port}: {problem}; the run will have no page: set another port, or 0 for any"
         ]
     return []
+
+
+def _check_redis(config: RunConfig) -> None:
+    """Connect to the Redis of ``store.url``. Raises ConfigError if it does not answer, or cannot hold the queue."""
+    url = config.store.url
+    if url is None:
+        return
+
+    async def connect() -> None:
+        await (await TrajectoryStore.connect(config.store, config.name, retry_seconds=REDIS_SECONDS)).aclose()
+
+    try:
+        asyncio.run(connect())
+    except StoreError as error:
+        shown = re.sub("//[^/@]*@", "//", url)
+        raise ConfigError(
+            f"store.url={shown}: {str(error).removeprefix('INFO: ')}; start that server, or correct the address"
+        ) from error
 
 
 def _taken(host: str, port: int, seconds: float = 0.0) -> str:

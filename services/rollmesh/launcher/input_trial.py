@@ -6,11 +6,13 @@ process of its own, with the pickled config on standard input, and reads the err
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollmesh.config import RunConfig
@@ -32,10 +34,11 @@ _NOT_SCORED = frozenset({"http_judge", "composite", "python_code"})
 """Built-in verifiers that may call a server or a sandbox; only their options are checked."""
 
 
-def try_inputs(config: RunConfig) -> None:
+def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> None:
     """Load the methods, open the prompts, build the verifier, and score answers to the first row.
 
-    Raises ConfigError or DataError that names the field, or the row. A verifier is refused only if every trial answer
+    Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
+    error of a verifier that does not return. A verifier is refused only if every trial answer
     fails: some verifiers reject some answers on purpose.
     """
     try_methods(config)
@@ -47,7 +50,7 @@ def try_inputs(config: RunConfig) -> None:
     verifier = _built(config, prompt.verifier or config.reward.verifier)
     # The rewards of agents and environments may come from elsewhere.
     if config.rollout.program == "single_turn" and config.reward.on_error != "fixed":
-        _score(prompt.verifier or config.reward.verifier, verifier, prompt, tokenizer)
+        _score(late, config, prompt.verifier or config.reward.verifier, verifier, prompt, tokenizer)
 
 
 def _first_prompt(config: RunConfig, tokenizer: Tokenizer, split: Split) -> Prompt:
@@ -83,14 +86,22 @@ def _built(config: RunConfig, name: str) -> Verifier:
         raise ConfigError(f"reward.verifier: {name}: {type(error).__name__}: {error}") from error
 
 
-def _score(name: str, verifier: Verifier, prompt: Prompt, tokenizer: Tokenizer) -> None:
+def _score(
+    late: Callable[[str], None] | None,
+    config: RunConfig,
+    name: str,
+    verifier: Verifier,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+) -> None:
     if name in _NOT_SCORED:
         return
     metadata = prompt_metadata(prompt, verifier, tokenizer)
-    errors = []
+    errors: list[str] = []
     for answer in _trial_answers(prompt, tokenizer):
         try:
-            checked_reward(verifier.verify(answer, metadata), name)
+            with _watched(late, config, name, prompt):
+                checked_reward(verifier.verify(answer, metadata), name)
             return
         except (Exception, SystemExit) as error:
             if name not in BUILT_IN and _is_unreachable(error):
@@ -102,6 +113,28 @@ def _score(name: str, verifier: Verifier, prompt: Prompt, tokenizer: Tokenizer) 
         f"reward.verifier={name}: scores none of {len(errors)} trial answers to {prompt.prompt_id}, whose metadata has "
         f"{', '.join(metadata) or 'no field'}; the last error: {errors[-1]}{own}"
     )
+
+
+@contextlib.contextmanager
+def _watched(late: Callable[[str], None] | None, config: RunConfig, name: str, prompt: Prompt) -> Iterator[None]:
+    """Call ``late`` with an error if the block takes more than twice the time that a worker would give it.
+
+    The block stays in its thread: a verifier may use signals.
+    """
+    seconds = 2 * config.reward.timeout_seconds + 1
+    message = (
+        f"reward.verifier={name}: an answer to {prompt.prompt_id} was not scored within {seconds:g} s; raise "
+        f"reward.timeout_seconds={config.reward.timeout_seconds:g}, or find what the verifier waits for"
+    )
+    timer = None if late is None else threading.Timer(seconds, late, [message])
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
@@ -123,14 +156,18 @@ def main() -> None:
     """Try the config on standard input, and write its error to the file that the command line names."""
     result = Path(sys.argv[1])
     config = pickle.loads(sys.stdin.buffer.read())
+
+    def end(error: list[str] | None) -> None:
+        result.write_text(json.dumps(error), encoding="utf-8")
+        # The user's code may have left threads that never end.
+        os._exit(0)
+
     error = None
     try:
-        try_inputs(config)
+        try_inputs(config, late=lambda message: end(["ConfigError", message]))
     except (ConfigError, DataError) as problem:
         error = [type(problem).__name__, str(problem)]
-    result.write_text(json.dumps(error), encoding="utf-8")
-    # The user's code may have left threads that never end.
-    os._exit(0)
+    end(error)
 
 
 if __name__ == "__main__":

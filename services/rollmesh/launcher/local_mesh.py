@@ -24,6 +24,7 @@ from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environme
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.rollout.refused_policies import refused_by_all
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
@@ -166,10 +167,16 @@ class LocalMesh:
             self._addresses.update()
             sample = await self._timeline.sample()
             self._note_refusals(sample.generators)
-            self.progress.update(sample, waiting_for)
+            self.progress.update(sample, waiting_for, self._agents_url())
             self._noted_outage = ""
         except (StoreUnavailable, OSError) as error:
             self._note_outage(error)
+
+    def _agents_url(self) -> str | None:
+        """Return the address where the agents of the run connect; None without it, and for any other program."""
+        if self.config.rollout.program != "agent":
+            return None
+        return next((endpoint.url for endpoint in read_endpoints(self.folder.path, "agents")), None)
 
     def _note_refusals(self, generators: Sequence[GeneratorRecord]) -> None:
         """Note each policy version that a generator refuses, once, with the reason."""

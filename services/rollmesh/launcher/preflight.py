@@ -16,6 +16,8 @@ from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONM
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
 
+MOST_TRAIN_STEPS = 10**9
+"""Largest number of train steps; a second each would take 30 years."""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 
 
@@ -25,6 +27,8 @@ def check_run(config: RunConfig) -> Estimate:
     Raises ConfigError or DataError naming the field: an impossible schedule, a folder without a model, a missing table,
     an unknown verifier or environment. User code is not imported here: the service that runs it reports its errors.
     """
+    if config.trainer.train_steps > MOST_TRAIN_STEPS:
+        raise ConfigError(f"trainer.train_steps={config.trainer.train_steps}: expected at most {MOST_TRAIN_STEPS}")
     needs = estimate(config)
     _check_model(config)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")

@@ -19,13 +19,17 @@ from rich.text import Text
 
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
+from rollmesh.report.formats import duration
 from rollmesh.runtime.json_lines import JsonLinesTail
 
+TRAINING = "the last train step"
+"""Event that the launcher waits for during training."""
 _LINE_SECONDS = 5.0
 _RATE_WINDOW_SECONDS = 10.0
 _BAR_COLUMNS = 40
 _PANEL_COLUMNS = 4
 """Columns of the panel's border and padding."""
+_PACE_STEPS = 20
 _NOTHING = "-"
 
 
@@ -43,6 +47,26 @@ class _Rates:
         return (last - first) / (t1 - t0) if t1 > t0 else 0.0
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Seconds per train step over the last steps."""
+
+    points: list[tuple[float, int]] = field(default_factory=list)
+    """(time, train step) at each change of the step."""
+
+    def update(self, t: float, step: int) -> None:
+        if not self.points or step != self.points[-1][1]:
+            self.points = [*self.points[-_PACE_STEPS:], (t, step)]
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Return the time to ``steps``; None before two steps were seen from their beginning to their end."""
+        if len(self.points) < 3:
+            return None
+        # The first point is the time when the launcher first looked, not the end of a step.
+        (t0, first), (t1, last) = self.points[1], self.points[-1]
+        return (steps - last) * (t1 - t0) / (last - first) if last > first else None
+
+
 class RunProgress:
     """Console progress of one run, used as a context manager."""
 
@@ -53,6 +77,8 @@ class RunProgress:
         self._metrics = JsonLinesTail(metrics)
         self._samples = JsonLinesTail(samples)
         self._rates = _Rates()
+        self._pace = _Pace()
+        self._start = time.monotonic()
         self._report: Mapping[str, Any] = {}
         self._sample: Mapping[str, Any] = {}
         self._last_line = 0.0
@@ -77,28 +103,37 @@ class RunProgress:
         with contextlib.suppress(OSError):
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def update(self, sample: MeshSample, waiting_for: str = "") -> None:
-        """Show the newest sample of the mesh and the newest step report."""
+    def update(self, sample: MeshSample, waiting_for: str = "", agents_url: str | None = None) -> None:
+        """Show the newest sample of the mesh and the newest step report.
+
+        ``agents_url`` is the address where the agents of the run connect; None for a run that makes its own rollouts.
+        """
         reports = self._metrics.read()
         for report in reports:
             self._report = report
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
-        facts = _facts(sample, self._report, rate, self._steps)
+        self._pace.update(sample.t, sample.view.trained_step)
+        hold = hold_reason(sample, agents_url) or _NOTHING
+        facts = {**_facts(sample, self._report, rate, self._steps, hold), "time": self._time()}
         serving = any(g.serving for g in sample.generators)
         waited = time.monotonic() - self._last_line >= _LINE_SECONDS
         due = bool(reports) if self._per_step and serving else waited
         if self._live is not None:
-            self._live.update(self._panel(sample, facts, waiting_for))
+            self._live.update(self._panel(sample, facts, _phase(waiting_for, serving=serving)))
         elif due:
             self._last_line = time.monotonic()
             if serving:
                 self.note(" | ".join(f"{name} {value}" for name, value in facts.items() if value != _NOTHING))
             else:
-                self.note(f"waiting for {waiting_for}")
+                self.note(_phase(waiting_for, serving=serving))
 
-    def _panel(self, sample: MeshSample, facts: Mapping[str, str], waiting_for: str) -> Panel:
+    def _time(self) -> str:
+        left = duration(self._pace.seconds_left(self._steps))
+        return f"{duration(time.monotonic() - self._start)}{f', about {left} left' if left else ''}"
+
+    def _panel(self, sample: MeshSample, facts: Mapping[str, str], phase: str) -> Panel:
         bar = ProgressBar(total=self._steps, completed=max(sample.view.trained_step, 0), width=_BAR_COLUMNS)
         table = Table.grid(padding=(0, 2))
         for at, (name, value) in enumerate(facts.items()):
@@ -107,8 +142,8 @@ class RunProgress:
         rows: list[Any] = [table]
         if self._sample:
             rows.append(_completion(self._sample, self._console.width - _PANEL_COLUMNS))
-        if waiting_for:
-            rows.append(Text(f"waiting for {waiting_for}", style="dim italic"))
+        if phase:
+            rows.append(Text(phase, style="dim italic"))
         return Panel(Group(*rows), title="rollmesh", title_align="left")
 
 
@@ -121,13 +156,13 @@ def _completion(sample: Mapping[str, Any], columns: int) -> Text:
     return line
 
 
-def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int) -> dict[str, str]:
+def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int, hold: str) -> dict[str, str]:
     view = sample.view
     served = sorted({g.policy_version for g in sample.generators if g.serving})
     drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
     return {
         "step": f"{view.trained_step}/{steps}",
-        "queue": _pause_reason(view) or _NOTHING,
+        "queue": hold,
         "reward": _number(report, "reward_mean", ".3f"),
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
@@ -140,8 +175,26 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
     }
 
 
-def _pause_reason(view: MeshView) -> str:
+def _phase(waiting_for: str, *, serving: bool) -> str:
+    """Describe the step of the launcher."""
+    if waiting_for == TRAINING:
+        return "training" if serving else "waiting for a generator that serves a policy"
+    return f"waiting for {waiting_for}" if waiting_for else ""
+
+
+def hold_reason(sample: MeshSample, agents_url: str | None) -> str:
     """Return the reason why no new rollouts start; empty while they do."""
+    view, pinned = sample.view, sample.pinned_version
+    if reason := _pause_reason(view):
+        return reason
+    if pinned is not None and view.desired.start_at_version > pinned:
+        return f"pinned to version {pinned}, too old for new rollouts; rollmesh pin RUN --release serves the newest"
+    if agents_url is not None and not view.leased:
+        return f"waiting for agents, which open sessions at {agents_url}/sessions"
+    return ""
+
+
+def _pause_reason(view: MeshView) -> str:
     if view.recovering:
         return "recovering: Redis was restarted, workers and trainer report their state"
     if view.user_paused:

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ _REFUSED = (
     "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
     "another folder"
 )
+
+
+_RECORDED_SECONDS = 600.0
+"""Age of the timeline from which a launcher on another host counts as ended; it writes a line about every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +108,47 @@ def make_run_folder(config: RunConfig) -> RunFolder:
 
 
 def has_launcher(folder: Path) -> bool:
-    """Tell whether the process that the lock file names still runs; it is read, never locked, by commands."""
+    """Tell whether the process that the lock file names still runs; it is read, never locked, by commands.
+
+    True for a launcher of another host that records the run.
+    """
     lock = folder / "lock"
     try:
-        process = psutil.Process(int(lock.read_text()))
+        pid, _, host = lock.read_text().partition(" ")
+        if host not in ("", _host()):
+            return bool(distant_launcher(folder))
+        process = psutil.Process(int(pid))
         # A process that began after the file was written has taken over the id of an ended launcher.
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= lock.stat().st_mtime
     except (OSError, ValueError, psutil.Error):
         return False
 
 
+def distant_launcher(folder: Path) -> str:
+    """Return ``pid P on HOST`` of a launcher on another host; empty without one.
+
+    Its process cannot be seen from here, so it counts only while it records the run.
+    """
+    try:
+        pid, _, host = (folder / "lock").read_text().partition(" ")
+        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in ("lock", "timeline.jsonl"))
+    except (OSError, ValueError):
+        return ""
+    is_recorded = time.time() - changed < _RECORDED_SECONDS
+    return f"pid {pid} on {host}" if host not in ("", _host()) and is_recorded else ""
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
 @contextlib.contextmanager
-def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
+def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name another folder") -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
 
     A run that has cut no batch may change every setting: its files are set aside. Raises ConfigError when the folder
-    cannot be created, when another launcher holds it, or when it belongs to a trained run with other settings.
+    cannot be created, when another launcher holds it (``remedy`` ends the message), or when it belongs to a trained run
+    with other settings.
     """
     folder = make_run_folder(config)
     with (folder.path / "lock").open("a+") as lock:
@@ -126,12 +156,10 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise ConfigError(
-                f"folder={folder.path}: another launcher (pid {lock.read().strip() or 'unknown'}) runs there; "
-                "stop it first, or name another folder"
-            ) from error
+            holder = lock.read().strip().replace(" ", " on ") or "unknown"
+            raise ConfigError(f"folder={folder.path}: another launcher (pid {holder}) runs there; {remedy}") from error
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()} {_host()}")
         lock.flush()
         if folder.config_file.exists():
             _refuse_other_settings(_recorded_settings(folder), config, folder)

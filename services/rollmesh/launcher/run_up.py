@@ -15,6 +15,7 @@ from rollmesh.launcher.closing import missing_at_the_end, queue_account
 from rollmesh.launcher.evaluations import evaluate_version, finish_evaluations
 from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
+from rollmesh.launcher.progress_panel import TRAINING
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.ledger_counts import QueueAccount
@@ -75,7 +76,7 @@ async def _train(mesh: LocalMesh) -> None:
             await evaluate_version(mesh, 0)
         await mesh.pause(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains without loss")
-        await mesh.until(lambda: _trained(mesh), "the last train step")
+        await mesh.until(lambda: _trained(mesh), TRAINING)
         # Checked first: an evaluation waits minutes before it fails for a version that no generator serves.
         await mesh.answer(mesh.newest_served, "the generators")
         if before_and_after:

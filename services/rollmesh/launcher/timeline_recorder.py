@@ -56,6 +56,8 @@ class MeshSample:
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
     """Groups dropped so far, by reason."""
+    pinned_version: int | None = None
+    """Policy version that an operator has pinned; None without a pin."""
 
     def to_json(self) -> str:
         """Return the sample as one line of ``timeline.jsonl``."""
@@ -101,6 +103,7 @@ class TimelineRecorder:
             generated_tokens=dict(self._generated.seen),
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
+            pinned_version=await self._store.policies.operator_pin(),
         )
         append_line(self._folder.timeline, sample.to_json())
         return sample

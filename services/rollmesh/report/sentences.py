@@ -29,7 +29,14 @@ class Sentence:
 
 def sentences(summary: RunSummary) -> tuple[Sentence, ...]:
     """Describe the run, most important sentences first."""
-    return (*_progress(summary), *_evaluation(summary), *_off_policy(summary), *_drops(summary), *_audit(summary))
+    return (
+        *_progress(summary),
+        *_nothing_learned(summary),
+        *_evaluation(summary),
+        *_off_policy(summary),
+        *_drops(summary),
+        *_audit(summary),
+    )
 
 
 def facts(summary: RunSummary) -> list[tuple[str, str]]:
@@ -119,6 +126,25 @@ def _progress(summary: RunSummary) -> Iterator[Sentence]:
         yield Sentence(text=f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
     else:
         yield Sentence(text=text)
+
+
+def _nothing_learned(summary: RunSummary) -> Iterator[Sentence]:
+    if summary.unserved_after is not None:
+        yield Sentence(
+            text=f"No policy version after {summary.unserved_after} was served: the logs of the generators say why. "
+            "Lower trainer.learning_rate if they name values that are not finite.",
+            bad=True,
+        )
+    if summary.skipped_updates:
+        updates = f"{summary.skipped_updates} update{'s' * (summary.skipped_updates > 1)}"
+        yield Sentence(
+            text=f"{updates} skipped, because the gradient was not finite; lower trainer.learning_rate.", bad=True
+        )
+    if summary.steps_of_equal_rewards and summary.steps_of_equal_rewards == summary.train_steps:
+        yield Sentence(
+            text="Every reward of a batch was the same, at every train step: the verifier does not tell answers apart.",
+            bad=True,
+        )
 
 
 def _evaluation(summary: RunSummary) -> Iterator[Sentence]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, read_audit
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.series import (
     EvaluationPoint,
     FloatArray,
@@ -21,6 +21,7 @@ from rollmesh.report.series import (
     TrainSeries,
     evaluation_points,
     newest_per_step,
+    number,
     timeline_series,
     train_series,
 )
@@ -88,6 +89,12 @@ class RunSummary:
     """Tokens that a mask took out of the loss, by mask; masks without any are omitted."""
     skipped_trajectories: int = 0
     """Trajectories without a pass, because their advantage is 0."""
+    skipped_updates: int = 0
+    """Updates that were skipped for a gradient that is not finite, over all train steps."""
+    steps_of_equal_rewards: int = 0
+    """Train steps in whose batch every reward was the same."""
+    unserved_after: int | None = None
+    """Newest policy version that a generator served, if two or more were published after it; else None."""
     mean_rate_factor: float | None = None
     """Mean factor of the update scale on the learning rate; None without one."""
     rollouts_per_group: Mapping[int, int] = field(default_factory=dict)
@@ -264,10 +271,25 @@ def _left_out(folder: RecordedRun) -> dict[str, Any]:
         masked.update(batch.get("masked_tokens", {}))
     factors = [record.get("rate_factor", 1.0) for record in records]
     return {
+        "skipped_updates": sum(record.get("skipped_updates", 0) for record in records),
+        "steps_of_equal_rewards": sum(batch.get("reward_std") == 0 for batch in batches),
+        "unserved_after": _unserved_after(folder, records),
         "masked_tokens": {mask: tokens for mask, tokens in masked.items() if tokens},
         "skipped_trajectories": sum(batch.get("skipped_trajectories", 0) for batch in batches),
         "mean_rate_factor": float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None,
     }
+
+
+def _unserved_after(folder: RecordedRun, steps: Sequence[Record]) -> int | None:
+    """Return the newest served version of a run whose later ones no generator served; the last one may be too new."""
+    served = [
+        version
+        for sample in folder.timeline.records
+        for generator in sample.get("generators") or ()
+        if generator.get("serving") and (version := number(generator, "policy_version")) >= 0
+    ]
+    published = number(steps[-1], "policy_version") if steps else math.nan
+    return int(max(served)) if served and published >= max(served) + 2 else None
 
 
 def _curriculum(folder: RecordedRun) -> dict[str, Any]:

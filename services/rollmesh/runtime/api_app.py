@@ -16,6 +16,7 @@ from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, Sto
 from rollmesh.runtime.api_errors import ApiError, Unauthorized, error_body
 from rollmesh.runtime.docs_page import docs_page
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.plain_paths import PlainPaths
 from rollmesh.runtime.request_guard import RequestGuard, RequestMetrics
 
 
@@ -55,6 +56,7 @@ def api_app(
     _add_errors(app, service, prefix)
     _describe(app, error_schema, further_models)
     app.add_middleware(RequestGuard, hosts=hosts, most_bytes=most_bytes, metrics=metrics)
+    app.add_middleware(PlainPaths, prefix=prefix)
     return app
 
 

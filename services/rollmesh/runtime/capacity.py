@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.endpoints import read_endpoints
@@ -20,6 +21,8 @@ PROCESSES_PER_CORE = 8
 """Maximum processes per core, over all scalable services; with more, processes mostly wait for a core."""
 MEMORY_SHARE = 0.8
 """Share of the available memory that new processes may use."""
+_LEAST_PROCESS_BYTES = 200 << 20
+"""Memory of a service process with the smallest model."""
 _PROCESS_BYTES = 600 << 20
 """Assumed size of a process of a service without a running process: the libraries and a small model."""
 
@@ -48,15 +51,22 @@ def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str
 
 
 def check_configured(config: RunConfig, machine: Machine) -> None:
-    """Raise ConfigError when the run file starts more service processes than the cores of a machine can serve."""
+    """Raise ConfigError when the run file starts more service processes than a machine has cores and memory for."""
     replicas = configured_replicas(config)
     total, limit = sum(replicas.values()), machine.cores * PROCESSES_PER_CORE
+    service = max(replicas, key=lambda name: replicas[name])
+    field = f"{service}.replicas" if service == "generator" else f"launcher.{service}_replicas"
+    starts = f"{field}={replicas[service]}: the run file starts {total} service processes"
     if total > limit:
-        service = max(replicas, key=lambda name: replicas[name])
-        field = f"{service}.replicas" if service == "generator" else f"launcher.{service}_replicas"
         raise ConfigError(
-            f"{field}={replicas[service]}: the run file starts {total} service processes, more than {limit}, "
-            f"{PROCESSES_PER_CORE} for each of the {machine.cores} cores of this machine; lower it, or use --force"
+            f"{starts}, more than {limit}, {PROCESSES_PER_CORE} for each of the {machine.cores} cores of this machine; "
+            "lower it, or use --force"
+        )
+    needed = total * _LEAST_PROCESS_BYTES + replicas["generator"] * _weight_bytes(config)
+    if needed > machine.available_bytes:
+        raise ConfigError(
+            f"{starts}, which need {needed >> 20} MiB; {machine.available_bytes >> 20} MiB of memory are available: "
+            "lower it, or use --force"
         )
 
 
@@ -79,6 +89,16 @@ def refuse_overload(
             f"{service}={replicas}: {added} more processes of about {process_bytes >> 20} MiB each do not fit into "
             f"{available >> 20} MiB, {MEMORY_SHARE:.0%} of the available memory; use force to start them anyway"
         )
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of the weights that each generator holds in this machine's memory."""
+    if config.generator.device != "cpu":
+        return 0
+    try:
+        return sum(file.stat().st_size for file in resolve_model(config.model.path).glob("*.safetensors"))
+    except (ConfigError, OSError):
+        return 0  # the checks of the model name the problem
 
 
 def _process_bytes(folder: Path, service: str) -> int:

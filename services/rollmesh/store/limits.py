@@ -42,7 +42,7 @@ class Limits:
         try:
             await self._connection.run("init_run", 0, *_words(limits))
         except Conflict as error:
-            name, colon, rest = str(error).removeprefix("init_run: ").partition(":")
+            name, colon, rest = str(error).partition(":")
             raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
         # A run that has begun to keep a history keeps it, also when it is continued without a use for it.
         self._limits = None

@@ -103,6 +103,11 @@ class PolicyRegistry:
         version, owner = await self._connection.command("HMGET", self._keys.single("meta"), "pinned", "pin_owner")
         return None if version is None else (owner or b"").decode()
 
+    async def operator_pin(self) -> int | None:
+        """Return the version that the operator has pinned; None without a pin, or with one of an evaluation."""
+        version, owner = await self._connection.command("HMGET", self._keys.single("meta"), "pinned", "pin_owner")
+        return None if version is None or owner else int(version)
+
     async def outlook(self, instance_id: str | None = None) -> PolicyOutlook:
         """Return the newest policy, this generator's pinned one (see ``pinned``) and the oldest version allowed."""
         meta, floors = await self._connection.commands(

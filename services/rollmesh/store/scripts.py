@@ -124,8 +124,9 @@ def store_error(error: redis_errors.RedisError, label: str) -> StoreError:
     if refusal is not None:
         code, reason = refusal.group(1), _SCRIPT_LOCATION.sub("", refusal.group(2))
         if code == "RECOVERING":
-            return StoreUnavailable(f"{label}: {reason}; retry later")
-        return _REFUSALS[code](f"{label}: {reason}")
+            return StoreUnavailable(f"{reason}; retry later")
+        # Operators read conflicts, which do not need the name of the script; the others are for the log.
+        return Conflict(reason) if code == "CONFLICT" else _REFUSALS[code](f"{label}: {reason}")
     if refuses_credentials(error):
         return StoreUnavailable(
             f"Redis rejects the credentials ({text}): check store.url, ROLLMESH_STORE__PASSWORD and, for "

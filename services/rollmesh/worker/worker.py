@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Desired
@@ -39,6 +39,20 @@ _LONGEST_PAUSE_SECONDS = 15.0
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
+class Demand(Protocol):
+    """Demand for trajectories without tokens, where they are leased one by one for clients that wait for them."""
+
+    @property
+    def work_due(self) -> asyncio.Event:
+        """Set when the demand rises: the worker then leases at once."""
+
+    def wanted(self) -> int:
+        """Return the number of trajectories without tokens that may be leased now."""
+
+    def looked(self, leased_count: int) -> None:
+        """Record that the worker has asked the queue for work."""
+
+
 class Worker:
     """Worker that runs leased trajectories until shutdown."""
 
@@ -46,26 +60,21 @@ class Worker:
         self,
         settings: WorkerSettings,
         deps: WorkerDeps,
-        new_limit: Callable[[], int] | None = None,
-        work_due: asyncio.Event | None = None,
+        demand: Demand | None = None,
     ) -> None:
-        """Set up a worker.
-
-        ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
-        ``work_due`` is set by others when this number rises: the worker then leases at once.
-        """
+        """Set up a worker; ``demand`` limits the trajectories without tokens that it leases."""
         self._settings = settings
         self._deps = deps
         self._failed_attempt = Backoff(
             first_seconds=settings.first_pause_seconds, longest_seconds=_LONGEST_PAUSE_SECONDS
         )
-        self._new_limit = new_limit
+        self._demand = demand
         self._desired = Desired(pool_size=0)
         self._desired_lock = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self._unfinished: dict[ActiveTrajectory, None] = {}
         """Leased trajectories without their last token; kept apart because they are counted at every lease."""
-        self._room = work_due if work_due is not None else asyncio.Event()
+        self._room = asyncio.Event() if demand is None else demand.work_due
         self._draining = asyncio.Event()
         self._orphans_due = 0.0
         self._alive: Beat = lambda: deps.health.beat("lease")
@@ -125,6 +134,8 @@ class Worker:
             except SessionLost:
                 # Recover the session of the request: another task may have replaced it before the answer arrived.
                 await self._deps.session.recover(session, beat=self._alive)
+            if self._demand is not None:
+                self._demand.looked(taken)
             if taken == _LEASES_AT_ONCE:
                 continue
             self._room.clear()
@@ -146,7 +157,7 @@ class Worker:
         limit = min(_LEASES_AT_ONCE, self._settings.concurrency - len(self._unfinished))
         if self._desired.paused or limit < 1 or not deps.generators.serving_slots:
             return 0
-        new_limit = None if self._new_limit is None else self._new_limit()
+        new_limit = None if self._demand is None else self._demand.wanted()
         registrations_before = deps.session.registrations
         leased_now = await deps.store.trajectories.lease(session, limit, new_limit)
         if leased_now:

@@ -112,7 +112,7 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         ({"tools": [{"type": "function"}]}, 400, "tools", "describe the tools in a message"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "logprobs"),
-        ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "less than or equal to 0"),
+        ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "only the log-probability of the sampled token"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0 (got -1)"),
         ({"n": 1000}, 400, "n", "less than or equal"),
         ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
@@ -126,7 +126,7 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role", "system"),
         ({"model": "gpt-4"}, 404, "model", f"it is '{run}'"),
         ({"model": f"{run}@x"}, 404, "model", "whole number"),
-        ({"model": f"{run}@7"}, 503, None, "no generator serves policy version 7"),
+        ({"model": f"{run}@7"}, 404, "model", "policy version 7 does not exist (published are 0 to 0)"),
         ({"messages": [{"role": "user", "content": "the " * 600}]}, 400, "messages", "max_context_tokens=512"),
     ]
     async with mesh.api() as api:
@@ -150,6 +150,49 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(**good)
         await client.close()
+
+
+async def test_a_published_version_that_no_generator_serves_is_told_how_to_be_pinned(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    await mesh.publish()
+    await mesh.serving(1)
+    async with mesh.api() as api, api.client() as client:
+        with pytest.raises(openai.InternalServerError, match="pin it first: rollmesh pin RUN --version 0") as refused:
+            await client.completions.create(model=f"{mesh.config.name}@0", prompt="the", max_tokens=2)
+        assert (refused.value.status_code, refused.value.code) == (503, "version_not_served")
+
+
+async def test_a_list_of_prompts_gets_the_answers_of_its_prompts_one_after_the_other(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    options: dict[str, Any] = {"model": mesh.config.name, "max_tokens": 8, "seed": 3}
+    prompts = ["the answer", "hello world, hello", "the quick"]
+    async with mesh.api() as api, api.client() as client:
+        alone = [await client.completions.create(**options, prompt=prompt, n=2) for prompt in prompts]
+        together = await client.completions.create(
+            **options, prompt=prompts, n=2, extra_body={"return_token_ids": True}
+        )
+        assert [c.index for c in together.choices] == list(range(6))
+        assert [c.text for c in together.choices] == [c.text for answer in alone for c in answer.choices]
+        assert together.usage is not None and together.model_extra is not None
+        assert together.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone if a.usage is not None)
+        assert together.model_extra["prompt_token_ids"] == [mesh.tokenizer.encode(p).tolist() for p in prompts]
+        texts = dict.fromkeys(range(6), "")
+        async for event in await client.completions.create(**options, prompt=prompts, n=2, stream=True):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        assert list(texts.values()) == [c.text for c in together.choices]
+
+
+@pytest.mark.parametrize("path", ["//v1/completions", "/v1//completions", "/v1/completions/"])
+async def test_a_base_url_may_end_in_a_slash(make_mesh: Callable[..., Any], path: str) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    body = {"model": mesh.config.name, "prompt": "the", "max_tokens": 1}
+    async with mesh.api() as api, httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        assert (await http.post(f"{api.url}{path}", json=body)).status_code == 200
 
 
 async def test_every_refusal_has_the_shape_that_openai_clients_know(make_mesh: Callable[..., Any]) -> None:

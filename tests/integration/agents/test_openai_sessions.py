@@ -133,7 +133,7 @@ async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callabl
         assert refused.value.code == "context_length_exceeded"
         await agent.turn()
         assert (await state(http, agent.id))["drift_count"] == 0, "what is refused leaves no trace"
-        unknown = await http.get("/sessions/ses-nobody")
+        unknown = await http.get(f"/sessions/ses-{0:032x}")
         assert unknown.status_code == 503 and unknown.json()["error"]["code"] == "session_not_known_yet"
         await agent.aclose()
 
@@ -288,6 +288,43 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
         await agent.turn()
         assert (await state(http, agent.id))["drift_count"] == 0
         await agent.aclose()
+
+
+async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_reason(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1, "pool_size": 2})
+    async with mesh.api() as api, http_of(api) as http:
+
+        async def prompts_wait() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["pending"] >= 2
+
+        async def no_wait() -> httpx.Response:
+            return await http.post("/sessions", json={"wait_seconds": 0})
+
+        await mesh.until("two prompts wait", prompts_wait)
+        opened = [await no_wait() for _ in range(2)]
+        assert [answer.status_code for answer in opened] == [201, 201], [answer.text for answer in opened]
+        full = await no_wait()
+        assert full.status_code == 429
+        assert "the pool is full: sessions hold 2 of 2 trajectories" in full.json()["error"]["message"]
+        await http.delete(f"/sessions/{opened[0].json()['id']}")
+        await mesh.until("its prompt waits again", lambda: _pending(mesh))
+        assert (await no_wait()).status_code == 201
+
+
+async def _pending(mesh: AgentMesh) -> bool:
+    return (await mesh.store.mesh.counts()).trajectories["leased"] < 2
+
+
+async def test_an_id_that_no_service_made_is_unknown_at_once(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.api() as api, http_of(api) as http:
+        # The service has just started: a session of its predecessor may still be taken over, but not this one.
+        unknown = await http.get("/sessions/my-session")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_not_found")
+        early = await http.get(f"/sessions/ses-{0:032x}")
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "session_not_known_yet")
 
 
 async def _above(count: Any, least: int) -> bool:

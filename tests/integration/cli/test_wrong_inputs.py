@@ -19,17 +19,21 @@ import yaml
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
+from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.launcher import input_checks
+from rollmesh.launcher.run_folder import locked_run_folder
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
-import os, socket, sys
+import os, socket, sys, time
 def no_judge(response, metadata):
     try:
         socket.create_connection(("127.0.0.1", int(metadata["answer"])), 5)
     except OSError as error:
         raise RuntimeError("the judge is down") from error
+def never(response, metadata):
+    while True: time.sleep(1)
 def no_name(response, metadata): return metadata["nope"]
 def nan(response, metadata): return float("nan")
 def text(response, metadata): return "1.0"
@@ -153,6 +157,10 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "CSV": (table("prompt,answer\n1,2\n"), "rows.jsonl:1: not valid JSON"),
     "not UTF-8": (table(b'{"prompt": "\xe9", "answer": "1"}\n'), "rows.jsonl:1: not UTF-8"),
     "NaN in a row": (table('{"prompt": "1", "answer": NaN}\n'), "NaN is not a JSON value"),
+    "field twice in a row": (
+        table('{"prompt": "1 2", "answer": "1", "answer": "2"}\n'),
+        "rows.jsonl:1: not valid JSON: field 'answer' is set more than once",
+    ),
     "missing field": (table('{"question": "1 2", "answer": "1"}\n'), "field 'prompt' is missing; the row has question"),
     "null answer": (table('{"prompt": "1 2", "answer": null}\n'), "field 'answer' is null"),
     "long prompt": (table(json.dumps({**ROW, "prompt": "1 " * 600})), "more than data.max_prompt_tokens="),
@@ -167,6 +175,27 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         verifier("checks:leaves"),
         "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3",
     ),
+    "never returns": (
+        verifier("checks:never", timeout_seconds=0.5),
+        "within 2 s; raise reward.timeout_seconds=0.5, or find what the verifier waits for",
+    ),
+    "http_judge without options": (verifier("http_judge"), "reward.options: http_judge missing"),
+    "unknown generated task": (
+        sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}),
+        "nosuch",
+    ),
+    "flow mapping without a space": (
+        sections(data={"source": {"type:countdown": None}}),
+        "data.source: has no type; write type: with a space after the colon",
+    ),
+    "endless run": (sections(trainer={"train_steps": 10**18}), "trainer.train_steps=1000000000000000000: expected at"),
+    "nothing listens": (sections(store={"url": "redis://:secret@127.0.0.1:1/0"}), "store.url=redis://127.0.0.1:1/0:"),
+    "unknown host": (sections(store={"url": "redis://nowhere.invalid:6379"}), "store.url=redis://nowhere.invalid:6379"),
+    "not a Redis address": (sections(store={"url": "http://127.0.0.1:6379"}), "store.url"),
+    "ftp checkpoints": (sections(checkpoints={"folder": "ftp://host/x"}), "checkpoints.folder"),
+    "short token": (sections(gateway={"token": "abc"}), "gateway.token"),
+    "port": (sections(gateway={"port": 99999}), "gateway.port: Input should be less than or equal to 65535"),
+    "unknown tracker": (sections(telemetry={"trackers": ["notebook"]}), "telemetry.trackers"),
     "coroutine": (verifier("checks:waits"), "must be a plain function"),
     "too many replicas": (sections(generator={"replicas": 5000}), "generator.replicas=5000: the run file starts 5002"),
     "verifier option": (
@@ -284,6 +313,26 @@ def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
         port = taken.getsockname()[1]
         message = refused(folder, {"agents": {"port": port}, "rollout": {"program": "agent"}})
     assert f"agents.port={port}: 127.0.0.1 refuses it" in message
+
+
+def test_a_live_run_of_the_same_folder_is_named_not_its_port(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        changed = {"agents": {"port": taken.getsockname()[1]}, "rollout": {"program": "agent"}}
+        write_run(folder, changed)
+        with locked_run_folder(load_run_config(folder / "run.yaml")):
+            done = CliRunner().invoke(app, ["up", "run.yaml"])
+    assert done.exit_code == 2
+    assert "another launcher (pid" in done.stderr and "runs there; stop it first" in done.stderr
+    assert "agents.port" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/rollmesh", "file/run", "file"])
+def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(folder: Path, place: str) -> None:
+    (folder / "file").write_text("not a folder")
+    write_run(folder, {})
+    done = CliRunner().invoke(app, ["up", "run.yaml", "--folder", place])
+    assert done.exit_code == 2, done.output
+    assert f"folder={place}: cannot be created" in done.stderr and "Traceback" not in done.output
 
 
 def test_a_judge_of_a_users_verifier_that_is_down_is_no_wrong_input(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import load_run_config
-from rollmesh.launcher.run_folder import has_launcher, locked_run_folder
+from rollmesh.launcher.run_folder import distant_launcher, has_launcher, locked_run_folder
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.report.run_ending import ending
 
@@ -53,3 +53,16 @@ def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_
         os.utime(run / "lock", (1.0, 1.0))  # older than this process
         assert not has_launcher(run)
     assert not has_launcher(run)
+
+
+def test_a_launcher_of_another_host_is_not_called_stopped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    with locked_run_folder(load_run_config(run / "config.yaml")):
+        assert distant_launcher(run) == ""
+        (run / "lock").write_text("1 node-a")
+        assert has_launcher(run)
+        assert distant_launcher(run) == "pid 1 on node-a"
+        for name in ("lock", "timeline.jsonl"):
+            os.utime(run / name, (1.0, 1.0))  # nothing is recorded any more
+        assert (has_launcher(run), distant_launcher(run)) == (False, "")
+    assert (has_launcher(run), distant_launcher(run)) == (False, "")

@@ -69,6 +69,25 @@ def test_masks_skipped_passes_and_the_factor_on_the_rate_are_summed_over_the_ste
     assert told["masked tokens"] == "icepop 24" and told["trajectories without a pass"] == "36"
 
 
+def test_a_run_that_learned_nothing_is_told_why(run_folder: Path) -> None:
+    plain = summarise(run_folder)
+    assert (plain.skipped_updates, plain.steps_of_equal_rewards, plain.unserved_after) == (0, 0, None)
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["batch"]["reward_std"] = 0.0
+    lines[1]["skipped_updates"] = lines[2]["skipped_updates"] = 1
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [json.loads(line) for line in (run_folder / "timeline.jsonl").read_text().splitlines()]
+    for sample in samples:
+        for generator in sample["generators"]:
+            generator["policy_version"] = 0
+    (run_folder / "timeline.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    bad = [sentence.text for sentence in sentences(summarise(run_folder)) if sentence.bad]
+    assert any("No policy version after 0 was served" in text for text in bad), bad
+    assert any("2 updates skipped, because the gradient was not finite" in text for text in bad), bad
+    assert any("the verifier does not tell answers apart" in text for text in bad), bad
+
+
 def test_domains_rounds_rollouts_and_replay_are_told_of(run_folder: Path) -> None:
     """Domains and rounds are those of the last step report."""
     plain = summarise(run_folder)

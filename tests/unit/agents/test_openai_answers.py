@@ -106,7 +106,7 @@ async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> 
 
 def shape(endpoint: Any, **changes: Any) -> AnswerFormat:
     fields: dict[str, Any] = {"logprobs": True, "token_ids": True, **changes}
-    return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", context_ids=[1, 2, 3], **fields)
+    return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", contexts=[[1, 2, 3]], **fields)
 
 
 TOKENS = [TokenLogprob(token_id=5, token="h\u00e9", logprob=-0.25), TokenLogprob(token_id=6, token="y", logprob=-1.0)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.exceptions import RequestValidationError
+from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from rollmesh.agents.openai_errors import OpenAiError
@@ -47,6 +48,8 @@ def config(tmp_path: Path) -> Any:
         {"logit_bias": {}},
         {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"parallel_tool_calls": True}, {"store": False},
         {"service_tier": "auto"}, {"user": "me"}, {"metadata": {"a": 1}}, {"stream": None}, {"stop": None}, {"n": 1},
+        {"min_p": 0}, {"min_p": 0.0}, {"prompt_cache_key": "run-1"}, {"safety_identifier": "me"}, {"min_tokens": 0},
+        {"repetition_penalty": 1.0}, {"ignore_eos": False}, {"stop_token_ids": []}, {"top_logprobs": 0},
     ],
 )  # fmt: skip
 def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[str, Any]) -> None:
@@ -63,7 +66,9 @@ def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[st
         ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
         ({"store": True}, "store: not supported; calls are recorded in sessions"),
-        ({"min_p": 0.1}, "Extra inputs are not permitted"),
+        ({"min_p": 0.1}, "min_p: not supported; use top_p or top_k"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: not supported"),
+        ({"grammar": "x"}, "Extra inputs are not permitted"),
         ({"stop": ["x"] * 17}, "at most 16"),
         ({"seed": 2**63}, "less than"),
         ({"temperature": float("nan")}, "finite"),
@@ -86,11 +91,85 @@ def test_an_assistant_message_of_the_official_client_is_understood() -> None:
     }
     request = ChatRequest.model_validate({**CHAT, "messages": [message]})
     assert request.messages[0].as_template() == {"role": "assistant", "content": "hi"}
-    with pytest.raises(ValidationError, match="tool_calls"):
-        ChatRequest.model_validate({**CHAT, "messages": [{**message, "tool_calls": [{"id": "1"}]}]})
+    empty = {**message, "content": None}
+    request = ChatRequest.model_validate({**CHAT, "messages": [empty]})
+    assert request.messages[0].as_template() == {"role": "assistant", "content": ""}
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     request = ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": parts, "name": "me"}]})
     assert request.messages[0].as_template() == {"role": "user", "content": "hello", "name": "me"}
+
+
+def refusal(kind: type[Closed], body: dict[str, Any]) -> OpenAiError:
+    """The error that the API answers to a body."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    return as_openai(RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in refused.value.errors()]))
+
+
+def test_a_history_with_tool_calls_is_told_how_to_send_them_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    history = [CHAT["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    error = refusal(ChatRequest, {**CHAT, "messages": history})
+    assert (error.status, error.param) == (400, "messages.1")
+    assert "tool_calls: not supported; send the call as text in content" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [(ChatRequest, {**CHAT, "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+     (CompletionRequest, {**TEXT, "logprobs": 5}, "logprobs")],
+)  # fmt: skip
+def test_alternatives_of_a_token_are_refused_with_the_value_to_send(
+    kind: type[Closed], body: dict[str, Any], field: str
+) -> None:
+    error = refusal(kind, body)
+    assert (error.status, error.param) == (400, field)
+    assert "only the log-probability of the sampled token is known: send 0" in str(error)
+
+
+@pytest.mark.parametrize("prompts", [["hello", "world"], [[1, 2], [3]], ["hello"], [[1]]])
+def test_every_prompt_of_a_list_is_a_context_of_its_own(prompts: list[Any], config: Any, tokenizer: Tokenizer) -> None:
+    request = CompletionRequest.model_validate({**TEXT, "prompt": prompts})
+    assert request.prompt_count == len(prompts)
+    for index, prompt in enumerate(prompts):
+        alone = parse_request(CompletionRequest.model_validate({**TEXT, "prompt": prompt}), config, tokenizer)
+        parsed = parse_request(request, config, tokenizer, index)
+        assert parsed.whole_ids().tolist() == alone.whole_ids().tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"prompt": ""}, "prompt", "at least 1 character"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": ["a", ""]}, "prompt.1", "at least 1 character"),
+        ({"prompt": [[1], []]}, "prompt.1", "at least 1 item"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128 items"),
+        ({"prompt": ["a"] * 40, "n": 4}, "prompt", "40 prompts with n=4 are 160 answers"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused_by_its_place(
+    change: dict[str, Any], field: str, words: str
+) -> None:
+    error = refusal(CompletionRequest, {**TEXT, **change})
+    assert (error.param, words in str(error)) == (field, True), error
+
+
+def test_the_published_schema_has_the_limits_that_the_requests_have() -> None:
+    fields = CompletionRequest.model_json_schema()
+    validator = Draft202012Validator(fields)
+    changes: list[dict[str, Any]] = [
+        {"temperature": 10}, {"temperature": 10.5}, {"seed": 2**63 - 1}, {"seed": 2**63}, {"prompt": ""},
+        {"prompt": ["a"]}, {"prompt": [""]}, {"logprobs": 0}, {"logprobs": 1}, {"n": 33}, {"n": 32},
+    ]  # fmt: skip
+    for change in changes:
+        body = {**TEXT, **change}
+        try:
+            CompletionRequest.model_validate(body)
+            accepted = True
+        except ValidationError:
+            accepted = False
+        assert validator.is_valid(body) == accepted, change
 
 
 def test_limits_and_defaults_are_those_of_openai() -> None:
@@ -163,6 +242,8 @@ def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, 
     with pytest.raises(OpenAiError) as refused:
         check_recordable(ChatRequest.model_validate({**CHAT, **extra}), config)
     assert refused.value.param == field
+    with pytest.raises(OpenAiError, match="prompt: 2 prompts in a session"):
+        check_recordable(CompletionRequest.model_validate({**TEXT, "prompt": ["a", "b"]}), config)
     neutral = {"temperature": 0.8, "top_p": 1, "top_k": 0, "n": 1}
     check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
 
@@ -196,9 +277,7 @@ HALF = "a\ud800b"
     ],
 )
 def test_half_a_character_is_refused_by_its_field(model: type[Closed], body: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValidationError) as refused:
-        model.model_validate(body)
-    error = as_openai(RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in refused.value.errors()]))
+    error = refusal(model, body)
     assert error.status == 400
     assert "half of a surrogate pair" in str(error) or "unicode string" in str(error)
     assert field in (error.param or "")

@@ -2,11 +2,12 @@ import contextlib
 import io
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from rollmesh.launcher.progress_panel import RunProgress
+from rollmesh.launcher.progress_panel import TRAINING, RunProgress
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.report.console import OutputConsole
@@ -41,7 +42,7 @@ def view(**changes) -> MeshView:
     return MeshView(**{**values, **changes})
 
 
-def sample(serving=True, **changes) -> MeshSample:
+def sample(serving=True, pinned=None, **changes) -> MeshSample:
     generator = GeneratorRecord(
         instance_id="a",
         address="a:1",
@@ -61,6 +62,7 @@ def sample(serving=True, **changes) -> MeshSample:
         generated_tokens={},
         saved_token_total=0,
         dropped={"run_complete": 8, "stale": 0},
+        pinned_version=pinned,
     )
 
 
@@ -72,7 +74,7 @@ def shown(tmp_path):
     text = {"prompt": "1 2 > 3 :", "completion": "[bold]" + "1 + 2 = 3 !\n" * 30, "reward": 1.0}
     (tmp_path / "samples.jsonl").write_text(json.dumps(text) + "\n")
 
-    def show(look: MeshSample, *, terminal: bool, width: int = 80) -> str:
+    def show(*looks: MeshSample, terminal: bool, width: int = 80, agents: str | None = None) -> str:
         out = io.StringIO()
         console = Console(file=out, width=width, height=40, force_terminal=terminal, color_system=None)
         progress = RunProgress(
@@ -82,7 +84,8 @@ def shown(tmp_path):
             samples=tmp_path / "samples.jsonl",
         )
         with progress:
-            progress.update(look, "the last train step")
+            for look in looks:
+                progress.update(look, TRAINING, agents)
             if terminal:
                 progress._live.refresh()
         return out.getvalue()
@@ -110,7 +113,7 @@ def test_a_pipe_gets_one_line_per_update_of_any_length(shown) -> None:
 
 def test_a_pipe_is_told_what_the_start_waits_for_instead_of_zeros(shown) -> None:
     text = shown(sample(serving=False), terminal=False)
-    assert text.rstrip().endswith("waiting for the last train step")
+    assert text.rstrip().endswith("waiting for a generator that serves a policy")
     assert "tokens/s" not in text
 
 
@@ -118,6 +121,30 @@ def test_a_queue_that_is_held_up_says_why(shown) -> None:
     assert "queue" not in shown(sample(), terminal=False)
     assert "queue recovering: Redis was restarted" in shown(sample(recovering=True), terminal=False)
     assert "queue paused" in shown(sample(user_paused=True), terminal=False)
+
+
+def test_an_agent_run_without_agents_says_where_they_connect(shown) -> None:
+    url = "http://127.0.0.1:8081/v1"
+    text = shown(sample(leased=0), terminal=False, agents=url)
+    assert "queue waiting for agents, which open sessions at http://127.0.0.1:8081/v1/sessions" in text
+    assert "agents" not in shown(sample(), terminal=False, agents=url), "sessions are open"
+    assert "agents" not in shown(sample(leased=0), terminal=False)
+
+
+def test_a_pinned_run_says_why_no_rollout_starts(shown) -> None:
+    held = Desired(pool_size=192, start_at_version=5)
+    assert "queue pinned to version 4, too old for new rollouts" in shown(
+        sample(pinned=4, desired=held), terminal=False
+    )
+    assert "pinned" not in shown(sample(pinned=5, desired=held), terminal=False)
+
+
+def test_the_panel_says_the_phase_the_time_and_the_time_left(shown) -> None:
+    steps = [replace(sample(trained_step=step), t=10.0 * step) for step in (7, 8, 9, 10)]
+    text = shown(*steps, terminal=True)
+    assert "training" in text and "the last train step" not in text
+    assert "about 5 min 00 s left" in text, "30 steps of 10 s"
+    assert "left" not in shown(*steps[:2], terminal=True)
 
 
 def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:

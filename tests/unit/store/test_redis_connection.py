@@ -62,6 +62,13 @@ def test_every_refusal_becomes_its_own_error(error: redis_errors.RedisError, kin
     assert "user_script" not in str(converted)
 
 
+def test_a_conflict_reads_as_a_sentence_without_the_name_of_a_script() -> None:
+    raised = redis_errors.ResponseError(
+        "CONFLICT policy version 9 has not been announced script: abc, on @user_script:12."
+    )
+    assert str(store_error(raised, "pin_policy")) == "policy version 9 has not been announced"
+
+
 async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
     client = create_client("redis+sentinel://:secret@one:26380,two/mymaster/3")
     pool = client.connection_pool

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rollmesh.config.replica_bounds import MOST_REPLICAS
 from rollmesh.gateway.models.api_model import ApiModel
 from rollmesh.gateway.models.live import EvaluationView, GeneratorView
 
@@ -207,7 +208,7 @@ class ScaleRequest(ApiModel):
 
     service: Literal["generator", "reward", "rollout"]
     """Service to scale."""
-    replicas: int | None = Field(ge=0, le=256)
+    replicas: int | None = Field(ge=0, le=MOST_REPLICAS)
     """Processes to keep; a surplus process is drained and loses no work. null restores the value of the run file."""
     force: bool = False
     """Accept more processes than the cores and the memory of the machine allow."""

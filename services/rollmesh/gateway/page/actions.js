@@ -119,7 +119,19 @@ export class Actions {
     }
     const text = `No ${service} process remains, and the run stops until one is started again.`;
     if (wanted === 0 && !(await confirmed({ title: `Stop every ${service}?`, text, verb: "Stop them" }))) return;
-    await this.#act(() => api.scale(service, wanted));
+    await this.#act(() => this.#scaled(service, wanted));
+  }
+
+  // Asks before it starts more processes than the machine has cores and memory for.
+  async #scaled(service, wanted) {
+    try {
+      return await api.scale(service, wanted, false);
+    } catch (error) {
+      if (error.status !== 400 || !error.message.includes("use force")) throw error;
+      const title = `Start ${wanted} ${service} processes?`;
+      if (!(await confirmed({ title, text: error.message, verb: "Start them" }))) throw error;
+      return api.scale(service, wanted, true);
+    }
   }
 
   render(overview) {

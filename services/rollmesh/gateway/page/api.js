@@ -104,4 +104,4 @@ export const unpin = () => call("POST", "unpin");
 export const rollBack = (policyVersion) => call("POST", `policies/${policyVersion}/rollback`);
 export const replay = (trajectoryId) => call("POST", `dead-letters/${id(trajectoryId)}/replay`);
 export const deleteLetter = (trajectoryId) => call("DELETE", `dead-letters/${id(trajectoryId)}`);
-export const scale = (service, replicas) => call("POST", "scale", { body: { service, replicas } });
+export const scale = (service, replicas, force) => call("POST", "scale", { body: { service, replicas, force } });

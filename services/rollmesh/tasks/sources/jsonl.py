@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,7 +77,8 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8"), parse_constant=_reject_constant)
+        text = line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
+        value = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique_fields)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
@@ -86,6 +88,14 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"field {next(n for n, count in counts.items() if count > 1)!r} is set more than once")
+    return fields
 
 
 def _reject_constant(name: str) -> NoReturn:
