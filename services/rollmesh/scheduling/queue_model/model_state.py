@@ -76,8 +76,6 @@ class QueueState:
         # Counters.
         self.counts: Counter[TrajectoryState] = Counter()
         """Members by state, those of half-deleted groups included; without those that wait."""
-        self.unclaimed: Counter[int] = Counter()
-        """Open and ready groups with tokens, by their smallest train step."""
         self.filtered_in_a_row = self.unscored_in_a_row = 0
         self.totals: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
@@ -97,6 +95,11 @@ class QueueState:
     def policy_version(self) -> int:
         """Newest announced policy version; -1 before the first."""
         return len(self.version_steps) - 1
+
+    @property
+    def unclaimed(self) -> Counter[int]:
+        """Number of open and ready groups with tokens, by their smallest train step."""
+        return self.listed[GroupState.OPEN].steps + self.listed[GroupState.READY].steps
 
     @property
     def admitted_unconsumed(self) -> int:
@@ -232,18 +235,9 @@ class QueueState:
     def _set_step(self, group: ModelGroup, step: int | None) -> None:
         if step == group.step:
             return
-        self._count_unclaimed(group, -1)
         self.listed[group.state].leave(group)
         group.step = step
         self.listed[group.state].enter(group)
-        self._count_unclaimed(group, 1)
-
-    def _count_unclaimed(self, group: ModelGroup, by: int) -> None:
-        if group.step is None:
-            return
-        self.unclaimed[group.step] += by
-        if not self.unclaimed[group.step]:
-            del self.unclaimed[group.step]
 
     # -- groups ----------------------------------------------------------------------------------------------------
     def add_group(self, group: ModelGroup) -> None:
@@ -261,8 +255,6 @@ class QueueState:
     def move_group(self, group: ModelGroup, state: GroupState) -> None:
         """Change the state of a group; the groups of a cut are claimed."""
         self._remove_group(group)
-        if (group.state is GroupState.CUT) != (state is GroupState.CUT):
-            self._count_unclaimed(group, -1 if state is GroupState.CUT else 1)
         group.state = state
         self.add_group(group)
 
@@ -315,7 +307,6 @@ class QueueState:
     def drop(self, group: ModelGroup, reason: str) -> None:
         """Remove an open or ready group from the queue for a reason."""
         self._remove_group(group)
-        self._count_unclaimed(group, -1)
         self.ended[group.group_id] = reason
         self.drops[reason] += 1
         self.delete_members(group, reason)
