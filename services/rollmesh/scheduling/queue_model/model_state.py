@@ -71,6 +71,11 @@ class QueueState:
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
         self.resting = ScoredSet()
         """Partial trajectories that wait for a newer policy, by the train step of the policy of their newest tokens."""
+        self._queues = {
+            TrajectoryState.PENDING: self.pending,
+            TrajectoryState.PARTIAL: self.partial,
+            TrajectoryState.RESTING: self.resting,
+        }
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
         # Counters.
@@ -162,24 +167,20 @@ class QueueState:
         self._enter(member)
 
     def _enter(self, member: ModelMember) -> None:
-        if member.state is TrajectoryState.PENDING:
+        if member.state not in self._queues:
+            self.counts[member.state] += 1
+        elif member.state is TrajectoryState.PENDING:
             self.wait(member)
         elif member.state is TrajectoryState.PARTIAL:
             self.partial.add(member.trajectory_id, resume_place(member, self.limits))
-        elif member.state is TrajectoryState.RESTING:
-            self.resting.add(member.trajectory_id, self.version_steps[member.saves[-1].policy_version])
         else:
-            self.counts[member.state] += 1
+            self.resting.add(member.trajectory_id, self.version_steps[member.saves[-1].policy_version])
 
     def _leave(self, member: ModelMember) -> None:
-        if member.state is TrajectoryState.PENDING:
-            self.pending.discard(member.trajectory_id)
-        elif member.state is TrajectoryState.PARTIAL:
-            self.partial.discard(member.trajectory_id)
-        elif member.state is TrajectoryState.RESTING:
-            self.resting.discard(member.trajectory_id)
-        else:
+        if (queue := self._queues.get(member.state)) is None:
             self.counts[member.state] -= 1
+        else:
+            queue.discard(member.trajectory_id)
 
     def wait(self, member: ModelMember) -> None:
         """Queue a pending member."""
