@@ -104,6 +104,8 @@ class MeshView:
     """Open groups with the smallest min_train_step, a bounded prefix; those without tokens come last."""
     unclaimed_by_step: tuple[tuple[int, int], ...] = ()
     """(min_train_step, number of groups) over all open and ready groups with tokens, ascending; always complete."""
+    ready_by_step: tuple[tuple[int, int], ...] = ()
+    """The same over the ready groups."""
     pending: int
     """Trajectories never leased, or released without tokens."""
     partial: int

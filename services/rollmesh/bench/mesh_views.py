@@ -74,6 +74,7 @@ def _view(
     listed: bool,
 ) -> MeshView:
     steps = [_group(schedule, index).min_train_step or 0 for index in range(ready_groups + open_groups)]
+    ready_steps = steps[:ready_groups]
     unfinished = open_groups * schedule.launched_members
     return MeshView(
         now=1000.0,
@@ -88,6 +89,7 @@ def _view(
         ready=ready,
         stalest_open=opened,
         unclaimed_by_step=tuple((step, steps.count(step)) for step in sorted(set(steps))),
+        ready_by_step=tuple((step, ready_steps.count(step)) for step in sorted(set(ready_steps))),
         pending=max(0, unfinished - schedule.pool_size),
         partial=0,
         leased=min(unfinished, schedule.pool_size),

@@ -10,8 +10,7 @@ falling due at once.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -61,23 +60,23 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
-    if view.ready_groups < batch:
-        return CutPlan(waiting_for=f"{batch - view.ready_groups} more ready groups of {batch}")
     oldest = _oldest_step(schedule, view)
-    ready = {g.group_id: g for g in view.ready if g.min_train_step is None or g.min_train_step >= oldest}
+    fresh = view.ready_groups - sum(count for step, count in view.ready_by_step if step < oldest)
+    if fresh < batch:
+        return CutPlan(waiting_for=f"{batch - fresh} more ready groups of {batch}")
+    # A blocked cut is planned again after every change of the queue: counts tell it without the ready groups.
+    if (quota := _unfilled_quota(schedule, view)) is not None:
+        return _blocked(view, *quota)
+    ready = [g for g in view.ready if g.min_train_step is None or g.min_train_step >= oldest]
     if len(ready) < batch:
         return CutPlan(waiting_for=f"{batch - len(ready)} more ready groups of {batch}")
-    quotas = list(_quotas(schedule, view))
-    # A blocked cut is planned again after every change of the queue: counts tell it without sorting the groups.
-    if schedule.on_stale is OnStale.PACE and (blocked := _blocked(view, quotas, ready.values())) is not None:
-        return blocked
-    in_order = sorted(ready.values(), key=lambda g: g.admission_index)
+    in_order = sorted(ready, key=lambda g: g.admission_index)
     order = cut_key(schedule.cut_order)
     by_deadline = sorted(
         (g for g in in_order if g.min_train_step is not None), key=lambda g: (g.min_train_step, order(g))
     )
     chosen: list[GroupView] = []
-    for newest_step, needed in quotas:
+    for newest_step, needed in _quotas(schedule, view):
         due = [g for g in by_deadline if g.min_train_step is not None and g.min_train_step <= newest_step]
         chosen = due[: max(len(chosen), min(needed, batch))]
     urgent = {g.group_id for g in chosen}
@@ -85,21 +84,35 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
 
 
-def _blocked(view: MeshView, quotas: Sequence[tuple[int, int]], ready: Collection[GroupView]) -> CutPlan | None:
-    """Return the plan of a cut that lacks unfinished groups, by the first quota that the ready ones do not fill."""
-    if not quotas:
+def open_groups_block(schedule: Schedule, view: MeshView) -> bool:
+    """Tell from the counts of the view whether unfinished groups block the next batch, although enough are ready."""
+    ready = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
+    return ready and not any_stale(schedule, view) and _unfilled_quota(schedule, view) is not None
+
+
+def _unfilled_quota(schedule: Schedule, view: MeshView) -> tuple[int, int] | None:
+    """Return the first train step whose quota the ready groups do not fill, and the groups that it lacks.
+
+    Only ``pace`` has quotas that must be filled.
+    """
+    if schedule.on_stale is not OnStale.PACE:
         return None
-    ready_by_step = Counter(g.min_train_step for g in ready)
-    for newest_step, needed in quotas:
-        missing = needed - sum(n for step, n in ready_by_step.items() if step is not None and step <= newest_step)
+    oldest = _oldest_step(schedule, view)
+    for newest_step, needed in _quotas(schedule, view):
+        missing = needed - sum(count for step, count in view.ready_by_step if oldest <= step <= newest_step)
         if missing > 0:
-            due = (g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step)
-            return CutPlan(
-                blocking=tuple(islice(due, missing)),
-                waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which "
-                "later steps could no longer train",
-            )
+            return newest_step, missing
     return None
+
+
+def _blocked(view: MeshView, newest_step: int, missing: int) -> CutPlan:
+    """Return the plan of a cut that lacks unfinished groups with tokens this old."""
+    due = (g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step)
+    return CutPlan(
+        blocking=tuple(islice(due, missing)),
+        waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which later steps "
+        "could no longer train",
+    )
 
 
 def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:

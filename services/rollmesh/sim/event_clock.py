@@ -25,11 +25,10 @@ class Alarm:
 
     def set(self, time: float) -> None:
         """Move the alarm to a virtual time, not before the present; infinity switches it off."""
-        if time == self.time:
-            return
-        self.time = max(time, self._clock.now)
-        if math.isfinite(time):
-            self._clock.push(self)
+        if time != self.time:
+            self.time = max(time, self._clock.now)
+            if time < math.inf:
+                self._clock.push(self)
 
 
 class EventClock:

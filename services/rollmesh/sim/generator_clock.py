@@ -156,7 +156,8 @@ class GeneratorClock:
         self._settle()
         self._calls[call] = added = _Call(call, context, remaining, known)
         self._waiting.append(added)
-        self._start_waiting()
+        if self._waiting:
+            self._start_waiting()
         self._plan()
 
     def cancel(self, call: int) -> int:
@@ -171,7 +172,8 @@ class GeneratorClock:
             self._decoded -= dropped
             self._in_step -= dropped
             self._stop(removed)
-        self._start_waiting()
+        if self._waiting:
+            self._start_waiting()
         self._plan()
         return tokens
 
@@ -211,7 +213,8 @@ class GeneratorClock:
         if mode == "interrupt":
             size = self._context - sum(map(self._cached, self._ending()))
             self._prefill(size, again=size)
-        self._start_waiting()
+        if self._waiting:
+            self._start_waiting()
         self._plan()
         return boundaries
 
@@ -242,7 +245,8 @@ class GeneratorClock:
                 finished.append(Finished(call.number, time, tokens))
         while self._context + len(self._running) > self._cache_tokens:
             self._preempt_youngest()
-        self._start_waiting()
+        if self._waiting:
+            self._start_waiting()
         self._plan()
 
     def _plan(self) -> None:

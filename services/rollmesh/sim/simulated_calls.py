@@ -80,8 +80,10 @@ class SimulatedTrajectory:
     def context(self) -> int:
         """Tokens that its next call has to prefill: prompt, sampled tokens, and those of the environment."""
         tokens = self.member.tokens
-        observed = sum(turn.observation_tokens for turn in turns if turn.end <= tokens) if (turns := self._turns) else 0
-        return self.work.prompt_tokens + tokens + observed
+        context = self.work.prompt_tokens + tokens
+        if turns := self._turns:
+            context += sum(turn.observation_tokens for turn in turns if turn.end <= tokens)
+        return context
 
     @property
     def new_context(self) -> int:
@@ -92,7 +94,7 @@ class SimulatedTrajectory:
         tokens = self.member.tokens
         if not tokens:
             return self.work.prompt_tokens
-        return sum(turn.observation_tokens for turn in self._turns if turn.end == tokens)
+        return sum(turn.observation_tokens for turn in turns if turn.end == tokens) if (turns := self._turns) else 0
 
     @property
     def tool_seconds(self) -> float:
@@ -101,8 +103,10 @@ class SimulatedTrajectory:
 
     def tokens_of_call(self, version: int) -> int:
         """Return the tokens of a call on a generator that serves this version: to the end of a turn or a segment."""
-        tokens = self.member.tokens
-        rest = next((turn.end - tokens for turn in self._turns if turn.end > tokens), self.remaining)
+        rest = self.remaining
+        if turns := self._turns:
+            tokens = self.member.tokens
+            rest = next((turn.end - tokens for turn in turns if turn.end > tokens), rest)
         return min(rest, self.segment_tokens - self._in_segment(version)) if self.segment_tokens else rest
 
     def fills_segment(self, version: int) -> bool:

@@ -22,7 +22,6 @@ from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
-from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_cores import SimulatedCores
 from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_leader import SimulatedLeader
@@ -91,7 +90,7 @@ class SimulatedMesh:
         self.clock = EventClock(most_events=settings.most_events)
         self.queue = QueueModel(settings.limits)
         self.invariants = Invariants(settings.schedule, self.queue) if check else None
-        self.fleet = Fleet(self.clock, settings.fleet, on_progress=self._progress)
+        self.fleet = Fleet(self.clock, settings.fleet)
         self._settings = settings
         self._work: list[FleetWork] = []
         self._progress_made = (0, 0, 0)
@@ -169,9 +168,6 @@ class SimulatedMesh:
                 self._timeline.observe(clock.now, self.fleet.generators)
             if clock.now > self._look_at and self._is_stuck():
                 raise ConfigError(self._stuck())
-
-    def _progress(self, trajectory: SimulatedTrajectory, tokens: int, version: int) -> None:
-        self.worker.progress(trajectory, tokens, version)
 
     def _announced(self, version: int, train_step: int) -> None:
         record = PolicyRecord(policy_version=version, train_step=train_step, path="", manifest_digest="")

@@ -13,7 +13,7 @@ from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.simulated_calls import GroupWork, SimulatedGenerator, SimulatedTrajectory
 from rollmesh.sim.waiting_calls import WaitingCalls
-from rollmesh.types import TrajectoryState
+from rollmesh.types import TrajectoryState, WriteStatus
 
 _SESSION = "worker"
 _NOTICE_SECONDS = 0.1
@@ -54,6 +54,7 @@ class SimulatedWorker:
         """Rests so far."""
         self._calls = itertools.count()
         self._placing = clock.alarm(self._place_waiting)
+        fleet.on_progress = self.progress
         queue.open_session(_SESSION)
 
     def react(self) -> bool:
@@ -77,7 +78,7 @@ class SimulatedWorker:
         if self._invariants is not None:
             self._invariants.sampled(version, max(trajectory.floor, trajectory.version))
         if new := tokens - trajectory.saved_in_call:
-            if queue.append(_SESSION, name, Save(new, version)).ok:
+            if queue.append(_SESSION, name, Save(new, version)) is WriteStatus.SAVED:
                 trajectory.saved_in_call, trajectory.version = tokens, version
         else:
             queue.begin(_SESSION, name, version)

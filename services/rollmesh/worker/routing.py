@@ -97,7 +97,9 @@ class Candidates:
         """Add sampled tokens to a call of this worker."""
         self._tokens[name] += tokens
         entry, record = self._entries.get(name), self.records.get(name)
-        if self._placement is Placement.TOKENS and entry and record and entry[0] != self._load(record):
+        if self._placement is not Placement.TOKENS or entry is None or record is None:
+            return
+        if record.kv_token_capacity > 0 and entry[0] != self._token_load(record):
             self._push(name)
 
     def leave(self, name: str, tokens: int = 0) -> None:
@@ -122,8 +124,11 @@ class Candidates:
         records are as old as the last heartbeat and only break ties. ``preferred``, which has the prompt in its cache,
         wins while it has a free slot and its load exceeds the lowest by at most ``AFFINITY_SLACK``.
         """
-        versions = filter(need.allows, self._heaps)
-        best = min((entry for v in versions if (entry := self._first(v, avoided)) is not None), default=None)
+        best: _Entry | None = None
+        for version in filter(need.allows, self._heaps):
+            first = self._first(version, avoided)
+            if first is not None and (best is None or first < best):
+                best = first
         if best is None:
             return None
         home = self._entries.get(preferred) if preferred is not None and preferred not in avoided else None
@@ -134,7 +139,8 @@ class Candidates:
         return self.records[best[-1]]
 
     def _first(self, version: int, avoided: Collection[str]) -> _Entry | None:
-        heap, passed = self._heaps[version], list[_Entry]()
+        heap = self._heaps[version]
+        passed: list[_Entry] = []
         while heap and (heap[0][-1] in avoided or self._entries.get(heap[0][-1]) is not heap[0]):
             entry = heapq.heappop(heap)
             if self._entries.get(entry[-1]) is entry:
@@ -150,23 +156,18 @@ class Candidates:
             self._entries.pop(name, None)
             return
         calls = self._calls.get(name, 0) / max(1, record.slot_count)
-        entry = self._entries[name] = (self._load(record), calls, self._reported(record), name)
+        by_tokens = self._placement is Placement.TOKENS and record.kv_token_capacity > 0
+        load = self._token_load(record) if by_tokens else calls
+        entry = self._entries[name] = (load, calls, _reported(record, by_tokens=by_tokens), name)
         self._pushed += 1
         if self._pushed > 2 * len(self.records) + _FEW_ENTRIES:
             self._rebuild()
         else:
             heapq.heappush(self._heaps.setdefault(record.policy_version, []), entry)
 
-    def _load(self, record: GeneratorRecord) -> float:
-        if self._placement is Placement.TOKENS and record.kv_token_capacity > 0:
-            tokens = self._tokens.get(record.instance_id, 0)
-            return tokens * _CACHE_LEVELS // record.kv_token_capacity / _CACHE_LEVELS
-        return self._calls.get(record.instance_id, 0) / max(1, record.slot_count)
-
-    def _reported(self, record: GeneratorRecord) -> float:
-        if self._placement is Placement.TOKENS and record.kv_token_capacity > 0:
-            return record.kv_tokens_used / record.kv_token_capacity
-        return (record.running_count + record.waiting_count) / max(1, record.slot_count)
+    def _token_load(self, record: GeneratorRecord) -> float:
+        tokens = self._tokens.get(record.instance_id, 0)
+        return tokens * _CACHE_LEVELS // record.kv_token_capacity / _CACHE_LEVELS
 
     def _rebuild(self) -> None:
         self._heaps, self._pushed = {}, 0
@@ -174,3 +175,9 @@ class Candidates:
             self._heaps.setdefault(self.records[name].policy_version, []).append(entry)
         for heap in self._heaps.values():
             heapq.heapify(heap)
+
+
+def _reported(record: GeneratorRecord, *, by_tokens: bool) -> float:
+    if by_tokens:
+        return record.kv_tokens_used / record.kv_token_capacity
+    return (record.running_count + record.waiting_count) / max(1, record.slot_count)

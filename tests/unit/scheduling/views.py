@@ -38,7 +38,7 @@ def view(
 ) -> MeshView:
     """``in_training`` groups are cut and not trained; ``unfinished`` defaults to every member of the open groups."""
     ready, opened = ready or [], opened or []
-    steps = sorted(g.min_train_step for g in (*ready, *opened) if g.min_train_step is not None)
+    steps, ready_steps = _steps([*ready, *opened]), _steps(ready)
     values = {
         "now": 1000.0,
         "trained_step": 0,
@@ -51,6 +51,7 @@ def view(
         "ready": tuple(ready),
         "stalest_open": tuple(sorted(opened, key=lambda g: (g.min_train_step is None, g.min_train_step or 0))),
         "unclaimed_by_step": tuple((step, steps.count(step)) for step in dict.fromkeys(steps)),
+        "ready_by_step": tuple((step, ready_steps.count(step)) for step in dict.fromkeys(ready_steps)),
         "pending": 0,
         "partial": 0,
         "leased": 2 * len(opened) if unfinished is None else unfinished,
@@ -64,6 +65,10 @@ def view(
         "is_complete": False,
     }
     return MeshView(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+def _steps(groups: list[GroupView]) -> list[int]:
+    return sorted(g.min_train_step for g in groups if g.min_train_step is not None)
 
 
 def at_step(step: int, **values: Any) -> MeshView:

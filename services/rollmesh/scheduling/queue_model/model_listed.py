@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from heapq import nsmallest
 
 from rollmesh.mesh import GroupView
@@ -35,9 +36,10 @@ class GroupOrder:
             raise KeyError(key)
         del self._keys[place], self._views[place]
 
-    def first(self, count: int | None = None) -> list[GroupView]:
-        """Return the first views, at most ``count`` of them; all without a count."""
-        return self._views[:count]
+    def first(self, count: int | None = None, *, below: float | None = None) -> list[GroupView]:
+        """Return the first views, at most ``count`` of them and those with numbers ``below`` a limit; else all."""
+        end = len(self._keys) if below is None else bisect_left(self._keys, (below, ""))
+        return self._views[: end if count is None else min(count, end)]
 
 
 class ListedGroups:
@@ -47,6 +49,8 @@ class ListedGroups:
     """
 
     def __init__(self) -> None:
+        self.steps: Counter[int] = Counter()
+        """Number of groups by step, without those that have none."""
         self._by_index, self._by_step = GroupOrder(), GroupOrder()
 
     def enter(self, group: ModelGroup) -> None:
@@ -59,11 +63,17 @@ class ListedGroups:
         )
         self._by_index.add(group.index, view)
         self._by_step.add(_step_number(group), view)
+        if group.step is not None:
+            self.steps[group.step] += 1
 
     def leave(self, group: ModelGroup) -> None:
         """List a group no longer; raises KeyError if it is not listed."""
         self._by_index.remove(group.index, group.group_id)
         self._by_step.remove(_step_number(group), group.group_id)
+        if group.step is not None:
+            self.steps[group.step] -= 1
+            if not self.steps[group.step]:
+                del self.steps[group.step]
 
     def in_order(self, bound: int, *, shortest: bool) -> list[GroupView]:
         """Return the first groups in admission order, then the stalest of the others, then those with least tokens.
@@ -71,7 +81,7 @@ class ListedGroups:
         Each of the three has at most ``bound`` groups.
         """
         first = self._by_index.first(bound)
-        if len(self._by_index) <= bound:
+        if not bound or len(self._by_index) <= bound:
             return first
         listed = [*first, *self._by_step.first(bound)]
         if shortest:
@@ -80,7 +90,7 @@ class ListedGroups:
 
     def stalest(self, bound: int) -> list[GroupView]:
         """Return the groups with the smallest step, then those of the first in admission order without tokens."""
-        stalest = [view for view in self._by_step.first(bound) if view.min_train_step is not None]
+        stalest = self._by_step.first(bound, below=math.inf)
         if len(stalest) < bound:
             stalest += (view for view in self._by_index.first(bound) if view.min_train_step is None)
         return stalest

@@ -71,13 +71,16 @@ class QueueState:
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
         self.resting = ScoredSet()
         """Partial trajectories that wait for a newer policy, by the train step of the policy of their newest tokens."""
+        self._queues = {
+            TrajectoryState.PENDING: self.pending,
+            TrajectoryState.PARTIAL: self.partial,
+            TrajectoryState.RESTING: self.resting,
+        }
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
         # Counters.
         self.counts: Counter[TrajectoryState] = Counter()
         """Members by state, those of half-deleted groups included; without those that wait."""
-        self.unclaimed: Counter[int] = Counter()
-        """Open and ready groups with tokens, by their smallest train step."""
         self.filtered_in_a_row = self.unscored_in_a_row = 0
         self.totals: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
@@ -97,6 +100,11 @@ class QueueState:
     def policy_version(self) -> int:
         """Newest announced policy version; -1 before the first."""
         return len(self.version_steps) - 1
+
+    @property
+    def unclaimed(self) -> Counter[int]:
+        """Number of open and ready groups with tokens, by their smallest train step."""
+        return self.listed[GroupState.OPEN].steps + self.listed[GroupState.READY].steps
 
     @property
     def admitted_unconsumed(self) -> int:
@@ -159,24 +167,20 @@ class QueueState:
         self._enter(member)
 
     def _enter(self, member: ModelMember) -> None:
-        if member.state is TrajectoryState.PENDING:
+        if member.state not in self._queues:
+            self.counts[member.state] += 1
+        elif member.state is TrajectoryState.PENDING:
             self.wait(member)
         elif member.state is TrajectoryState.PARTIAL:
             self.partial.add(member.trajectory_id, resume_place(member, self.limits))
-        elif member.state is TrajectoryState.RESTING:
-            self.resting.add(member.trajectory_id, self.version_steps[member.saves[-1].policy_version])
         else:
-            self.counts[member.state] += 1
+            self.resting.add(member.trajectory_id, self.version_steps[member.saves[-1].policy_version])
 
     def _leave(self, member: ModelMember) -> None:
-        if member.state is TrajectoryState.PENDING:
-            self.pending.discard(member.trajectory_id)
-        elif member.state is TrajectoryState.PARTIAL:
-            self.partial.discard(member.trajectory_id)
-        elif member.state is TrajectoryState.RESTING:
-            self.resting.discard(member.trajectory_id)
-        else:
+        if (queue := self._queues.get(member.state)) is None:
             self.counts[member.state] -= 1
+        else:
+            queue.discard(member.trajectory_id)
 
     def wait(self, member: ModelMember) -> None:
         """Queue a pending member."""
@@ -232,18 +236,9 @@ class QueueState:
     def _set_step(self, group: ModelGroup, step: int | None) -> None:
         if step == group.step:
             return
-        self._count_unclaimed(group, -1)
         self.listed[group.state].leave(group)
         group.step = step
         self.listed[group.state].enter(group)
-        self._count_unclaimed(group, 1)
-
-    def _count_unclaimed(self, group: ModelGroup, by: int) -> None:
-        if group.step is None:
-            return
-        self.unclaimed[group.step] += by
-        if not self.unclaimed[group.step]:
-            del self.unclaimed[group.step]
 
     # -- groups ----------------------------------------------------------------------------------------------------
     def add_group(self, group: ModelGroup) -> None:
@@ -261,8 +256,6 @@ class QueueState:
     def move_group(self, group: ModelGroup, state: GroupState) -> None:
         """Change the state of a group; the groups of a cut are claimed."""
         self._remove_group(group)
-        if (group.state is GroupState.CUT) != (state is GroupState.CUT):
-            self._count_unclaimed(group, -1 if state is GroupState.CUT else 1)
         group.state = state
         self.add_group(group)
 
@@ -315,7 +308,6 @@ class QueueState:
     def drop(self, group: ModelGroup, reason: str) -> None:
         """Remove an open or ready group from the queue for a reason."""
         self._remove_group(group)
-        self._count_unclaimed(group, -1)
         self.ended[group.group_id] = reason
         self.drops[reason] += 1
         self.delete_members(group, reason)

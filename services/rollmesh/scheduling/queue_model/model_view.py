@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rollmesh.mesh import GroupView, MeshView
@@ -12,16 +12,17 @@ from rollmesh.scheduling.queue_model.model_state import QueueState
 from rollmesh.types import TrajectoryState
 
 _STEPS = 256
-"""Most train steps in ``unclaimed_by_step``."""
+"""Most train steps in ``unclaimed_by_step`` and ``ready_by_step``."""
 
 
-def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> MeshView:
+def read_view(state: RestartOperations, *, listed: bool, ready: bool, shortest: bool) -> MeshView:
     """Return the view.
 
     It costs O(1) without single groups, else O(groups of a batch and groups aside), with the shortest ones
     O(ready groups).
     """
-    opened, ready = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
+    open_groups, ready_groups = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
+    unclaimed = state.unclaimed
     totals, counts = state.totals, state.counts
     saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
     unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.resting) + len(state.pending)
@@ -38,9 +39,10 @@ def read_view(state: RestartOperations, *, listed: bool, shortest: bool) -> Mesh
         open_groups=len(state.groups[GroupState.OPEN]),
         ready_groups=len(state.groups[GroupState.READY]),
         listed=listed,
-        ready=_views(state, ready.in_order(bound, shortest=shortest)),
-        stalest_open=_views(state, opened.stalest(bound)),
-        unclaimed_by_step=_unclaimed(state),
+        ready=_views(state, ready_groups.in_order(bound if ready else 0, shortest=shortest)),
+        stalest_open=_views(state, open_groups.stalest(bound)),
+        unclaimed_by_step=_by_step(state, unclaimed, oldest=min(unclaimed, default=0)),
+        ready_by_step=_by_step(state, ready_groups.steps, oldest=min(unclaimed, default=0)),
         pending=len(state.pending),
         partial=len(state.partial),
         resting=len(state.resting),
@@ -86,8 +88,9 @@ def _views(state: QueueState, groups: Iterable[GroupView]) -> tuple[GroupView, .
     )
 
 
-def _unclaimed(state: QueueState) -> tuple[tuple[int, int], ...]:
-    if not state.unclaimed:
+def _by_step(state: QueueState, groups: Mapping[int, int], *, oldest: int) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of groups by step, of the steps from the oldest one on that a view covers."""
+    if not groups:
         return ()
-    newest = min(state.version_steps[-1], min(state.unclaimed) + _STEPS - 1)
-    return tuple(sorted((step, count) for step, count in state.unclaimed.items() if step <= newest))
+    newest = min(state.version_steps[-1], oldest + _STEPS - 1)
+    return tuple(sorted((step, count) for step, count in groups.items() if step <= newest))

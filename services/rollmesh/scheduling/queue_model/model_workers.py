@@ -34,7 +34,8 @@ class WorkerOperations(QueueState):
 
         ``most_new`` limits the pending ones. A trajectory with too many leases without progress becomes a dead letter.
         """
-        held, leased = self._session(session), list[ModelMember]()
+        held = self._session(session)
+        leased: list[ModelMember] = []
         if self.recovering or self.is_paused:
             return leased
         room = min(limit, self.desired.pool_size - self.leased)
@@ -123,9 +124,11 @@ class WorkerOperations(QueueState):
             return WriteStatus.SAVED
         member.saves.append(save)
         member.tokens += save.token_count
-        self.lower_step(member, self.version_steps[save.policy_version])
-        self.totals["saved_tokens_total"] += save.token_count
-        self.totals["saved_bytes_total"] += BYTES_PER_TOKEN * save.token_count if byte_count is None else byte_count
+        step, totals = self.version_steps[save.policy_version], self.totals
+        if member.step is None or step < member.step:
+            self.lower_step(member, step)
+        totals["saved_tokens_total"] += save.token_count
+        totals["saved_bytes_total"] += BYTES_PER_TOKEN * save.token_count if byte_count is None else byte_count
         return WriteStatus.SAVED
 
     def finish(self, session: str, trajectory_id: str, save: Save, byte_count: int | None = None) -> WriteStatus:
@@ -286,6 +289,4 @@ class WorkerOperations(QueueState):
         return self.held[session]
 
     def _held(self, session: str, trajectory_id: str) -> ModelMember | None:
-        if trajectory_id not in self.held.get(session, ()):
-            return None
-        return self.members[trajectory_id]
+        return self.members[trajectory_id] if trajectory_id in self.held.get(session, ()) else None
