@@ -1,23 +1,73 @@
-"""The batch files of a real trainer restore the prompt history of a Redis that came back empty."""
+"""The prompt history equals a recount from batch files and ledger, and survives a Redis that came back empty."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rollmesh.prompt_history import PromptRecord
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
-from rollmesh.store import EmbeddedServer
+from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.types import OutcomeKind, RewardOutcome
 
 from .trainer_run import GROUPS, MEMBERS, TrainerRun, opened_run, write_run_file
 
+FILTERED = f"e0-{GROUPS}"
+"""A group without a right answer, after those of the first batch."""
+
 
 async def records(run: TrainerRun) -> dict[str, PromptRecord]:
-    return await run.store.prompt_records.read([f"e0-{index}" for index in range(3 * GROUPS)])
+    return await run.store.prompt_records.read([f"e0-{index}" for index in range(3 * GROUPS + 1)])
+
+
+def shaped_score(trajectory_id: str) -> Score:
+    """Every second member is right; every reward is 1.25 less than the outcome, so that none is positive."""
+    group_id, _, member = trajectory_id.rpartition(".")
+    value = 0.0 if group_id == FILTERED else float(int(member) % 2)
+    outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=value)
+    return Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value - 1.25)
+
+
+async def filter_a_group(run: TrainerRun) -> None:
+    """Admit a group that no batch gets: its rewards are equal."""
+    before = run.cuts
+    run.cuts = []
+    await run.feed(1, groups_per_step=1)
+    run.cuts = before
+
+
+async def recounted(run: TrainerRun) -> dict[str, PromptRecord]:
+    """Records from the groups of all batch files, and from the ledger for those that were filtered."""
+    found: dict[str, PromptRecord] = {}
+    ended = {o.group_id: o.train_step for s in (1, 2, 3) for o in run.checkpoints.batch_footer(s).outcomes}
+    for step in (1, 2, 3):
+        for group in run.checkpoints.stored_batch(step).batch.groups:
+            lengths = [t.response_token_count for t in group.trajectories]
+            found[group.group_id] = PromptRecord(
+                groups=1,
+                members=len(group.trajectories),
+                solved=sum(t.outcome is not None and t.outcome.value > 0 for t in group.trajectories),
+                reward_sum=sum(t.shaped_reward for t in group.trajectories),
+                token_sum=sum(lengths),
+                longest=max(lengths),
+                train_step=ended[group.group_id],
+            )
+    for drop in await run.store.ledger.drops():
+        assert drop.reason == "filtered_all_wrong"
+        found[drop.group_id] = replace(
+            (await records(run))[drop.group_id],
+            groups=1,
+            members=MEMBERS,
+            solved=0,
+            reward_sum=-1.25 * MEMBERS,
+            token_sum=drop.token_count,
+        )
+    return found
 
 
 async def open_trainer(run: TrainerRun) -> None:
@@ -35,7 +85,7 @@ async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_hist
         tmp_path / "run",
         tiny_model,
         server,
-        schedule={"start_order": "longest_expected"},
+        schedule={"start_order": "longest_expected", "filter_zero_variance": True},
         trainer={"train_steps": 3},
     )
     async with opened_run(config) as run:
@@ -43,13 +93,16 @@ async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_hist
         async def trained_once() -> bool:
             return (await run.store.training.state()).trained_step == 1
 
+        run.score_of = shaped_score
         run.start()
         async with run.fed(1):
             await run.until("the first step", trained_once, pause=0.01)
+            await filter_a_group(run)
             await run.feed(2)
             await run.until_finished()
         before = await records(run)
-        assert len(before) == 3 * GROUPS
+        assert len(before) == 3 * GROUPS + 1
+        assert before == await recounted(run)
         assert {(r.groups, r.members) for r in before.values()} == {(1, MEMBERS)}
         copied = [[o.group_id for o in run.checkpoints.batch_footer(step).outcomes] for step in (1, 2, 3)]
         assert sorted(copied[0]) == sorted(f"e0-{index}" for index in range(GROUPS))

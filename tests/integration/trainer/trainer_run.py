@@ -156,14 +156,14 @@ class TrainerRun:
         assert process is not None
         await self.until("the end of the run", lambda: process.poll() == 0, seconds, pause=0.01)
 
-    async def feed(self, steps: int) -> None:
+    async def feed(self, steps: int, groups_per_step: int = GROUPS) -> None:
         """Admit, roll out and score the groups of the next steps; needs an announced version 0."""
         if not self.leader:
             self.leader = await self.store.leadership.acquire("feeder") or ""
             assert self.leader
-        await self.store.leadership.set_desired(self.leader, Desired(pool_size=MEMBERS * GROUPS * steps))
+        await self.store.leadership.set_desired(self.leader, Desired(pool_size=MEMBERS * groups_per_step * steps))
         before = await self.store.leadership.cursor()
-        groups = [self._group(before.index + at) for at in range(GROUPS * steps)]
+        groups = [self._group(before.index + at) for at in range(groups_per_step * steps)]
         await self.store.leadership.admit(
             self.leader, groups, before, Cursor(epoch=0, index=before.index + len(groups))
         )
