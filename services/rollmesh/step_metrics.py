@@ -121,7 +121,6 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("seconds.gradient", "seconds", "Time of the forward and the backward passes.",
                curve="seconds_gradient"),
     StepMetric("seconds.update", "seconds", "Time of the optimizer.", curve="seconds_update"),
-    StepMetric("seconds.statistics", "seconds", "Time of the statistics of the step.", curve="seconds_statistics"),
 
     StepMetric(_CLIPPED, "ratio", "Share of tokens whose gradient was clipped.", gauge="ratio_clipped_ratio"),
     StepMetric("policy.ratio.truncated", "ratio", "Share of tokens whose importance weight was truncated at its cap.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
@@ -32,3 +33,9 @@ def known_token(config: RunConfig) -> str | None:
         return (Path(config.folder) / TOKEN_FILE).read_text(encoding="ascii").strip()
     except OSError:
         return None
+
+
+def page_link(config: RunConfig, url: str) -> str:
+    """Return the address of the page with the token, which opens the actions; the address alone for no known token."""
+    token = known_token(config)
+    return f"{url}?token={quote(token, safe='')}" if token else url

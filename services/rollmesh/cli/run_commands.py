@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollmesh.checkpoints.api_token import known_token
+from rollmesh.checkpoints.api_token import known_token, page_link
 from rollmesh.cli.common import (
     JsonOption,
     RunFolderArgument,
@@ -70,7 +70,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row(name, escape(value))
         _add_queue(table, config, view, counts)
         for page in pages:
-            table.add_row("page", page.url)
+            table.add_row("page", page_link(config, page.url))
         for api in apis:
             table.add_row("OpenAI-compatible API", api.url)
         if pages or apis:

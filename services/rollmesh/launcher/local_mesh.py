@@ -67,7 +67,7 @@ class LocalMesh:
         self._service_time = ServiceTime(folder.path, client, self.supervisor)
         scaling = running.store.scaling if inline is None else None
         self._scaler = ReplicaScaler(config, folder, scaling, self.supervisor, progress.note)
-        self._addresses = AddressNotes(folder.path, self.supervisor, progress.note)
+        self._addresses = AddressNotes(config, folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
         self._noted_outage = ""

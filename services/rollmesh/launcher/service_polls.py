@@ -9,6 +9,8 @@ from pathlib import Path
 
 import httpx
 
+from rollmesh.checkpoints.api_token import page_link
+from rollmesh.config import RunConfig
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.port_security import AdminClient
@@ -45,7 +47,8 @@ class ServiceTime:
 class AddressNotes:
     """One console note for each address, and one when the launcher stops restarting a service that has an address."""
 
-    def __init__(self, folder: Path, supervisor: Supervisor, note: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, folder: Path, supervisor: Supervisor, note: Callable[[str], None]) -> None:
+        self._config = config
         self._folder = folder
         self._supervisor = supervisor
         self._note = note
@@ -55,7 +58,9 @@ class AddressNotes:
         """Read the addresses once and note each new one, such as another port after a restart."""
         for endpoint in read_endpoints(self._folder):
             if endpoint.service in _LABELS:
-                self._once(f"{_LABELS[endpoint.service]}: {endpoint.url}")
+                is_page = endpoint.service == "gateway"
+                address = page_link(self._config, endpoint.url) if is_page else endpoint.url
+                self._once(f"{_LABELS[endpoint.service]}: {address}")
         for name, reason in self._supervisor.given_up.items():
             self._once(f"the run continues without {_LOST[name.rpartition('-')[0]]}: {reason}")
 

@@ -44,7 +44,7 @@ FLAGS = (
 )
 WIDE = {"width": 1440, "height": 900}
 NARROW = {"width": 390, "height": 844}
-_SECONDS = 40.0
+_SECONDS = 300.0
 """For whatever takes moments on an idle machine."""
 
 

@@ -119,19 +119,31 @@ def test_changes_of_state_are_announced_and_numbers_are_not(window: Open) -> Non
 def test_axe_finds_nothing(window: Open, at_rest: Scene, size: dict[str, int], scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: make setup").Axe()
     page = window(viewport=size, color_scheme=scheme, reduced_motion="reduce").open()
-    page.locator("#letter-table tbody tr").first.wait_for()
+    page.locator("#letter-table tbody tr").first.wait_for(state="attached")
     page.click("#rollouts-as-table")
+    # A phone shows one section at a time: the navigation leads to each.
+    _tab(page, "Control")
     page.fill("#token", TOKEN)
     page.press("#token", "Enter")
+    _tab(page, "Versions")
     page.locator("#version-table button.danger:not([disabled])").first.wait_for()
+    for link in page.locator("nav a:visible").all() if size is NARROW else []:
+        link.click()
+        _check(axe, page)
     _check(axe, page)
+    _tab(page, "Trajectories")
     page.locator("#trajectory-table button").first.click()
     page.locator("#viewer .tokens .t").first.wait_for()
     _check(axe, page)
     page.keyboard.press("Escape")
+    _tab(page, "Versions")
     page.locator("#version-table button.danger").first.click()
     _check(axe, page)
     page.keyboard.press("Escape")
+
+
+def _tab(page: Page, name: str) -> None:
+    page.get_by_role("link", name=name, exact=True).click()
 
 
 def _check(axe: Any, page: Page) -> None:

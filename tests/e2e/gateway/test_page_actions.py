@@ -49,6 +49,12 @@ def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
     assert page.locator("#pause").is_disabled()
 
 
+def test_a_link_brings_the_token_and_leaves_it_out_of_the_address(window: Open, scene: Scene) -> None:
+    page = window(f"{scene.url}?token={TOKEN}").open()
+    page.locator("#pause:not([disabled])").wait_for()
+    assert page.url == scene.url
+
+
 def test_a_run_that_hides_itself_is_shown_to_whoever_has_the_token(window: Open, scene: Scene) -> None:
     shown = window(scene.start_gateway("guarded", port=free_port(), token_for_reads="true"))
     shown.expect("401", "net::ERR_")  # refused first, and unanswered in the end

@@ -33,7 +33,6 @@ const LABELS = {
   seconds_gradient: "forward and backward",
   seconds_evidence: "old logprobs",
   seconds_update: "optimizer",
-  seconds_statistics: "statistics of the step",
   tokens_per_second: "saved tokens per second",
   finished_per_second: "finished trajectories per second",
   memory_ratio: "queue memory",
