@@ -26,17 +26,21 @@ $(VENV)/.python: $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON="; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq python3-venv; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) "$(TORCH)"
+	@echo "environment 1/3: $(VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip
+	@echo "environment 2/3: $(TORCH), the largest download"
+	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.local: $(VENV)/.python pyproject.toml $(wildcard proto/rollmesh/v1/*.proto) proto/hatch_build.py
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local]"
+	@echo "environment 3/3: rollmesh and what it needs to train"
+	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.local
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local,dev]"
+	@echo "environment, for development: linters, test tools, a browser's driver"
+	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local,dev]"
 	@touch $@
 
 setup: $(VENV)/.dev ## Install everything for development

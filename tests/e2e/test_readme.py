@@ -1,44 +1,151 @@
-"""The commands of the README work as written."""
+"""The blocks and commands of the README work as written."""
 
+from __future__ import annotations
+
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
+import pyarrow
+import pytest
+import yaml
+from pyarrow import parquet
 from typer.main import get_command
 
 from rollmesh.cli.main import app
+from rollmesh.config.recipes import resolve_model
+from rollmesh.user_code import CODE_FOLDER
 
 from .conftest import WAIT_SECONDS
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 SHELL_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_BLOCK = re.compile(r"^`([\w.]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OWN_TASK = ("data.jsonl", "my_task.py", "run.yaml")
+GPU_RUN = "gsm8k.yaml"
+COMMANDS: dict[str, click.Command] = get_command(app).commands  # type: ignore[attr-defined]
 
 
-def test_the_own_task_of_the_readme_trains_as_written(tmp_path: Path) -> None:
-    text = README.read_text()
-    blocks = dict(NAMED_BLOCK.findall(text))
-    assert set(blocks) == {"data.jsonl", "my_task.py", "run.yaml"}
-    for name, content in blocks.items():
-        (tmp_path / name).write_text(content)
-    (command,) = [block for block in SHELL_BLOCK.findall(text) if "rollmesh up" in block]
-    done = subprocess.run(
-        ["bash", "-euc", command],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+def typed(block: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A shell block as a reader types it, in a folder and without settings of this test run."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", CODE_FOLDER)}
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-euc", block],
+        cwd=folder,
+        env={**kept, **path, **environment},
         capture_output=True,
         text=True,
         timeout=2 * WAIT_SECONDS,
         check=False,
     )
+
+
+def shell_blocks(words: str) -> list[str]:
+    return [block for block in SHELL_BLOCK.findall(README.read_text()) if words in block]
+
+
+def named_blocks() -> dict[str, str]:
+    blocks = dict(NAMED_BLOCK.findall(README.read_text()))
+    assert set(blocks) == {*OWN_TASK, GPU_RUN}
+    return blocks
+
+
+def test_the_own_task_of_the_readme_trains_as_written(tmp_path: Path) -> None:
+    blocks = named_blocks()
+    for name in OWN_TASK:
+        (tmp_path / name).write_text(blocks[name])
+    (command,) = [block for block in shell_blocks("rollmesh up") if "init" not in block]
+    assert command == "rollmesh up run.yaml\n", "no PYTHONPATH: the module beside the run file is found"
+    done = typed(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs/mine/report.html").exists()
+
+
+def test_the_starter_of_the_readme_trains_as_typed(tmp_path: Path) -> None:
+    (block,) = shell_blocks("rollmesh init")
+    few = {"TRAINER__TRAIN_STEPS": "2", "EVALUATION__PROMPT_COUNT": "8"}
+    few |= {"SCHEDULE__GROUPS_PER_BATCH": "4", "SCHEDULE__POOL_SIZE": "null"}
+    done = typed(block, tmp_path, **{f"ROLLMESH_{name}": value for name, value in few.items()})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "mine/runs/countdown/report.html").exists()
+
+
+def test_the_run_on_a_gpu_reads_what_its_commands_download(tmp_path: Path) -> None:
+    """The run file as written, over a small model and rows of the same form in the places of the downloads."""
+    (block,) = shell_blocks("hf download")
+    folders = re.findall(r"hf download (\S+) .*--local-dir (\S+)", block)
+    run: dict[str, Any] = yaml.safe_load(named_blocks()[GPU_RUN])
+    path = run["data"]["source"]["path"]
+    assert run["model"]["path"] == folders[0][1] and path.startswith(f"{folders[1][1]}/")
+    model, rows = tmp_path / folders[0][1], tmp_path / path
+    shutil.copytree(resolve_model("recipe:countdown"), model)
+    described = json.loads((model / "config.json").read_text())
+    longer = {"max_position_embeddings": run["generator"]["max_context_tokens"]}
+    (model / "config.json").write_text(json.dumps({**described, **longer}))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_thinking }}"
+    (model / "chat_template.jinja").write_text(template)
+    rows.parent.mkdir(parents=True)
+    table = {"question": ["1 + 1", "1 + 2"], "answer": ["1 + 1 = 2\n#### 2", "1 + 2 = 3\n#### 3"]}
+    parquet.write_table(pyarrow.table(table), rows)
+    (tmp_path / GPU_RUN).write_text(named_blocks()[GPU_RUN])
+    done = typed(f"rollmesh config validate {GPU_RUN} --set gateway.port=0", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{GPU_RUN}: valid" in done.stdout and "model: 249,984 parameters" in done.stdout
+
+
+def test_the_table_of_memory_adds_up() -> None:
+    rows = re.findall(
+        r"^\| ([\d.]+) billion \| ([\d.]+) GB \| ([\d.]+) GB \| (\d+) MB \|$", README.read_text(), re.MULTILINE
+    )
+    # Qwen3: layers of the 0.6B, 1.7B, 4B and 8B; all have 8 key-value heads of 128.
+    for (count, trainer, weights, cache), layers in zip(rows, (28, 28, 36, 36), strict=True):
+        assert float(trainer) == pytest.approx(16 * float(count), rel=0.02)
+        assert float(weights) == pytest.approx(2 * float(count), rel=0.03)
+        assert int(cache) == round(2 * layers * 8 * 128 * 2 / 1000)
+
+
+def test_version_extras_and_targets_of_the_readme_exist() -> None:
+    text = README.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Version {project['version']}," in text and f"[{project['license']}](LICENSE)" in text
+    extras = {extra for group in re.findall(r"\.\[([\w,]+)\]", text) for extra in group.split(",")}
+    assert "local" in extras and extras <= set(project["optional-dependencies"])
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z-]+)", "".join(SHELL_BLOCK.findall(text)))) <= set(targets)
 
 
 def test_every_command_of_the_readme_exists_and_every_command_is_in_the_readme() -> None:
     table = README.read_text().partition("## Commands")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(?:rollmesh )?([a-z-]+)", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert named == {name for name, command in commands.items() if not command.hidden}
+    assert named == {name for name, command in COMMANDS.items() if not command.hidden}
+
+
+def test_every_option_that_the_readme_types_exists() -> None:
+    checked = 0
+    for words in typed_commands():
+        command = COMMANDS[words[0]]
+        if isinstance(command, click.Group) and len(words) > 1 and words[1] in command.commands:
+            command = command.commands[words[1]]
+        known = {option for parameter in command.params for option in parameter.opts}
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert set(options) <= known, words
+        checked += len(options)
+    assert checked >= 3
+
+
+def typed_commands() -> Iterator[list[str]]:
+    """The words after ``rollmesh`` of every command in code."""
+    text = README.read_text()
+    lines = "".join(SHELL_BLOCK.findall(text)).splitlines()
+    for code in (*re.findall(r"`(rollmesh [^`]+)`", text), *(line for line in lines if line.startswith("rollmesh "))):
+        yield code.split("#")[0].split()[1:]
