@@ -131,3 +131,24 @@ def test_a_dead_letter_is_replayed_and_another_one_deleted(window: Open, scene: 
     page.locator("#confirm").get_by_role("button", name="Delete").click()
     page.wait_for_function("id => !document.getElementById('letter-table').textContent.includes(id)", arg=deleted)
     assert deleted not in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters.newest())}
+
+
+def test_more_processes_than_the_machine_can_serve_are_started_only_after_a_yes(window: Open, scene: Scene) -> None:
+    scene.in_store(lambda store: store.scaling.request("reward", 1))  # no launcher has a process to show
+    shown = window()
+    shown.expect("400")  # the browser notes every refused request
+    page = shown.open()
+    _with_token(page)
+    page.fill("#scale-reward", "250")
+    button = page.get_by_role("button", name="Scale reward", exact=True)
+    dialog = page.locator("#confirm")
+    button.click()
+    page.locator("#confirm", has_text="reward=250").wait_for()
+    dialog.get_by_role("button", name="Cancel").click()
+    page.locator("#action-error", has_text="reward=250").wait_for()
+    assert scene.in_store(lambda store: store.scaling.requests())["reward"] == 1
+    button.click()
+    dialog.get_by_role("button", name="Start them").click()
+    page.locator("#action-result", has_text="reward replicas: 250").wait_for()
+    assert scene.in_store(lambda store: store.scaling.requests())["reward"] == 250
+    scene.in_store(lambda store: store.scaling.request("reward", None))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rollmesh.gateway
+from rollmesh.config.replica_bounds import MOST_REPLICAS
 
 PAGE = Path(rollmesh.gateway.__file__).parent / "page"
 SCRIPTS = sorted(PAGE.glob("*.js"))
@@ -173,3 +174,8 @@ def _oklab(colour: Colour) -> Colour:
         1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
     )
+
+
+def test_the_page_allows_as_many_replicas_as_the_command_line_and_the_api() -> None:
+    script = (PAGE / "actions.js").read_text(encoding="utf-8")
+    assert f"const MOST_REPLICAS = {MOST_REPLICAS};" in script
