@@ -110,8 +110,8 @@ def _blocked(view: MeshView, newest_step: int, missing: int) -> CutPlan:
     due = (g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step)
     return CutPlan(
         blocking=tuple(islice(due, missing)),
-        waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which later steps "
-        "could no longer train",
+        waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, "
+        "which later steps could no longer train",
     )
 
 
