@@ -5,11 +5,14 @@ The imports take a second or more. Ctrl-C during them ends the process at once, 
 
 from __future__ import annotations
 
+import os
 import signal
 
 
 def main() -> None:
     """Import and run the command line."""
+    # Torch's threads spin while they wait for each other: on a busy machine an audit then took several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
