@@ -107,36 +107,13 @@ def mesh_settings(
         tensor_parallel=setup.tensor_parallel,
         efficiencies=efficiencies or Efficiencies(),
     )
-    generator, prompt_tokens = config.generator, setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
-    lengths = _lengths(config, setup)
-    count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
-    if setup.domains is not None and isinstance(lengths, TracedLengths):
-        raise ConfigError(f"domains={setup.domains} with lengths={setup.lengths}: recorded lengths have no domains")
-    longest = _longest_call(config, lengths, prompt_tokens)
+    prompts = _prompts(config, setup, schedule)
     return MeshSettings(
         schedule=schedule,
         limits=run_limits(config),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
-        fleet=FleetSettings(
-            count=generator.replicas,
-            slots=generator.slots,
-            cache_tokens=generator.kv_token_capacity or roofline.cache_tokens(longest),
-            costs=_costs(setup, roofline, generator.slots),
-            fetch_seconds=_transfer_seconds(setup, roofline),
-            swap_seconds=setup.swap_seconds,
-            on_new_version=generator.on_new_version,
-            rules=ReloadRules.from_config(config),
-            placement=Placement(config.rollout.placement),
-        ),
-        prompts=SimulatedPrompts(
-            lengths=lengths,
-            solver=SolveModel(seed=setup.seed),
-            count=count,
-            prompt_tokens=prompt_tokens,
-            groups_per_batch=schedule.groups_per_batch,
-            repeats=schedule.prompt_repeats,
-            domains=None if setup.domains is None else DomainRows(parse_domains(setup.domains), count),
-        ),
+        fleet=_fleet(config, setup, roofline, prompts),
+        prompts=prompts,
         trainer=_trainer(config, setup, roofline),
         rewards=RewardModel(
             median_seconds=setup.reward_seconds,
@@ -145,11 +122,43 @@ def mesh_settings(
             seed=setup.seed,
         ),
         partial_save_tokens=config.rollout.partial_save_tokens,
-        devices=_devices(setup, generator.replicas),
+        devices=_devices(setup, config.generator.replicas),
         failures=failures or FailurePlan(seed=setup.seed),
         sampler=bind_sampler(config.curriculum),
         seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,
+    )
+
+
+def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> SimulatedPrompts:
+    lengths = _lengths(config, setup)
+    if setup.domains is not None and isinstance(lengths, TracedLengths):
+        raise ConfigError(f"domains={setup.domains} with lengths={setup.lengths}: recorded lengths have no domains")
+    count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
+    return SimulatedPrompts(
+        lengths=lengths,
+        solver=SolveModel(seed=setup.seed),
+        count=count,
+        prompt_tokens=setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2),
+        groups_per_batch=schedule.groups_per_batch,
+        repeats=schedule.prompt_repeats,
+        domains=None if setup.domains is None else DomainRows(parse_domains(setup.domains), count),
+    )
+
+
+def _fleet(config: RunConfig, setup: SimulationSetup, roofline: Roofline, prompts: SimulatedPrompts) -> FleetSettings:
+    generator = config.generator
+    longest = _longest_call(config, prompts.lengths, prompts.prompt_tokens)
+    return FleetSettings(
+        count=generator.replicas,
+        slots=generator.slots,
+        cache_tokens=generator.kv_token_capacity or roofline.cache_tokens(longest),
+        costs=_costs(setup, roofline, generator.slots),
+        fetch_seconds=_transfer_seconds(setup, roofline),
+        swap_seconds=setup.swap_seconds,
+        on_new_version=generator.on_new_version,
+        rules=ReloadRules.from_config(config),
+        placement=Placement(config.rollout.placement),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from rollmesh.mesh import Eviction
 from rollmesh.scheduling import decide, needs_groups
+from rollmesh.scheduling.cutting import open_groups_block
 
 from .views import at_step, group, schedule, view
 
@@ -142,6 +143,30 @@ def test_a_view_without_groups_is_refused_where_the_decision_depends_on_them(see
 def test_single_groups_are_not_read_while_nothing_can_be_cut(changes):
     seen = unlisted(at_step(3, ready=[group(5, 3)], opened=[group(1, 2)]))
     assert not needs_groups(schedule(max_staleness=2), replace(seen, **changes))
+
+
+def test_counts_tell_a_cut_that_open_groups_block_without_the_ready_groups():
+    rules = schedule(max_staleness=1)
+    blocked = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2)])
+    assert open_groups_block(rules, unlisted(blocked))
+    decisions = decide(rules, replace(blocked, ready=()))
+    assert decisions == decide(rules, blocked)
+    assert decisions.cut is None and decisions.blocked_by.startswith("due ")
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        at_step(3, ready=[group(1, 2), group(5, 3)], opened=[group(6, 3)]),
+        at_step(3, ready=[group(5, 3)], opened=[group(1, 2)]),
+        at_step(3, ready=[group(4, 1), group(5, 3)], opened=[group(1, 2)]),
+        at_step(3, cut_step=4, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2)]),
+        at_step(99, ready=[group(5, 99), group(6, 99)], opened=[group(1, 98)]),
+    ],
+    ids=["the quota is filled", "too few are ready", "one is stale", "the trainer works", "the last batch"],
+)
+def test_open_groups_block_no_cut_that_other_things_decide(seen):
+    assert not open_groups_block(schedule(max_staleness=1), seen)
 
 
 def test_a_decision_costs_the_same_at_every_batch_size_while_nothing_can_be_cut():

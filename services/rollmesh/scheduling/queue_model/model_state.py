@@ -22,7 +22,9 @@ from rollmesh.scheduling.queue_model.model_records import (
 from rollmesh.scheduling.queue_model.model_times import ModelTimes
 from rollmesh.types import TrajectoryState
 
-_QUEUED = (TrajectoryState.PENDING, TrajectoryState.PARTIAL, TrajectoryState.RESTING, TrajectoryState.FINISHED)
+_WAITING = (TrajectoryState.PENDING, TrajectoryState.PARTIAL, TrajectoryState.RESTING)
+"""States of members that wait for a lease, each in a queue of its own."""
+_QUEUED = (*_WAITING, TrajectoryState.FINISHED)
 """States of members that may be in a queue."""
 
 
@@ -71,11 +73,7 @@ class QueueState:
         self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
         self.resting = ScoredSet()
         """Partial trajectories that wait for a newer policy, by the train step of the policy of their newest tokens."""
-        self._queues = {
-            TrajectoryState.PENDING: self.pending,
-            TrajectoryState.PARTIAL: self.partial,
-            TrajectoryState.RESTING: self.resting,
-        }
+        self._queues = dict(zip(_WAITING, (self.pending, self.partial, self.resting), strict=True))
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
         # Counters.
