@@ -51,7 +51,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 def _launched(folder: Path) -> bool:
     """Tell whether the launcher that holds the lock of the run folder has started this process, or is this process."""
     try:
-        launcher = int((folder / "lock").read_text(encoding="ascii"))
+        # The process id, and after it the host.
+        launcher = int((folder / "lock").read_text(encoding="utf-8").partition(" ")[0])
     except (OSError, ValueError):
         return False
     return launcher in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
