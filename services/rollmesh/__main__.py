@@ -11,7 +11,7 @@ import signal
 
 def main() -> None:
     """Import and run the command line."""
-    # Torch's threads spin while they wait for each other: on a busy machine an audit then took several times as long.
+    # Threads of torch that spin while they wait for each other slow an audit on a busy machine several times.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:

@@ -106,6 +106,8 @@ class MeshView:
     """(min_train_step, number of groups) over all open and ready groups with tokens, ascending; always complete."""
     ready_by_step: tuple[tuple[int, int], ...] = ()
     """The same over the ready groups."""
+    rolling_back: bool = False
+    """True while a rollback drops the abandoned branch: nothing can be cut, and no ready group is listed."""
     pending: int
     """Trajectories never leased, or released without tokens."""
     partial: int

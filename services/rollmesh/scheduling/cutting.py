@@ -60,6 +60,8 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
+    if view.rolling_back:
+        return CutPlan(waiting_for="the trainer: it drops the work of the branch that a rollback abandons")
     oldest = _oldest_step(schedule, view)
     fresh = view.ready_groups - sum(count for step, count in view.ready_by_step if step < oldest)
     if fresh < batch:
@@ -78,7 +80,10 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     chosen: list[GroupView] = []
     for newest_step, needed in _quotas(schedule, view):
         due = [g for g in by_deadline if g.min_train_step is not None and g.min_train_step <= newest_step]
-        chosen = due[: max(len(chosen), min(needed, batch))]
+        if schedule.on_stale is OnStale.PACE and len(due) < needed:
+            # The lists are bounded: stale groups, which are evicted first, may have filled them.
+            return CutPlan(waiting_for=f"stale groups to leave before {needed - len(due)} ready group(s) that are due")
+        chosen = due[: max(len(chosen), needed)]
     urgent = {g.group_id for g in chosen}
     rest = sorted((g for g in in_order if g.group_id not in urgent), key=order)
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
@@ -87,7 +92,12 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
 def open_groups_block(schedule: Schedule, view: MeshView) -> bool:
     """Tell from the counts of the view whether unfinished groups block the next batch, although enough are ready."""
     ready = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
-    return ready and not any_stale(schedule, view) and _unfilled_quota(schedule, view) is not None
+    return (
+        ready
+        and not view.rolling_back
+        and not any_stale(schedule, view)
+        and _unfilled_quota(schedule, view) is not None
+    )
 
 
 def _unfilled_quota(schedule: Schedule, view: MeshView) -> tuple[int, int] | None:

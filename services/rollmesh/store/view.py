@@ -80,6 +80,7 @@ class MeshReader:
             failure=raw["failure"].decode(),
             recovering=bool(raw["recovering"]),
             user_paused=raw["user_paused"] == b"1",
+            rolling_back=raw["rolling_back"] == b"1",
             listed=groups,
             launcher_paused=raw["launcher_paused"] == b"1",
             ready=_groups(raw["ready"], oldest_in_loss),

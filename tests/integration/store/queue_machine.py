@@ -274,7 +274,8 @@ class QueueMachine(QueueWorkers):
         unclaimed = self.model.roll_back()
         dropped, left = self.do(self.store.connection.run("roll_back", self.trainer, 1, "a trainer that dies half-way"))
         if left:
-            assert self.do(self.store.mesh.view()).ready == ()
+            seen = self.do(self.store.mesh.view())
+            assert seen.rolling_back and seen.ready == ()
         assert dropped + self.do(self.store.training.roll_back(self.trainer)) == unclaimed
         assert self.do(self.store.training.roll_back(self.trainer)) == self.model.roll_back() == 0
 

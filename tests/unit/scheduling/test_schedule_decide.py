@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.mesh import Eviction
 from rollmesh.scheduling import decide, needs_groups
-from rollmesh.scheduling.cutting import open_groups_block
+from rollmesh.scheduling.cutting import open_groups_block, plan_cut
 
 from .views import at_step, group, schedule, view
 
@@ -167,6 +167,24 @@ def test_counts_tell_a_cut_that_open_groups_block_without_the_ready_groups():
 )
 def test_open_groups_block_no_cut_that_other_things_decide(seen):
     assert not open_groups_block(schedule(max_staleness=1), seen)
+
+
+def test_due_groups_that_stale_ones_hold_off_the_bounded_lists_are_waited_for():
+    rules = schedule(max_staleness=1)
+    seen = at_step(3, ready=[group(1, 1), group(2, 2), group(3, 2), group(5, 3), group(6, 3)])
+    assert plan_cut(rules, seen).group_ids == ("e0-2", "e0-3")
+    plan = plan_cut(rules, replace(seen, ready=tuple(g for g in seen.ready if g.min_train_step != 2)))
+    assert plan.group_ids is None and not plan.blocking
+    assert "2 ready group(s) that are due" in plan.waiting_for
+
+
+def test_nothing_is_cut_or_blocked_while_a_rollback_drops_the_abandoned_branch():
+    rules = schedule(max_staleness=1)
+    blocked = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2)])
+    seen = replace(blocked, ready=(), rolling_back=True)
+    assert not open_groups_block(rules, seen)
+    decisions = decide(rules, seen)
+    assert decisions.cut is None and not decisions.blocked and "rollback" in decisions.desired.waiting_for
 
 
 def test_a_decision_costs_the_same_at_every_batch_size_while_nothing_can_be_cut():

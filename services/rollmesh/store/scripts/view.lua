@@ -89,7 +89,7 @@ return {map = {
   admitted_groups = open_count + ready_count + cut_count, open_groups = open_count, ready_groups = ready_count,
   pending = pending, partial = partial, resting = resting, leased = counts[1] or '0', finished = counts[2] or '0',
   filtered_in_a_row = meta[5], unscored_in_a_row = meta[8] or '0', blocked_since = meta[6] or '',
-  user_paused = meta[7] or '0', launcher_paused = meta[13] or '0',
+  user_paused = meta[7] or '0', rolling_back = meta[9] and '1' or '0', launcher_paused = meta[13] or '0',
   failure = meta[10] and meta[11] == meta[12] and meta[10] or '',
   memory_ratio = ratio, used_memory = used, max_memory = limit, saved_bytes_total = counts[3] or '0',
   finished_total = finished_total, prompt_bytes_total = counts[5] or '0', prompts_total = counts[6] or '0',
