@@ -58,6 +58,18 @@ async def reassert(mesh: Mesh, files: dict[int, tuple[list[str], list[PromptOutc
     )
 
 
+async def waiting_replays(mesh: Mesh) -> list[str]:
+    connection = mesh.store.connection
+    return [key.decode() for key in await connection.command("HKEYS", connection.keys.single("replays"))]
+
+
+async def open_replay(mesh: Mesh) -> None:
+    """Open the replay that waits, and lease its members."""
+    assert await mesh.store.leadership.admit_replays(mesh.leader, 8) == 1
+    while await mesh.store.trajectories.lease(mesh.session, 64):
+        pass
+
+
 def totals(algebra: tuple[int, int], code: tuple[int, int]) -> dict[str, DomainTotals]:
     """Totals from (groups drawn, groups ended) of each domain."""
     return {
@@ -138,3 +150,36 @@ async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(sto
         await put_back(store, restored)
         await reassert(mesh, file, cursor=1)
         assert await store.prompt_records.domain_totals() == before
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_once(
+    store: TrajectoryStore, is_trained: bool
+) -> None:
+    """The window is full when the replay is requested; its outcome is in a file, and its group in a batch or in none."""
+    mesh = await Mesh.start(store, keeps_history=True, max_attempts=1, window_groups=3, max_staleness=4)
+    await admit(mesh, 3)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    replay = await store.dead_letters.replay("e0-0.0")
+    assert await waiting_replays(mesh) == [replay]
+    assert (await store.prompt_records.domain_totals())["algebra"].drawn == 3
+    waiting = await copy_of_keys(store)
+    await end(mesh, "e0-1")
+    first = await train(mesh, 1, "e0-1")
+    await open_replay(mesh)
+    await end(mesh, replay)
+    await end(mesh, "e0-2")
+    batch = [replay if is_trained else "e0-2"]
+    second = await train(mesh, 2, *batch)
+    assert sorted(o.group_id for o in second) == [replay, "e0-2"]
+    before = await store.prompt_records.domain_totals()
+    assert (before["algebra"].drawn, before["algebra"].completed) == (3, 4)
+    await put_back(store, waiting)
+    await reassert(mesh, {1: (["e0-1"], first), 2: (batch, second)}, cursor=2)
+    assert await waiting_replays(mesh) == ([] if is_trained else [replay])
+    if is_trained:
+        await end(mesh, "e0-2")
+    else:
+        await open_replay(mesh)
+        await end(mesh, replay)
+    assert await store.prompt_records.domain_totals() == before

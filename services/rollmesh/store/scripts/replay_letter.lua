@@ -3,7 +3,7 @@
 -- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. Without room, the group
 -- waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
 local id = ARGV[1]
-local letter = call('HMGET', letter_key(id), 'group', 'replayed_as')
+local letter = call('HMGET', letter_key(id), 'group', 'replayed_as', 'domain')
 if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
 if letter[2] and letter[2] ~= '' then return letter[2] end
 refuse_while_recovering('replay')
@@ -16,6 +16,8 @@ until call('EXISTS', group_key(gid)) == 0 and not call('ZSCORE', K.tombstones, g
   and call('HEXISTS', K.cut, gid) == 0
 call('COPY', letter_prompt_key(id), prompt_key(gid))
 call('HSET', letter_key(id), 'replayed_as', gid)
+-- Counted with its number: after a restore of Redis, save_outcomes tells by the number which draws are counted.
+if letter[3] then call('HINCRBY', K.domains, letter[3], 1) end
 if has_room_for_a_group() then
   open_replay(gid, id, ARGV[2])
 else

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- uses: adopt core counters history
 -- Takes a slice of the outcomes of a batch file: an outcome that was recorded here is saved now. One that Redis has lost
--- is added to the history, unless its group is open or aside here and will end again. `history_row` has the step and the
+-- is added to the history, unless its group is open, aside or a waiting replay here and will end again. `history_row` has the step and the
 -- number of rows of a file of which a part is done, so a retry changes nothing.
 -- A lost outcome is also that of a lost draw if its group was admitted after the state that Redis has: its position is at
 -- the cursor or past it. A group that was drawn before counts in its domain already; a replay has no position, but a number.
@@ -29,6 +29,7 @@ end
 for at = 5, #ARGV, 2 do
   local gid = string.match(ARGV[at], '^[^~]+')
   local ends_again = call('ZSCORE', K.open, gid) or call('ZSCORE', K.aside, gid)
+    or call('HEXISTS', K.replays, gid) == 1
   if call('HDEL', K.outcomes, ARGV[at]) == 0 and not ends_again then
     add_to_history(ARGV[at + 1])
     local domain = string.match(ARGV[at + 1], '^%S+ %S+ %S+ %S+ %S+ %d+@(%S+)')

@@ -23,10 +23,7 @@ local function open_replay(gid, letter, needed)
   if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
   if call('HGET', K.limits, 'has_rounds') == '1' then begin_rounds(gid, needed, needed, '{}') end
   local domain = call('HGET', letter_key(letter), 'domain')
-  if domain then
-    call('HSET', group_key(gid), 'domain', domain)
-    call('HINCRBY', K.domains, domain, 1)
-  end
+  if domain then call('HSET', group_key(gid), 'domain', domain) end
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
     call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
