@@ -12,7 +12,8 @@ from rollmesh.prompt_history import DomainTotals, LengthPrediction, PromptOutcom
 from rollmesh.store.limits import Limits
 from rollmesh.store.redis_connection import Connection
 
-_OUTCOMES_PER_CALL = 512
+_OUTCOMES_PER_CALL = 256
+"""Each may touch the record of its group."""
 _PROMPTS_PER_READ = 512
 _MOST_CHANGES = 4096
 """Most changes that are read one by one."""

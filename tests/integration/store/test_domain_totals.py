@@ -182,4 +182,29 @@ async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_
     else:
         await open_replay(mesh)
         await end(mesh, replay)
+        assert replay not in [o.group_id for o in await store.prompt_records.unsaved(mesh.trainer, 3)]
     assert await store.prompt_records.domain_totals() == before
+
+
+async def test_a_group_that_ends_again_after_a_restore_is_drawn_once_by_the_next_restore(
+    store: TrajectoryStore,
+) -> None:
+    """e0-0 is open in the restored state and its first outcome in file 1; it ends again and is in file 2."""
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, 2)
+    opened = await copy_of_keys(store)
+    await end(mesh, "e0-0", "e0-1")
+    first = await train(mesh, 1, "e0-1")
+    assert [o.group_id for o in first] == ["e0-0", "e0-1"]
+    await put_back(store, opened)
+    await reassert(mesh, {1: (["e0-1"], first)}, cursor=2)
+    await end(mesh, "e0-0")
+    second = await train(mesh, 2, "e0-0")
+    assert [o.group_id for o in second] == ["e0-0~0"]
+    before = await store.prompt_records.domain_totals()
+    assert before == totals((1, 1), (1, 1))
+    await put_back(store, {})
+    await store.limits.init_run(limits(keeps_history=True))
+    await reassert(mesh, {1: (["e0-1"], first), 2: (["e0-0"], second)}, cursor=2)
+    after = await store.prompt_records.domain_totals()
+    assert {name: found.drawn for name, found in after.items()} == {name: 1 for name in DOMAINS}

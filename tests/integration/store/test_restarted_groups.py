@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.store import Append, EmbeddedServer, TokenDigest, TrajectoryStore, WriteStatus
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
@@ -176,9 +177,9 @@ async def test_a_batch_file_takes_its_group_out_of_what_is_aside(store: Trajecto
 LARGE = 150
 
 
-async def large_group(store: TrajectoryStore) -> Mesh:
+async def large_group(store: TrajectoryStore, **changes: object) -> Mesh:
     """A group of 150 members: one is dead, two have tokens, the others are leased or pending."""
-    mesh = await Mesh.start(store, pool_size=10_000, group_size=LARGE, max_staleness=0)
+    mesh = await Mesh.start(store, pool_size=10_000, group_size=LARGE, max_staleness=0, **changes)
     await train_one_step(mesh)
     await mesh.admit(1, needed=LARGE)
     await store.trajectories.lease(mesh.session, 64)
@@ -229,6 +230,20 @@ async def test_the_next_leader_completes_a_large_group_that_the_last_one_left_ha
     assert await store.restarted.recall(leader, 2, 1) == 1
     assert await truth_of(store) == {"e0-2": "open"}
     assert (await store.mesh.view()).pending == LARGE
+
+
+async def test_a_large_group_that_is_half_reset_in_a_restored_redis_ends_again_under_another_name(
+    store: TrajectoryStore,
+) -> None:
+    """A batch file has the outcome of a group whose reset is not complete in the restored state."""
+    mesh = await large_group(store, keeps_history=True)
+    await store.connection.run("restart_groups", mesh.leader, "e0-2")
+    file = [PromptOutcome("e0-2", "2", LARGE, 0, 0, 9, 7, 1)]
+    await store.training.reassert(mesh.trainer, 2, 2, [(2, ["e9-9"])], [policy(1)], Cursor(), outcomes=[file])
+    await store.leadership.reap(mesh.leader)
+    await mesh.complete_all(version=1)
+    assert "e0-2~2" in [o.group_id for o in await store.prompt_records.unsaved(mesh.trainer, 3)]
+    assert (await store.prompt_records.read(["2"]))["2"].groups == 1
 
 
 async def test_a_large_group_that_is_evicted_while_it_is_reset_is_dropped_once(store: TrajectoryStore) -> None:

@@ -139,7 +139,7 @@ class ModelGroup:
     admitted_at: float | None = None
     """Time of the admission; None for a group that began again."""
     has_ended: bool = False
-    """True for a group that began again after it was ready."""
+    """True for a group that began again after it was ready; the model loses no end by a restore."""
     incarnation: int = 0
     """Incarnation of the members that it will get."""
     scored: int = 0

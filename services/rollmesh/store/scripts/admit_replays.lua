@@ -11,8 +11,10 @@ end)
 local opened = 0
 for _, gid in ipairs(waiting) do
   if opened >= tonumber(ARGV[2]) then break end
-  local needed, letter = string.match(call('HGET', K.replays, gid), '^(%d+) (.*)$')
+  -- The third word is that of save_outcomes.
+  local needed, letter, ended = string.match(call('HGET', K.replays, gid), '^(%d+) (%S+) ?(%S*)$')
   open_replay(gid, letter, needed)
+  if ended ~= '' then call('HSET', group_key(gid), 'ended', 1) end
   call('HDEL', K.replays, gid)
   opened = opened + 1
 end

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- uses: adopt core counters history
 -- Takes a slice of the outcomes of a batch file: an outcome that was recorded here is saved now. One that Redis has lost
--- is added to the history, unless its group is open, aside or a waiting replay here and will end again. `history_row` has the step and the
--- number of rows of a file of which a part is done, so a retry changes nothing.
+-- is added to the history, unless its group will end again: it is open, aside or a waiting replay here. `history_row` has
+-- the step and the number of rows of a file of which a part is done, so a retry changes nothing.
 -- A lost outcome is also that of a lost draw if its group was admitted after the state that Redis has: its position is at
 -- the cursor or past it. A group that was drawn before counts in its domain already; a replay has no position, but a number.
 -- ARGV: trainer, train step, first row of this slice, '1' for the last slice, then (group, outcome) pairs.
@@ -26,11 +26,25 @@ local function is_lost_draw(name)
   return not epoch or epoch > cursor_epoch or (epoch == cursor_epoch and index >= cursor_index)
 end
 
+-- A group that will end again has an outcome in this file, so the next one is not that of a new draw.
+local function will_end_again(gid)
+  local replay = call('HGET', K.replays, gid)
+  if not (replay or call('ZSCORE', K.open, gid) or call('ZSCORE', K.aside, gid)) then return false end
+  local resetting = call('HGET', K.returning, gid)
+  if resetting then
+    local entry = cjson.decode(resetting)
+    entry.ended = 1
+    call('HSET', K.returning, gid, cjson.encode(entry))
+  elseif replay then
+    call('HSET', K.replays, gid, string.match(replay, '^%S+ %S+') .. ' ended')
+  elseif call('EXISTS', group_key(gid)) == 1 then
+    call('HSET', group_key(gid), 'ended', 1)
+  end
+  return true
+end
+
 for at = 5, #ARGV, 2 do
-  local gid = string.match(ARGV[at], '^[^~]+')
-  local ends_again = call('ZSCORE', K.open, gid) or call('ZSCORE', K.aside, gid)
-    or call('HEXISTS', K.replays, gid) == 1
-  if call('HDEL', K.outcomes, ARGV[at]) == 0 and not ends_again then
+  if call('HDEL', K.outcomes, ARGV[at]) == 0 and not will_end_again(string.match(ARGV[at], '^[^~]+')) then
     add_to_history(ARGV[at + 1])
     local domain = string.match(ARGV[at + 1], '^%S+ %S+ %S+ %S+ %S+ %d+@(%S+)')
     if domain and is_lost_draw(ARGV[at]) then call('HINCRBY', K.domains, domain, 1) end

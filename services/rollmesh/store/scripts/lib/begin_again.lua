@@ -7,7 +7,8 @@
 -- first. It is in K.open or K.aside throughout, but its record waits in K.returning, so that no other script finds the
 -- group: none of its members is leased, scored or settled before the last slice.
 
--- `restarted` and `set_aside` count how often the group began again, for operators. `ended` is set if it was ready.
+-- `restarted` and `set_aside` count how often the group began again, for operators. `ended` is set if it was ready, or if a
+-- batch file has its outcome.
 local KEPT_FIELDS = {
   'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside', 'domain', 'ended',
 }

@@ -78,7 +78,8 @@ local function note_outcome(group)
   local outcome = table.concat(words, ' ')
   add_to_history(outcome)
   if call('HLEN', K.outcomes) >= MOST_OUTCOMES then return count('outcomes_full_total', 1) end
-  -- A group that begins again after it was ready ends twice: the second time, its outcome is not that of a new draw.
+  -- A group that begins again after it was ready, or in a restored Redis, ends twice: the second time, its outcome is not
+  -- that of a new draw.
   local name, number = group.id, call('HLEN', K.outcomes)
   while (group.ended and name == group.id) or call('HEXISTS', K.outcomes, name) == 1 do
     name, number = group.id .. '~' .. number, number + 1
