@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
@@ -161,7 +161,8 @@ class TrajectoryQueue:
         if "id" not in reply:
             return Fork(status=ForkStatus(reply["status"].decode()))
         name = reply["id"].decode()
-        prompt = (await self._load_prompts({group_of(name)})).get(group_of(name))
+        group_id, record_name = group_of(name), reply.get("prompt", b"").decode()
+        prompt = (await self._load_prompts({group_id: record_name})).get(group_id)
         if prompt is None:
             return Fork(status=ForkStatus.LOST)  # its group was evicted in between, with the lease
         trajectory = build_trajectory(name, prompt, birth_version=reply["birth"], run=self._keys.run)
@@ -193,7 +194,7 @@ class TrajectoryQueue:
     async def _leased(self, script: str, session: str, nonce: str, limit: int, *more: int) -> list[LeasedTrajectory]:
         rows = json.loads(await self._connection.run(script, session, nonce, limit, *more))
         ids = [row["id"] for row in rows]
-        prompts = await self._load_prompts({group_of(i) for i in ids})
+        prompts = await self._load_prompts({group_of(row["id"]): row.get("prompt", "") for row in rows})
         begun = [row["id"] for row in rows if int(row["tokens"])]
         saved = await self._load_saved(begun)
         snapshots = await self._load_field(begun, "snapshot")
@@ -225,24 +226,16 @@ class TrajectoryQueue:
             )
         return leased
 
-    async def _load_prompts(self, group_ids: Iterable[str]) -> dict[str, Prompt]:
-        ids = sorted(group_ids)
-        names = await self._record_names(ids)
-        cached = {i: self._prompts.get(i, name) for i, name in zip(ids, names, strict=True)}
-        missing = [(i, name) for i, name in zip(ids, names, strict=True) if cached[i] is None]
-        replies = await self._connection.commands([("GET", self._keys.of("prompt", i)) for i, _ in missing])
-        for (group_id, name), data in zip(missing, replies, strict=True):
+    async def _load_prompts(self, names: Mapping[str, str]) -> dict[str, Prompt]:
+        """Load the prompts of groups; ``names`` has the record of the prompt history that each group adds to."""
+        cached = {i: self._prompts.get(i, name) for i, name in names.items()}
+        missing = [i for i, prompt in cached.items() if prompt is None]
+        replies = await self._connection.commands([("GET", self._keys.of("prompt", i)) for i in missing])
+        for group_id, data in zip(missing, replies, strict=True):
             if data is not None:
                 cached[group_id] = prompt = decode_prompt(data)
-                self._prompts.put(group_id, name, prompt)
+                self._prompts.put(group_id, names[group_id], prompt)
         return {i: prompt for i, prompt in cached.items() if prompt is not None}
-
-    async def _record_names(self, group_ids: Sequence[str]) -> list[str]:
-        """Return the record of the prompt history that each group adds to; empty without a history."""
-        if not (await self._limits.get()).keeps_history:
-            return [""] * len(group_ids)
-        replies = await self._connection.commands([("HGET", self._keys.of("group", i), "prompt") for i in group_ids])
-        return ["" if name is None else name.decode() for name in replies]
 
     async def _load_saved(self, ids: Sequence[str]) -> dict[str, tuple[Segment, ...]]:
         lists = await self._connection.commands([("LRANGE", self._keys.of("segments", i), 0, -1) for i in ids])

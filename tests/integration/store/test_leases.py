@@ -163,7 +163,7 @@ async def test_a_run_with_a_history_reads_a_prompt_once_and_another_one_after_it
     sent, read = another_client.connection.commands, list[str]()
 
     async def counted(commands: Sequence[Sequence[Argument]], *label: str) -> Any:
-        read.extend(str(words[1]) for words in commands if words[0] == "GET")
+        read.extend(str(words[1]) for words in commands)
         return await sent(commands, *label)
 
     async def leased_prompt() -> str:
@@ -181,6 +181,17 @@ async def test_a_run_with_a_history_reads_a_prompt_once_and_another_one_after_it
         read.clear()
         assert [await leased_prompt() for _ in range(3)] == [row] * 3
         assert read == [store.connection.keys.of("prompt", "e0-0")]
+    read.clear()
+    (first,) = await another_client.trajectories.lease(mesh.session, 1)
+    for _ in range(2):
+        fork = await another_client.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "nonce")
+        assert fork.leased is not None and fork.leased.trajectory.prompt.prompt_id == "row 7"
+    assert read == []
+    await mesh.finish("e0-0.0", 0, 2)
+    await store.sessions.close(mesh.session)
+    (orphan,) = await another_client.trajectories.lease_scoring(await store.sessions.open("heir"), 1)
+    assert orphan.trajectory.prompt.prompt_id == "row 7"
+    assert store.connection.keys.of("prompt", "e0-0") not in read
 
 
 async def test_an_empty_prompt_is_refused_before_anything_is_admitted(store: TrajectoryStore) -> None:

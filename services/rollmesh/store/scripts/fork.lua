@@ -3,8 +3,8 @@
 -- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
 -- that the trajectory does not contain. A group has at most `most_members` members, replacements included, and the pool at
 -- most pool_size. ARGV: session, trajectory, nonce.
--- Returns a map: `status`, and of a new member `id`, `birth`, `incarnation` and `since`, the time of its lease in ms. A
--- retry with the same nonce gets the same member.
+-- Returns a map: `status`, and of a new member `id`, `birth`, `incarnation` and `since`, the time of its lease in ms,
+-- and in a run with a history `prompt`, the record of its prompt. A retry with the same nonce gets the same member.
 local session, parent = ARGV[1], ARGV[2]
 require_session(session)
 local v = call('HMGET', trajectory_key(parent), 'session', 'state', 'fork_nonce', 'fork')
@@ -13,7 +13,7 @@ if v[3] == ARGV[3] then
   local child = call('HMGET', trajectory_key(v[4]), 'session', 'state', 'birth', 'since', 'incarnation')
   if child[1] == session and child[2] == S.leased then
     return {map = {status = 'forked', id = v[4], birth = tonumber(child[3]), since = tonumber(child[4]),
-      incarnation = tonumber(child[5] or '0')}}
+      incarnation = tonumber(child[5] or '0'), prompt = record_name(v[4])}}
   end
 end
 if recovering() then return {map = {status = 'paused'}} end
@@ -40,4 +40,5 @@ count('leases_total', 1)
 count('forks_total', 1)
 flush_groups()
 flush_counts()
-return {map = {status = 'forked', id = id, birth = birth, since = since, incarnation = tonumber(incarnation)}}
+return {map = {status = 'forked', id = id, birth = birth, since = since, incarnation = tonumber(incarnation),
+  prompt = record_name(id)}}

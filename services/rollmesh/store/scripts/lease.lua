@@ -5,7 +5,8 @@
 -- its start order (lib/places.lua).
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
--- first lease in ms, `plan` the plan of its round in a run with rounds. All values but `new` are text, which avoids a conversion of numbers at every step.
+-- first lease in ms, `plan` the plan of its round in a run with rounds, `prompt` the record of its prompt in a run with a
+-- history. All values but `new` are text, which avoids a conversion of numbers at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
@@ -44,7 +45,7 @@ local function take(id, order)
   held[#held + 1] = id
   leased[#leased + 1] = {
     id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since,
-    incarnation = v[6] or '0', plan = has_rounds and plan_of(id) or nil,
+    incarnation = v[6] or '0', plan = has_rounds and plan_of(id) or nil, prompt = record_name(id),
   }
   return true
 end

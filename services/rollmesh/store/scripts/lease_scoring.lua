@@ -22,7 +22,7 @@ for _, id in ipairs(found) do
     held[#held + 1] = id
     leased[#leased + 1] = {
       id = id, attempt = integer(tried + 1), birth = v[2], tokens = v[3], new = false, since = v[4] or integer(now()),
-      incarnation = v[5] or '0',
+      incarnation = v[5] or '0', prompt = record_name(id),
     }
   elseif buried < MOST_BURIALS then
     buried = buried + 1

@@ -5,6 +5,11 @@ local function group_of(id)
   return string.match(id, '^(.*)%.%d+$')
 end
 
+-- Record of the prompt history that a trajectory's group adds to, for the prompt cache of the client; nil without one.
+local function record_name(id)
+  return call('HGET', group_key(group_of(id)), 'prompt') or nil
+end
+
 local function order_of(index, member)
   return index * 4096 + member
 end
