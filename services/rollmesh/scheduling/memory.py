@@ -30,13 +30,18 @@ def memory_room(schedule: Schedule, view: MeshView) -> int:
     This mean includes one batch at full length: the lengths are unknown before any trajectory finishes, and the first
     to finish are short. The groups that the next batch lacks are admitted in any case: without them no step is trained
     and no memory is freed.
+
+    Every open group has room for its later rounds. The view does not tell in which round a member is: one of a later
+    round takes that room too, up to the members of the first rounds. So the room of a planner that seldom launches its
+    most members is too small for as many groups as would fit; ``curriculum.most_members`` lowers the reservation.
     """
     if not view.max_memory_bytes:
         return schedule.window_groups
     doubted = schedule.groups_per_batch * schedule.launched_members
     saved_tokens = doubted * schedule.longest_trajectory_tokens + view.saved_bytes_total / BYTES_PER_TOKEN
     each = trajectory_bytes(saved_tokens / (doubted + view.finished_total), schedule.partial_save_tokens)
-    unwritten = view.unfinished + view.open_groups * (schedule.most_members - schedule.launched_members)
+    first, later = schedule.launched_members, schedule.most_members - schedule.launched_members
+    unwritten = max(view.unfinished, min(view.unfinished, view.open_groups * first) + view.open_groups * later)
     free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - unwritten * each
     lacking = schedule.groups_per_batch - view.open_groups - view.ready_groups
     return max(lacking, math.floor(free / (schedule.most_members * each + view.mean_prompt_bytes)))

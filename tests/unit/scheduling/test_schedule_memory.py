@@ -128,6 +128,22 @@ def test_members_that_open_groups_may_still_get_keep_their_room() -> None:
     assert decide(planned("single"), seen).admit_groups > left
 
 
+def test_running_members_of_later_rounds_keep_no_more_room_than_their_groups_may_fill() -> None:
+    """60 open groups have 32 members each, and get no other one; 20 of each run."""
+    opened = [group(index) for index in range(60)]
+    seen = view(opened=opened, unfinished=60 * 20, max_memory_bytes=3 * GIB)
+    left = int((0.8 * 3 * GIB - 60 * 32 * FULL) / (32 * FULL))
+    assert decide(planned("dars"), seen).admit_groups == left == 70
+
+
+def test_forks_beyond_the_members_of_their_groups_keep_their_room() -> None:
+    """60 open groups of 16 members have forked to 20 running ones each."""
+    opened = [group(index) for index in range(60)]
+    seen = view(opened=opened, unfinished=60 * 20, max_memory_bytes=GIB)
+    left = int((0.8 * GIB - 60 * 20 * FULL) / (16 * FULL))
+    assert decide(planned("single"), seen).admit_groups == left == 11
+
+
 def test_the_pool_of_a_planner_counts_the_members_that_it_launches() -> None:
     """The default pool is 1.5 batches of groups in their first round."""
     assert planned("single").pool_size == 96 * 16
