@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from rollmesh.config import RunConfig
 from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
@@ -107,6 +107,15 @@ class RoundRules:
         extension = replace(wanted, needed=needed, launched=launched)
         return RoundDecision(extension=extension, is_bounded=launched < wanted.launched)
 
+    def encode_plan(self, planned: Round) -> str:
+        """Encode the plan of a round as JSON; raises DataError, which names the planner, for values that JSON lacks."""
+        try:
+            return json.dumps(dict(planned.plan), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: the plan {planned.plan!r} of a round is not JSON: {error}"
+            ) from error
+
     def _of_planner(self, call: Callable[[], object]) -> Round | None:
         field = f"curriculum.planner={self.planner_name}"
         found = _called(field, call)
@@ -114,20 +123,11 @@ class RoundRules:
             return None
         if not isinstance(found, Round):
             raise DataError(f"{field}: returned {type(found).__name__} instead of a Round")
-        encode_plan(found.plan, field)
         return found
 
     def _closing(self, group: GroupOutcome, records: Records) -> Closing:
         field = f"curriculum.group_shaper={self.shaper_name}"
         return _called(field, lambda: self.shaper(group, records))
-
-
-def encode_plan(plan: Mapping[str, Any], field: str) -> str:
-    """Encode the plan of a round as JSON; raises DataError, which names ``field``, for values that JSON lacks."""
-    try:
-        return json.dumps(dict(plan), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{field}: the plan {plan!r} of a round is not JSON: {error}") from error
 
 
 def _called(field: str, call: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollmesh.curriculum.round_rules import RoundDecision, RoundRules, encode_plan
+from rollmesh.curriculum.round_rules import RoundDecision, RoundRules
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import MeshView
 from rollmesh.prompt_history import PromptRecord, domain_record
@@ -37,7 +37,7 @@ class RoundDecisions:
         for group, name in zip(groups, names, strict=True):
             first = rules.first(seen.get(name))
             spare = first.launched - first.needed
-            plan = encode_plan(first.plan, f"curriculum.planner={rules.planner_name}")
+            plan = rules.encode_plan(first)
             planned.append(replace(group, needed=first.needed, spare_members=spare, plan=plan))
         return planned
 
@@ -73,7 +73,7 @@ class RoundDecisions:
     async def _apply(self, rules: RoundRules, token: str, group: GroupOutcome, decision: RoundDecision) -> None:
         rounds, extension, closing = self._store.rounds, decision.extension, decision.closing
         if extension is not None:
-            plan = encode_plan(extension.plan, f"curriculum.planner={rules.planner_name}")
+            plan = rules.encode_plan(extension)
             await rounds.extend(token, group, extension.needed, extension.launched, plan)
         elif closing is not None:
             await rounds.close(token, group, closing.shaped_rewards, closing.kept_tokens)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollmesh.curriculum.round_rules import RoundRules, encode_plan
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
@@ -159,7 +159,7 @@ class SimulatedLeader:
             group_id,
             schedule.group_size if first is None else first.needed,
             spare=schedule.spare_members if first is None else first.launched - first.needed,
-            plan=None if first is None else encode_plan(first.plan, "curriculum.planner"),
+            plan=None if rules is None or first is None else rules.encode_plan(first),
             prompt_id=work.prompt_id,
             domain=work.domain,
             expected_tokens=expected,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.curriculum.round_rules import RoundRules, encode_plan
+from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.queue_model import ModelGroup, ModelMember, QueueModel
@@ -22,7 +22,7 @@ def decide_rounds(queue: QueueModel, schedule: Schedule, rules: RoundRules) -> b
         outcome = _outcome(group, queue.trained_step, schedule.longest_trajectory_tokens)
         decision = rules.decide(outcome, queue.history.records)
         if (extension := decision.extension) is not None:
-            plan = encode_plan(extension.plan, "curriculum.planner")
+            plan = rules.encode_plan(extension)
             queue.extend_group(group.group_id, outcome.round, extension.needed, extension.launched, plan)
         elif (closing := decision.closing) is not None:
             queue.close_group(group.group_id, outcome.round, closing.shaped_rewards, closing.kept_tokens)

@@ -118,10 +118,9 @@ def test_a_next_round_that_asks_for_nothing_is_an_error(following: Round) -> Non
 
 @pytest.mark.parametrize("plan", [{"share": math.nan}, {"hint": object()}])
 def test_a_plan_that_is_not_json_is_an_error(plan: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"mine:planner: the plan .* is not JSON"):
-        rules(following=Round(needed=5, launched=1, plan=plan)).decide(group(), {})
-    with pytest.raises(DataError, match=r"mine:planner: the plan .* is not JSON"):
-        rules(Round(needed=4, launched=4, plan=plan)).first(None)
+    asked = Round(needed=4, launched=4, plan=plan)
+    with pytest.raises(DataError, match=r"curriculum\.planner=mine:planner: the plan .* is not JSON"):
+        rules(asked).encode_plan(asked)
 
 
 def test_an_error_of_a_planner_or_a_shaper_names_it() -> None:

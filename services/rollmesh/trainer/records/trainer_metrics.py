@@ -181,7 +181,11 @@ class DomainCounters:
             for field, name, text in (
                 ("drawn", "groups", "Groups admitted while this trainer ran, by domain of their prompt."),
                 ("completed", "trajectories", "Trajectories scored in ended groups, by domain of their prompt."),
-                ("solved", "solved_trajectories", "The part of them with a positive outcome of the verifier."),
+                (
+                    "solved",
+                    "solved_trajectories",
+                    "Members with a positive outcome of the verifier, or without one a positive reward, by domain.",
+                ),
                 ("tokens", "tokens", "Tokens of the scored trajectories, by domain of their prompt."),
             )
         }
