@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from rollmesh.prompt_history import PromptRecord
@@ -15,7 +14,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import OutcomeKind, RewardOutcome
 
-from .trainer_run import GROUPS, MEMBERS, TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, TrainerRun, finish_of, opened_run, write_run_file
 
 FILTERED = f"e0-{GROUPS}"
 """A group without a right answer, after those of the first batch."""
@@ -42,9 +41,8 @@ async def filter_a_group(run: TrainerRun) -> None:
 
 
 async def recounted(run: TrainerRun) -> dict[str, PromptRecord]:
-    """Records from the groups of all batch files, and from the ledger for those that were filtered."""
+    """Records from the groups of all batch files, and from ledger and fed tokens for those that were filtered."""
     found: dict[str, PromptRecord] = {}
-    ended = {o.group_id: o.train_step for s in (1, 2, 3) for o in run.checkpoints.batch_footer(s).outcomes}
     for step in (1, 2, 3):
         for group in run.checkpoints.stored_batch(step).batch.groups:
             lengths = [t.response_token_count for t in group.trajectories]
@@ -55,19 +53,27 @@ async def recounted(run: TrainerRun) -> dict[str, PromptRecord]:
                 reward_sum=sum(t.shaped_reward for t in group.trajectories),
                 token_sum=sum(lengths),
                 longest=max(lengths),
-                train_step=ended[group.group_id],
+                train_step=fed_after(group.group_id),
             )
     for drop in await run.store.ledger.drops():
         assert drop.reason == "filtered_all_wrong"
-        found[drop.group_id] = replace(
-            (await records(run))[drop.group_id],
+        lengths = [sum(map(len, finish_of(f"{drop.group_id}.{member}").segments)) for member in range(MEMBERS)]
+        assert drop.token_count == sum(lengths)
+        found[drop.group_id] = PromptRecord(
             groups=1,
             members=MEMBERS,
             solved=0,
             reward_sum=-1.25 * MEMBERS,
-            token_sum=drop.token_count,
+            token_sum=sum(lengths),
+            longest=max(lengths),
+            train_step=fed_after(drop.group_id),
         )
     return found
+
+
+def fed_after(group_id: str) -> int:
+    """Return the train step after which the test feeds a group: 0 for the first batch, 1 for all others."""
+    return int(int(group_id.removeprefix("e0-")) >= GROUPS)
 
 
 async def open_trainer(run: TrainerRun) -> None:

@@ -172,7 +172,7 @@ class TrainerRun:
         while leased := await self.store.trajectories.lease(session, len(groups) * MEMBERS):
             ids += [item.trajectory.trajectory_id for item in leased]
         assert len(ids) == len(groups) * MEMBERS
-        await self.store.trajectories.finish(session, [_finish(i) for i in ids])
+        await self.store.trajectories.finish(session, [finish_of(i) for i in ids])
         await self.store.trajectories.score(session, [self.score_of(i) for i in ids])
         await self.store.sessions.close(session)
         trained = (await self.store.training.state()).trained_step
@@ -230,7 +230,8 @@ async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
             run.kill()
 
 
-def _finish(trajectory_id: str) -> Finish:
+def finish_of(trajectory_id: str) -> Finish:
+    """All tokens of a trajectory, which its id determines."""
     group, member = trajectory_id.removeprefix("e0-").split(".")
     noise = np.random.default_rng([int(group), int(member)])
     count = int(noise.integers(4, 20))
