@@ -156,7 +156,7 @@ async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(sto
 async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_once(
     store: TrajectoryStore, is_trained: bool
 ) -> None:
-    """The window is full when the replay is requested; its outcome is in a file, and its group in a batch or in none."""
+    """The window is full at the request; the outcome of the replay is in a file, its group in a batch or in none."""
     mesh = await Mesh.start(store, keeps_history=True, max_attempts=1, window_groups=3, max_staleness=4)
     await admit(mesh, 3)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])

@@ -2,9 +2,9 @@
 -- uses: core counters fence places roles rounds
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
---   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key, with the nonce), prompt id ('' without
---   history), expected tokens ('' when unknown), start rank ('' for admission order), domain ('' without one, or without
---   history), plan of the first round (JSON; '' for a group of one round).
+--   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key, with the nonce), prompt
+--   id ('' without history), expected tokens ('' when unknown), start rank ('' for admission order), domain ('' without
+--   one, or without history), plan of the first round (JSON; '' for a group of one round).
 -- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')

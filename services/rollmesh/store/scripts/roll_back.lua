@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- uses: core counters drop group roles
--- Drops all open and ready groups, oldest first, one slice per call; a group that was set aside has no tokens and stays. The first call with a nonce reverts a cut without a
--- confirmed batch file and stores the newest admission index: groups up to it belong to the abandoned branch. While the
--- index is stored nothing is cut; the last call deletes it.
+-- Drops all open and ready groups, oldest first, one slice per call; a group that was set aside has no tokens and stays.
+-- The first call with a nonce reverts a cut without a confirmed batch file and stores the newest admission index: groups
+-- up to it belong to the abandoned branch. While the index is stored nothing is cut; the last call deletes it.
 -- ARGV: trainer, slice size, nonce of the rollback. Returns the number of dropped groups, and 1 while another call is
 -- needed.
 require_trainer(ARGV[1])

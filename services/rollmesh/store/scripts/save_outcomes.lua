@@ -3,8 +3,9 @@
 -- Takes a slice of the outcomes of a batch file: an outcome that was recorded here is saved now. One that Redis has lost
 -- is added to the history, unless its group will end again: it is open, aside or a waiting replay here. `history_row` has
 -- the step and the number of rows of a file of which a part is done, so a retry changes nothing.
--- A lost outcome is also that of a lost draw if its group was admitted after the state that Redis has: its position is at
--- the cursor or past it. A group that was drawn before counts in its domain already; a replay has no position, but a number.
+-- A lost outcome is also that of a lost draw if its group was admitted after the state that Redis has: its position is
+-- at the cursor or past it. A group that was drawn before counts in its domain already; a replay has no position, but a
+-- number.
 -- ARGV: trainer, train step, first row of this slice, '1' for the last slice, then (group, outcome) pairs.
 -- Returns the number of rows that are done, -1 when the file was done before.
 adopt_trainer(ARGV[1])

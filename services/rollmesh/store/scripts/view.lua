@@ -3,8 +3,9 @@
 -- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups;
 -- '1' to list the ready groups with the fewest tokens too.
 -- Returns a map. `ready` has (id, index, step, tokens) of each ready group, `open` (id, index, step) of the open groups
--- with the smallest step (those without tokens last), `unclaimed` (step, groups, ready groups) over all open and ready groups
--- with tokens, `undecided_groups` the open groups that wait for the leader's decision, `aside` the ids of the oldest groups that were set aside.
+-- with the smallest step (those without tokens last), `unclaimed` (step, groups, ready groups) over all open and ready
+-- groups with tokens, `undecided_groups` the open groups that wait for the leader's decision, `aside` the ids of the
+-- oldest groups that were set aside.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
@@ -79,8 +80,8 @@ end
 local unclaimed = {}
 if oldest < math.huge then
   for step = oldest, math.min(newest, oldest + 255) do
-    local opened, complete = call('ZCOUNT', K.open_steps, step, step), call('ZCOUNT', K.ready_steps, step, step)
-    if opened + complete > 0 then unclaimed[#unclaimed + 1] = {step, opened + complete, complete} end
+    local open_here, ready_here = call('ZCOUNT', K.open_steps, step, step), call('ZCOUNT', K.ready_steps, step, step)
+    if open_here + ready_here > 0 then unclaimed[#unclaimed + 1] = {step, open_here + ready_here, ready_here} end
   end
 end
 return {map = {
