@@ -38,4 +38,9 @@ def known_token(config: RunConfig) -> str | None:
 def page_link(config: RunConfig, url: str) -> str:
     """Return the address of the page with the token, which opens the actions; the address alone for no known token."""
     token = known_token(config)
-    return f"{url}?token={quote(token, safe='')}" if token else url
+    return link_with_token(url, token) if token else url
+
+
+def link_with_token(url: str, token: str) -> str:
+    """Return the address of the page with a token."""
+    return f"{url}?token={quote(token, safe='')}"

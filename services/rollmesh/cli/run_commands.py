@@ -69,13 +69,14 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         for name, value in [("failed", failure)] * bool(failure) + ended:
             table.add_row(name, escape(value))
         _add_queue(table, config, view, counts)
-        for page in pages:
-            table.add_row("page", page_link(config, page.url))
         for api in apis:
             table.add_row("OpenAI-compatible API", api.url)
         if pages or apis:
             table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         output_console().print(table)
+        for page in pages:  # below the table, whose columns would cut the link
+            link = page_link(config, page.url)
+            output_console().print(f"the run as a page: {link}", markup=False, highlight=False, soft_wrap=True)
         if generators or not ended:
             _print_generators(generators)
 

@@ -16,7 +16,9 @@ from rollmesh.runtime.endpoints import read_endpoints
 
 def view(
     run: RunFolderArgument,
-    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 picks a free one.", min=0)] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port of the page on this machine; 0 picks a free one.", min=0, max=65535)
+    ] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Open the page of a run that has ended, read-only: curves, versions, trained trajectories, audit, report.
@@ -27,10 +29,10 @@ def view(
     """
     from rollmesh.report.view.view_server import serve_view
 
-    def ready(url: str) -> None:
-        typer.echo(f"the run as a page: {url}\nCtrl-C ends it")
+    def ready(link: str) -> None:
+        typer.echo(f"the run as a page: {link}\nCtrl-C ends it")
         if open_:
-            webbrowser.open(url)
+            webbrowser.open(link)
 
     async def main() -> None:
         config, folder = run_of(run)

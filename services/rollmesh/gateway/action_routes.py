@@ -32,7 +32,6 @@ class ActionRoutes:
     def router(self, check: Check) -> APIRouter:
         """Return the routes; every action requires the token."""
         api = APIRouter(prefix=PREFIX, tags=["act"], dependencies=[Depends(check)])
-        api.get("/token", responses=error_responses(401))(self.token)
         api.post("/pause", responses=error_responses(401, 409))(self.pause)
         api.post("/resume", responses=error_responses(401, 409))(self.resume)
         api.post("/policies/{version}/pin", responses=error_responses(400, 401, 404, 409))(self.pin)
@@ -42,10 +41,6 @@ class ActionRoutes:
         api.delete("/dead-letters/{trajectory_id}", responses=error_responses(400, 401, 404))(self.delete_letter)
         api.post("/scale", responses=error_responses(400, 401, 409))(self.scale)
         return api
-
-    async def token(self) -> Done:
-        """Check the token."""
-        return Done(done="the token is valid")
 
     async def pause(self) -> Done:
         """Pause the run: no new leases; rollouts in progress are parked as partial trajectories."""

@@ -36,7 +36,10 @@ def build_app(
     requests: RequestMetrics,
     host: str,
 ) -> FastAPI:
-    """Build the application of one run; the token guards actions, and reads if gateway.token_for_reads is set."""
+    """Build the application of one run.
+
+    The token guards actions and the run file, and all reads if gateway.token_for_reads is set.
+    """
     check = token_check(api_token(config))
     read_check = check if config.gateway.token_for_reads else no_check
     app = api_app(
@@ -44,7 +47,7 @@ def build_app(
         "Live state of a run, and operator actions.",
         PREFIX,
         [
-            ReadRoutes(LiveReads(config, store, poller)).router(read_check),
+            ReadRoutes(LiveReads(config, store, poller)).router(read_check, check),
             ActionRoutes(config, store, metrics).router(check),
             _openai_pointer(config, read_check),
         ],

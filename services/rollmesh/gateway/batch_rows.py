@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,11 +75,12 @@ def _shown(ids: Int32Array) -> tuple[Int32Array, ...]:
 def _ordered(rows: Sequence[BatchRow], order: BatchOrder, descending: bool) -> list[BatchRow]:
     if order == "batch":
         return list(reversed(rows)) if descending else list(rows)
+    sign = -1.0 if descending else 1.0
     keys: dict[BatchOrder, Callable[[BatchRow], float]] = {
-        "reward": lambda row: row.reward or 0.0,
-        "tokens": lambda row: row.token_count,
+        "reward": lambda row: math.inf if row.reward is None else sign * row.reward,  # unscored rows are always last
+        "tokens": lambda row: sign * row.token_count,
     }
-    return sorted(rows, key=keys[order], reverse=descending)
+    return sorted(rows, key=keys[order])
 
 
 def _item(row: BatchRow, pieces: Pieces | None) -> BatchTrajectory:

@@ -80,22 +80,25 @@ class Curves:
         if unknown:
             raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(self._names)}")
         wanted = list(dict.fromkeys(names)) or list(self._names)
-        return SeriesAnswer(available=list(self._names), series=[self._series(name, points) for name in wanted])
+        return SeriesAnswer(available=list(self._names), series=self._all_series(wanted, points))
 
-    def _series(self, name: str, points: int) -> Series:
+    def _all_series(self, names: Sequence[str], points: int) -> list[Series]:
+        times = self._times.points(len(self._times)) if any(name in self._metrics for name in names) else []
+        known = [point.x for point in times], [point.mean for point in times]
+        return [self._series(name, points, *known) for name in names]
+
+    def _series(self, name: str, points: int, steps: Sequence[float], times: Sequence[float]) -> Series:
         if name == EVALUATION:
             return _evaluation_series(self._evaluations, points)
         if name in self._metrics:
             found = _series(name, self._metrics[name].unit, "train_step", self._reported[name], points)
-            return found.model_copy(update={"times": self._times_of(found.x)})
+            return found.model_copy(update={"times": _times_of(found.x, steps, times)})
         return _series(name, _LIVE[name], "time", self._live[name], points)
 
-    def _times_of(self, steps: Sequence[float]) -> tuple[float, ...]:
-        known = self._times.points(len(self._times))
-        if not known:
-            return ()
-        times = np.interp(steps, [point.x for point in known], [point.mean for point in known])
-        return tuple(round(float(time), 3) for time in times)
+
+def _times_of(wanted: Sequence[float], steps: Sequence[float], times: Sequence[float]) -> tuple[float, ...]:
+    """Return the times of the wanted steps, from the known ones; none without a known one."""
+    return tuple(round(float(time), 3) for time in np.interp(wanted, steps, times)) if steps else ()
 
 
 def _series(name: str, unit: str, axis: Literal["train_step", "time"], curve: Curve, points: int) -> Series:

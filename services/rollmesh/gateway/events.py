@@ -84,7 +84,7 @@ class EventHub:
         try:
             yield f"retry: {_RETRY_MILLISECONDS}\n\n".encode()
             sent = after
-            while not self._closed:
+            while True:
                 published = self._published
                 if sent is None or not self._has_all_after(sent):
                     sent, data = self._newest_snapshot()
@@ -97,7 +97,11 @@ class EventHub:
                     sent = tick.sequence
                     self._metrics.events.labels(kind="tick").inc()
                     yield tick.data
-                if sent in (None, self._sequence) and not await _wait_published(published):
+                if sent not in (None, self._sequence):
+                    continue
+                if self._closed:  # asked last: the events before the end are sent first
+                    break
+                if not await _wait_published(published):
                     yield _KEEP_ALIVE
             if self._end is not None:
                 yield _encode("end", self._sequence, self._end)

@@ -38,6 +38,7 @@ class LiveReads:
         self._poller = poller
         tokenizer, archive = open_tokenizer(config), Archive(config)
         pieces = None if tokenizer is None else tokenizer.pieces
+        self._settings = RunSettings(yaml=run_file_text(config))
         self._viewer = Viewer(store, archive, pieces)
         self._lists = BatchLists(archive, pieces)
 
@@ -47,7 +48,7 @@ class LiveReads:
 
     def settings(self) -> RunSettings:
         """Return the resolved run file."""
-        return RunSettings(yaml=run_file_text(self._config))
+        return self._settings
 
     def overview(self) -> Overview:
         """Return the newest poll."""

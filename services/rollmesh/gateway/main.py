@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-import psutil
 
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import build_app
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.runtime.addresses import bind_host
+from rollmesh.runtime.launcher_lock import started_by_launcher
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.public_http import public_server
@@ -45,14 +43,4 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         )
         host.publish(url=url)
         get_logger("gateway").info("serving", url=url)
-        await poller.run(shutdown, launched=_launched(Path(config.folder)))
-
-
-def _launched(folder: Path) -> bool:
-    """Tell whether the launcher that holds the lock of the run folder has started this process, or is this process."""
-    try:
-        # The process id, and after it the host.
-        launcher = int((folder / "lock").read_text(encoding="utf-8").partition(" ")[0])
-    except (OSError, ValueError):
-        return False
-    return launcher in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
+        await poller.run(shutdown, launched=started_by_launcher(Path(config.folder)))

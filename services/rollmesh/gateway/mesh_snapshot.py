@@ -25,6 +25,7 @@ from rollmesh.mesh import Desired, MeshView
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.policy_registry import HeldPin
 from rollmesh.store.queue_types import WASTE_TOTALS, EvalRecord, StoreCounts
 from rollmesh.types import GeneratorRecord
 
@@ -41,7 +42,7 @@ class MeshSnapshot:
     counts: StoreCounts
     desired: Desired
     generators: Sequence[GeneratorRecord]
-    pinned_version: int | None
+    pin: HeldPin | None
     rollback_to: int | None
     failure: str
     scale_requests: Mapping[str, int]
@@ -49,8 +50,6 @@ class MeshSnapshot:
     """Worker name by session."""
     domains: Mapping[str, DomainTotals]
     """Totals by domain of the prompts."""
-    pin_owner: str | None = None
-    """Evaluation that holds the pin; empty for the operator, None without a pin."""
 
 
 async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
@@ -61,13 +60,12 @@ async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
         counts=await store.mesh.counts(),
         desired=await store.leadership.desired(),
         generators=await store.generators.live(),
-        pinned_version=await store.policies.pinned(),
+        pin=await store.policies.held_pin(),
         rollback_to=None if rollback is None else rollback.policy_version,
         failure=await store.leadership.failure(),
         scale_requests=await store.scaling.requests(),
         workers=await store.inspection.workers(),
         domains=await store.prompt_records.domain_totals(),
-        pin_owner=await store.policies.pin_owner(),
     )
 
 
@@ -147,8 +145,8 @@ def build_overview(
         cut_step=view.cut_step,
         newest_version=view.policy_version,
         newest_train_step=view.policy_train_step,
-        pinned_version=snapshot.pinned_version,
-        pinned_by=None if snapshot.pinned_version is None else "evaluation" if snapshot.pin_owner else "operator",
+        pinned_version=None if snapshot.pin is None else snapshot.pin.policy_version,
+        pinned_by=None if snapshot.pin is None else "evaluation" if snapshot.pin.owner else "operator",
         rollback_to=snapshot.rollback_to,
         pool_size=snapshot.desired.pool_size,
         trajectories=dict(counts.trajectories),

@@ -12,6 +12,7 @@ from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import (
     DeadLetterList,
+    Done,
     GeneratorList,
     ListState,
     PolicyList,
@@ -47,8 +48,8 @@ class ReadRoutes:
     def __init__(self, reads: RunReads) -> None:
         self._reads = reads
 
-    def router(self, check: Check) -> APIRouter:
-        """Return the routes; ``check`` guards each of them."""
+    def router(self, check: Check, token: Check) -> APIRouter:
+        """Return the routes; ``check`` guards all, and ``token`` the run file, whose options may be credentials."""
         api = APIRouter(prefix=PREFIX, tags=["read"], dependencies=[Depends(check)])
         stream = {
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -57,7 +58,8 @@ class ReadRoutes:
             "before the gateway shuts down.",
         }
         api.get("/about", responses=error_responses(401))(self.about)
-        api.get("/config", responses=error_responses(401))(self.settings)
+        api.get("/config", responses=error_responses(401), dependencies=[Depends(token)])(self.settings)
+        api.get("/token", responses=error_responses(401), dependencies=[Depends(token)])(self.token)
         api.get("/overview", responses=error_responses(401))(self.overview)
         api.get("/timeline", responses=error_responses(401))(self.timeline)
         api.get("/events", response_class=StreamingResponse, responses={200: stream, **error_responses(400, 401)})(
@@ -78,8 +80,12 @@ class ReadRoutes:
         return self._reads.about()
 
     async def settings(self) -> RunSettings:
-        """Show the resolved run file, without its secrets."""
+        """Show the resolved run file, without its secrets; always needs the token."""
         return self._reads.settings()
+
+    async def token(self) -> Done:
+        """Check the token."""
+        return Done(done="the token is valid")
 
     async def overview(self) -> Overview:
         """Show the newest state of the run."""

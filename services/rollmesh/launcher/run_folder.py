@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.runtime.launcher_lock import LOCK_FILE, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 
 _REFUSED = (
@@ -112,14 +111,15 @@ def has_launcher(folder: Path) -> bool:
 
     True for a launcher of another host that records the run.
     """
-    lock = folder / "lock"
+    holder = lock_holder(folder)
+    if holder is None:
+        return False
+    if not holder.is_here:
+        return bool(distant_launcher(folder))
     try:
-        pid, _, host = lock.read_text().partition(" ")
-        if host not in ("", _host()):
-            return bool(distant_launcher(folder))
-        process = psutil.Process(int(pid))
+        process, written = psutil.Process(holder.pid), (folder / LOCK_FILE).stat().st_mtime
         # A process that began after the file was written has taken over the id of an ended launcher.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= lock.stat().st_mtime
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written
     except (OSError, ValueError, psutil.Error):
         return False
 
@@ -129,17 +129,14 @@ def distant_launcher(folder: Path) -> str:
 
     Its process cannot be seen from here, so it counts only while it records the run.
     """
+    holder = lock_holder(folder)
+    if holder is None or holder.is_here:
+        return ""
     try:
-        pid, _, host = (folder / "lock").read_text().partition(" ")
-        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in ("lock", "timeline.jsonl"))
+        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in (LOCK_FILE, "timeline.jsonl"))
     except (OSError, ValueError):
         return ""
-    is_recorded = time.time() - changed < _RECORDED_SECONDS
-    return f"pid {pid} on {host}" if host not in ("", _host()) and is_recorded else ""
-
-
-def _host() -> str:
-    return socket.gethostname()
+    return str(holder) if time.time() - changed < _RECORDED_SECONDS else ""
 
 
 @contextlib.contextmanager
@@ -151,15 +148,14 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
     with other settings.
     """
     folder = make_run_folder(config)
-    with (folder.path / "lock").open("a+") as lock:
+    with (folder.path / LOCK_FILE).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip().replace(" ", " on ") or "unknown"
-            raise ConfigError(f"folder={folder.path}: another launcher (pid {holder}) runs there; {remedy}") from error
+            holder = lock_holder(folder.path) or "pid unknown"
+            raise ConfigError(f"folder={folder.path}: another launcher ({holder}) runs there; {remedy}") from error
         lock.truncate(0)
-        lock.write(f"{os.getpid()} {_host()}")
+        lock.write(lock_text())
         lock.flush()
         if folder.config_file.exists():
             _refuse_other_settings(_recorded_settings(folder), config, folder)

@@ -58,8 +58,9 @@ class AddressNotes:
         """Read the addresses once and note each new one, such as another port after a restart."""
         for endpoint in read_endpoints(self._folder):
             if endpoint.service in _LABELS:
-                is_page = endpoint.service == "gateway"
-                address = page_link(self._config, endpoint.url) if is_page else endpoint.url
+                # Console notes are often kept in logs: a token of the operator's own is not written there.
+                is_linked = endpoint.service == "gateway" and self._config.gateway.token is None
+                address = page_link(self._config, endpoint.url) if is_linked else endpoint.url
                 self._once(f"{_LABELS[endpoint.service]}: {address}")
         for name, reason in self._supervisor.given_up.items():
             self._once(f"the run continues without {_LOST[name.rpartition('-')[0]]}: {reason}")

@@ -94,6 +94,7 @@ class TimelineRecorder:
         """Take one sample and append it to the timeline."""
         loads = await self._scrape_generators()
         counts = await self._store.mesh.counts()
+        pin = await self._store.policies.held_pin()
         sample = MeshSample(
             t=time.time(),
             view=await self._store.mesh.view(groups=False),
@@ -103,7 +104,7 @@ class TimelineRecorder:
             generated_tokens=dict(self._generated.seen),
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
-            pinned_version=await self._store.policies.operator_pin(),
+            pinned_version=None if pin is None or pin.owner else pin.policy_version,
         )
         append_line(self._folder.timeline, sample.to_json())
         return sample

@@ -31,6 +31,15 @@ class PolicyOutlook:
         return self.pinned or self.newest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPin:
+    """The pin of a run and its owner."""
+
+    policy_version: int
+    owner: str
+    """Evaluation that holds the pin; empty for the operator."""
+
+
 _PIN = ("pinned", "pin_instance")
 _FLOORS = ("start_at_version", "interrupt_below_version", "required_version")
 
@@ -98,15 +107,10 @@ class PolicyRegistry:
         """Return the pinned version, None without a pin; with ``instance_id`` only a pin for that generator."""
         return _pinned(await self._connection.command("HMGET", self._keys.single("meta"), *_PIN), instance_id)
 
-    async def pin_owner(self) -> str | None:
-        """Return the owner of the pin: an evaluation's id, empty for the operator, None without a pin."""
+    async def held_pin(self) -> HeldPin | None:
+        """Return the pin with its owner; None without a pin."""
         version, owner = await self._connection.command("HMGET", self._keys.single("meta"), "pinned", "pin_owner")
-        return None if version is None else (owner or b"").decode()
-
-    async def operator_pin(self) -> int | None:
-        """Return the version that the operator has pinned; None without a pin, or with one of an evaluation."""
-        version, owner = await self._connection.command("HMGET", self._keys.single("meta"), "pinned", "pin_owner")
-        return None if version is None or owner else int(version)
+        return None if version is None else HeldPin(policy_version=int(version), owner=(owner or b"").decode())
 
     async def outlook(self, instance_id: str | None = None) -> PolicyOutlook:
         """Return the newest policy, this generator's pinned one (see ``pinned``) and the oldest version allowed."""

@@ -35,6 +35,16 @@ def test_without_the_token_nothing_can_be_pressed_and_a_wrong_one_is_refused(win
     assert page.evaluate("[sessionStorage.length, localStorage.length]") == [0, 0]
 
 
+def test_the_configuration_is_shown_once_the_token_is_entered(window: Open) -> None:
+    shown = window()
+    shown.expect("401")
+    page = shown.open()
+    page.click("#settings summary")
+    page.locator("#settings-text", has_text="The configuration needs the token").wait_for()
+    _with_token(page)
+    page.locator("#settings-text", has_text="recipe:countdown").wait_for()
+
+
 def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
     shown = window()
     page = shown.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.mesh import Cursor
+from rollmesh.report.html import REPORT_FILE
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.text import Tokenizer
 from rollmesh.types import (
@@ -203,7 +205,46 @@ def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
 
 def test_the_page_of_an_ended_run_takes_no_action(url: str) -> None:
     for path in ("pause", "unpin", "scale", "policies/0/pin"):
-        assert httpx.post(f"{url}api/v1/{path}").status_code in (404, 405), path
+        assert httpx.post(f"{_page(url)}api/v1/{path}").status_code in (404, 405), path
+
+
+def test_the_configuration_of_an_ended_run_needs_the_token_of_the_link(url: str) -> None:
+    page, token = url.split("?token=")
+    assert httpx.get(f"{page}api/v1/about").json()["token_for_reads"] is False
+    assert httpx.get(f"{page}api/v1/config").status_code == 401
+    answer = httpx.get(f"{page}api/v1/config", headers={"Authorization": f"Bearer {token}"})
+    assert "recipe:countdown" in answer.json()["yaml"]
+
+
+def test_a_report_that_was_not_written_is_not_found(folder: Path, url: str) -> None:
+    assert not (folder / REPORT_FILE).exists()
+    assert httpx.get(f"{_page(url)}{REPORT_FILE}").status_code == 404
+
+
+def test_an_ended_run_that_hides_itself_is_shown_to_the_holder_of_its_token(folder: Path, tmp_path: Path) -> None:
+    run, token = tmp_path / "run", "a-token-of-ours"
+    shutil.copytree(folder, run, ignore=shutil.ignore_patterns("checkpoints"))
+    (run / REPORT_FILE).write_text("<h1>report</h1>")
+    with viewing(run, ROLLMESH_GATEWAY__TOKEN=token, ROLLMESH_GATEWAY__TOKEN_FOR_READS="true") as link:
+        page = _page(link)
+        assert link == f"{page}?token={token}"
+        for path in ("about", "overview", "series", "batches", "config"):
+            assert httpx.get(f"{page}api/v1/{path}").status_code == 401, path
+        assert httpx.get(f"{page}{REPORT_FILE}").status_code == 404
+        with httpx.Client(base_url=f"{page}api/v1/", headers={"Authorization": f"Bearer {token}"}) as holder:
+            assert holder.get("about").json()["token_for_reads"] is True
+            assert holder.get("overview").json()["result"]["report"] is False
+
+
+def _page(link: str) -> str:
+    """Return the address of the page without the token."""
+    return link.partition("?")[0]
+
+
+def test_a_port_that_does_not_exist_is_refused(folder: Path) -> None:
+    found = _refused(folder, "--port", "70000")
+    assert "65535" in found
+    assert "Traceback" not in found
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -222,8 +263,8 @@ def test_a_run_in_progress_is_refused_with_the_address_of_its_page(folder: Path,
     assert "rollmesh status" in found
 
 
-def _refused(folder: Path) -> str:
-    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder)]
+def _refused(folder: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2, ended
     return ended.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .gateway_scene import Scene
+from .gateway_scene import RunningGateway, Scene
 
 
 @pytest.fixture
@@ -54,7 +54,12 @@ async def test_a_step_without_a_batch_file_is_not_found(rows: Any, client: httpx
     assert "step 3 has no batch file" in answer.json()["error"]
 
 
-async def test_the_configuration_leaves_out_secrets(client: httpx.AsyncClient, scene: Scene) -> None:
+async def test_the_configuration_leaves_out_secrets_and_needs_the_token(
+    client: httpx.AsyncClient, scene: Scene, gateway: RunningGateway
+) -> None:
+    async with gateway.client() as outsider:
+        assert (await outsider.get("/api/v1/overview")).status_code == 200
+        assert (await outsider.get("/api/v1/config")).status_code == 401
     text = (await client.get("/api/v1/config")).raise_for_status().json()["yaml"]
     assert f"name: {scene.config.name}" in text
     assert "token:" not in text.replace("max_context_tokens", "") and "password:" not in text

@@ -18,6 +18,7 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import Cursor, Desired
+from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, NewGroup
 from rollmesh.types import PolicyRecord, Prompt, Segment
@@ -99,6 +100,14 @@ def test_a_version_is_pinned_and_released_and_an_unknown_one_refused(folder: Pat
     assert asyncio.run(pinned(folder)) == 0
     assert printed("pin", str(folder), "--release") == "released\n"
     assert asyncio.run(pinned(folder)) is None
+
+
+def test_the_link_to_the_page_is_whole_on_a_narrow_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "a-token" * 12)
+    url = "http://127.0.0.1:65535/"
+    with published_endpoint(folder, service="gateway", index=0, grpc="", admin="", url=url):
+        assert f"the run as a page: {url}?token={'a-token' * 12}\n" in printed("status", str(folder))
 
 
 async def pinned(folder: Path) -> int | None:

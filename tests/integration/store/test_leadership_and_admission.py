@@ -11,6 +11,7 @@ import pytest
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
+from rollmesh.store.policy_registry import HeldPin
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 from .store_mesh import Mesh, group, policy
@@ -103,6 +104,11 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
     assert (await store.policies.pinned(), (await store.policies.outlook()).effective) == (0, policy(0))
     with pytest.raises(Conflict):
         await store.policies.pin(9)
+    assert await store.policies.held_pin() == HeldPin(policy_version=0, owner="")
+    await store.policies.pin(None)
+    assert await store.policies.held_pin() is None
+    await store.policies.pin(0, "evaluation-1")
+    assert await store.policies.held_pin() == HeldPin(policy_version=0, owner="evaluation-1")
     await store.policies.pin(None)
     assert (await store.policies.outlook()).effective == policy(1)
 

@@ -110,7 +110,7 @@ def look(**changes: Any) -> MeshSnapshot:
         "counts": counts(),
         "desired": Desired(pool_size=24),
         "generators": [generator()],
-        "pinned_version": None,
+        "pin": None,
         "rollback_to": None,
         "failure": "",
         "scale_requests": {},

@@ -43,6 +43,18 @@ def test_what_is_no_report_changes_nothing() -> None:
     assert curves.report is None
 
 
+def test_every_curve_of_the_trainer_has_the_times_of_its_steps() -> None:
+    curves = Curves()
+    for step in (1, 2, 4):
+        curves.add_report(report(step, loss=0.5))
+    for series in curves.answer(["reward_mean", "loss"], 10).series:
+        assert series.x == [1.0, 2.0, 4.0]
+        assert series.times == (10.0, 20.0, 40.0)
+    curves = Curves()
+    curves.add_report({"train_step": 1, "reward_mean": 0.5})
+    assert curves.answer(["reward_mean"], 10).series[0].times == ()
+
+
 def test_an_unknown_curve_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadRequest, match="no curve 'rewards'") as refused:
         Curves().answer(["reward_mean", "rewards"], 10)

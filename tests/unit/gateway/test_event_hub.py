@@ -11,6 +11,7 @@ import pytest
 
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.metrics import Metrics
@@ -100,3 +101,25 @@ async def test_the_end_of_the_gateway_ends_every_stream(hub: EventHub) -> None:
     async with asyncio.timeout(60):
         assert await waiting is None
     assert hub.clients == 0
+
+
+async def test_a_tick_that_was_published_before_the_end_reaches_a_connected_client(hub: EventHub) -> None:
+    stream = hub.follow(None)
+    await following(stream)
+    waiting = asyncio.create_task(following(stream))
+    await asyncio.sleep(0)
+    hub.publish(tick(7.0))
+    hub.close(EndEvent(time=8.0, by="launcher"))
+    async with asyncio.timeout(60):
+        kind, identity, data = await waiting
+    assert (kind, identity, data["timeline"]["time"]) == ("tick", 1, 7.0)
+    assert (await following(stream))[0] == "end"
+
+
+async def test_a_client_that_missed_ticks_gets_a_snapshot_before_the_end(hub: EventHub) -> None:
+    stream = hub.follow(None)
+    await following(stream)
+    for number in range(100):
+        hub.publish(tick(float(number)))
+    hub.close(EndEvent(time=8.0, by="launcher"))
+    assert [(await following(stream))[:2] for _ in range(2)] == [("snapshot", 100), ("end", 100)]

@@ -14,6 +14,7 @@ from rollmesh.gateway.rate_window import RateWindow
 from rollmesh.mesh import Desired
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
+from rollmesh.store.policy_registry import HeldPin
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
 from .samples import counts, generator, look, view
@@ -148,3 +149,16 @@ def test_only_finished_evaluations_are_points_and_the_newest_of_a_version_counts
     given_up = record(7, 0.0, sample_count=0)
     points = finished_evaluations([record(5, 0.5), record(0, 0.2), record(9, None), given_up, record(5, 0.6)])
     assert [(p.policy_version, p.mean) for p in points] == [(0, 0.2), (5, 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("pin", "shown"),
+    [
+        (None, (None, None)),
+        (HeldPin(policy_version=3, owner=""), (3, "operator")),
+        (HeldPin(policy_version=3, owner="evaluation-7"), (3, "evaluation")),
+    ],
+)
+def test_a_pin_is_shown_with_its_owner(pin: HeldPin | None, shown: tuple[int | None, str | None]) -> None:
+    overview = built(look(pin=pin))
+    assert (overview.pinned_version, overview.pinned_by) == shown

@@ -86,6 +86,10 @@ export class BatchTable {
     if (sign !== this.#shown) {
       const page = await api.batch(step, request);
       if (asked !== this.#asked) return null;
+      if (page.items.length === 0 && page.total > 0) {
+        this.#first = 0; // beyond the end, as in the newest step if it has fewer rows
+        return this.refresh();
+      }
       this.#shown = sign;
       this.#page = page;
     }

@@ -7,7 +7,7 @@ import { viewed } from "./curve_view.js";
 import { tickText } from "./ticks.js";
 
 const POINTS = 180;
-const ZOOMED_POINTS = 2000;
+const ZOOMED_POINTS = 600;
 const FIRST_REPORT = "the first train step";
 
 const step = (title, ...names) => ({ title, names, waitsFor: FIRST_REPORT });

@@ -50,6 +50,7 @@ class Page {
   #viewed = false; // a run that has ended, read from its folder
   #ended = false; // the run has ended while this page was open
   #announced = {};
+  #readSettings = () => {};
   #polls = [
     { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
     { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
@@ -65,7 +66,7 @@ class Page {
   async start() {
     api.takeTokenOfLink();
     startSections();
-    startSettings((error) => this.#complain("configuration", error));
+    this.#readSettings = startSettings((error) => this.#complain("configuration", error));
     this.#stream.start();
     for (const poll of this.#polls) this.#poll(poll);
     document.addEventListener("visibilitychange", () => {
@@ -236,6 +237,7 @@ class Page {
     this.#versions.render();
     this.#letters.render();
     this.#readNow();
+    this.#readSettings();
     // Requests that were rejected are sent again with the new token.
     if (byId("connection").dataset.state !== "refused" || !api.token()) return;
     this.#stream.start();

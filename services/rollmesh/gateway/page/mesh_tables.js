@@ -61,7 +61,9 @@ export class GeneratorTable {
 }
 
 const score = (one) =>
-  one.evaluation ? `${number(one.evaluation.mean)} \u00b1 ${number(one.evaluation.standard_error)}` : "";
+  one.evaluation
+    ? [one.evaluation.mean, one.evaluation.standard_error].filter((value) => value !== null).map(number).join(" \u00b1 ")
+    : "";
 
 export class VersionTable {
   #table;

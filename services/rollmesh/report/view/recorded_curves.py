@@ -29,7 +29,7 @@ def recorded_evaluations(run: RecordedRun) -> list[EvaluationView]:
         point.policy_version: EvaluationView(
             policy_version=point.policy_version,
             mean=point.mean,
-            standard_error=0.0 if math.isnan(point.standard_error) else point.standard_error,
+            standard_error=None if math.isnan(point.standard_error) else point.standard_error,
             sample_count=point.n,
             time=None if math.isnan(point.when) else point.when,
         )

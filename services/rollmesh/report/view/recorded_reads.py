@@ -35,21 +35,21 @@ class RecordedReads:
         tokenizer, self._archive = open_tokenizer(config), Archive(config)
         self._pieces = None if tokenizer is None else tokenizer.pieces
         self._lists = BatchLists(self._archive, self._pieces)
+        self._settings = RunSettings(yaml=run_file_text(config))
         self._curves, timeline = recorded_curves(run)
         self._policies = recorded_policies(run)
-        self._overview = recorded_overview(
-            run, config, self._curves, timeline.begin_time, report=(run.path / REPORT_FILE).exists()
-        )
+        # A link cannot carry the token in a header: the report is not served where reads need it.
+        self.has_report = not config.gateway.token_for_reads and (run.path / REPORT_FILE).exists()
+        self._overview = recorded_overview(run, config, self._curves, timeline.begin_time, report=self.has_report)
         self.hub = EventHub(self._snapshot, config.gateway.most_event_clients, metrics)
 
     def about(self) -> About:
-        """Return the fixed facts of the run; reads need no token."""
-        facts = run_facts(self._config, text=self._pieces is not None)
-        return facts.model_copy(update={"token_for_reads": False})
+        """Return the fixed facts of the run."""
+        return run_facts(self._config, text=self._pieces is not None)
 
     def settings(self) -> RunSettings:
         """Return the resolved run file."""
-        return RunSettings(yaml=run_file_text(self._config))
+        return self._settings
 
     def overview(self) -> Overview:
         """Return the state at the end of the run."""

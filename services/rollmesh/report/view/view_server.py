@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
 
+from rollmesh.checkpoints.api_token import known_token, link_with_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import EVENTS
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
@@ -24,7 +26,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
-from rollmesh.runtime.token_check import no_check
+from rollmesh.runtime.token_check import no_check, token_check
 
 _HOST = "127.0.0.1"
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
@@ -34,30 +36,37 @@ _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; 
 async def serve_view(
     run: RecordedRun, config: RunConfig, port: int, shutdown: Shutdown, ready: Callable[[str], None]
 ) -> None:
-    """Serve the page until ``shutdown``; ``ready`` receives its address. Raises ConfigError if the port is taken."""
+    """Serve the page until ``shutdown``; ``ready`` receives the link to it. Raises ConfigError if the port is taken.
+
+    The link carries the token of the run, or one of this process if the run's cannot be read from here.
+    """
     metrics = Metrics("gateway")
     reads = await asyncio.to_thread(RecordedReads, run, config, GatewayMetrics(metrics))
-    app = _app(run, config, reads, RequestMetrics(metrics, "page"))
+    token = known_token(config) or secrets.token_urlsafe(32)
+    app = _app(run, config, reads, RequestMetrics(metrics, "page"), token)
     async with public_server(app, config, _HOST, port, "--port", PortSecurity()) as url:
-        ready(url)
+        ready(link_with_token(url, token))
         await shutdown.wait()
         reads.hub.close(EndEvent(time=time.time(), by="signal"))
 
 
-def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: RequestMetrics) -> FastAPI:
+def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: RequestMetrics, token: str) -> FastAPI:
+    check = token_check(token)
     app = api_app(
         "view",
         "A run that has ended, read from its run folder.",
         PREFIX,
-        [ReadRoutes(reads).router(no_check)],
+        [ReadRoutes(reads).router(check if config.gateway.token_for_reads else no_check, check)],
         requests,
         hosts=accepted_hosts(config, _HOST),
         further_models=EVENTS,
     )
 
-    @app.get(f"/{REPORT_FILE}", include_in_schema=False)
-    async def report() -> Response:
-        return FileResponse(run.path / REPORT_FILE, headers={"Content-Security-Policy": _REPORT_POLICY})
+    if reads.has_report:
+
+        @app.get(f"/{REPORT_FILE}", include_in_schema=False)
+        async def report() -> Response:
+            return FileResponse(run.path / REPORT_FILE, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     mount_page(app)
     return app

@@ -1,0 +1,52 @@
+"""Holder of the lock of a run folder: the launcher's process id and host, in the file ``lock``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LOCK_FILE = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """A launcher that holds the lock of a run folder, or held it when its machine failed."""
+
+    pid: int
+    host: str
+    """Name of its host; empty if it was written by an earlier version."""
+
+    @property
+    def is_here(self) -> bool:
+        """True if its process would be visible from this host."""
+        return self.host in ("", socket.gethostname())
+
+    def __str__(self) -> str:
+        """Return ``pid P on HOST``."""
+        return f"pid {self.pid} on {self.host}" if self.host else f"pid {self.pid}"
+
+
+def lock_text() -> str:
+    """Return the content of the file while this process holds the lock."""
+    return f"{os.getpid()} {socket.gethostname()}"
+
+
+def lock_holder(folder: Path) -> LockHolder | None:
+    """Read the file; None if it is missing, empty or unreadable."""
+    try:
+        pid, _, host = (folder / LOCK_FILE).read_text(encoding="utf-8").strip().partition(" ")
+        return LockHolder(int(pid), host)
+    except (OSError, ValueError):
+        return None
+
+
+def started_by_launcher(folder: Path) -> bool:
+    """Tell whether the launcher that holds the lock has started this process, or is this process."""
+    holder = lock_holder(folder)
+    if holder is None or not holder.is_here:
+        return False
+    return holder.pid in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
