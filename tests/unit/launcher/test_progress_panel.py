@@ -25,6 +25,7 @@ def view(**changes) -> MeshView:
         "ready_groups": 20,
         "ready": (),
         "stalest_open": (),
+        "ready_by_step": ((7, 20),),
         "pending": 0,
         "partial": 0,
         "leased": 180,
