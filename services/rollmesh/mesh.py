@@ -104,7 +104,7 @@ class MeshView:
     """Open groups with the smallest min_train_step, a bounded prefix; those without tokens come last."""
     unclaimed_by_step: tuple[tuple[int, int], ...] = ()
     """(min_train_step, number of groups) over all open and ready groups with tokens, ascending; always complete."""
-    ready_by_step: tuple[tuple[int, int], ...] = ()
+    ready_by_step: tuple[tuple[int, int], ...]
     """The same over the ready groups."""
     rolling_back: bool = False
     """True while a rollback drops the abandoned branch: nothing can be cut, and no ready group is listed."""

@@ -14,11 +14,25 @@ from rollmesh.errors import ConfigError
 
 CODE_FOLDER = "ROLLMESH_CODE_FOLDER"
 """Environment variable with the folder of the run file, for the services of the run and their processes."""
+_RECORD = "code-folder"
 
 
 def search_beside(run_file: Path) -> None:
-    """Let this process and those that it starts find modules beside the run file."""
-    os.environ[CODE_FOLDER] = str(run_file.resolve().parent)
+    """Let this process and those that it starts find modules beside the run file.
+
+    For the copy in a run folder that is the run file from which the run was started, if its folder is recorded.
+    """
+    folder = run_file.resolve().parent
+    record = folder / _RECORD
+    os.environ[CODE_FOLDER] = record.read_text(encoding="utf-8") if record.exists() else str(folder)
+
+
+def record_code_folder(run_folder: Path) -> None:
+    """Record the folder of the run file in the run folder, for ``search_beside``; it stays as it is if none is set."""
+    record, folder = run_folder / _RECORD, os.environ.get(CODE_FOLDER)
+    # Services that start at once record the same folder: none of them empties the file that another one reads.
+    if folder and not (record.exists() and record.read_text(encoding="utf-8") == folder):
+        record.write_text(folder, encoding="utf-8")
 
 
 def load_target(target: str, field: str) -> Any:

@@ -1,4 +1,4 @@
-"""The files of ``rollmesh init`` train, also when the run is started from another folder than theirs."""
+"""The files of ``rollmesh init`` train, also when the run is started and evaluated from other folders than theirs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rollmesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_starter_trains_in_a_few_steps_and_says_that_the_evaluation_has_fewer_prompts(tmp_path: Path) -> None:
     written = rollmesh(tmp_path, "init", "countdown", "mine")
     assert written.returncode == 0, written.stderr
-    few = ["data.source.path=mine/data.jsonl", "trainer.train_steps=2", "evaluation.prompt_count=24"]
+    few = [f"data.source.path={tmp_path}/mine/data.jsonl", "trainer.train_steps=2", "evaluation.prompt_count=24"]
     few += ["data.held_out_ratio=0.01", "schedule.groups_per_batch=4", "schedule.pool_size=null", "gateway.port=0"]
     done = rollmesh(tmp_path, "up", "mine/run.yaml", *(part for field in few for part in ("--set", field)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,3 +39,9 @@ def test_the_starter_trains_in_a_few_steps_and_says_that_the_evaluation_has_fewe
     steps = (tmp_path / "runs/countdown/metrics.jsonl").read_text().splitlines()
     rewards = [json.loads(step)["batch"]["outcome_mean"] for step in steps]
     assert len(rewards) == 2 and all(0 < reward < 1 for reward in rewards)
+
+    # The verifier lies beside the run file: neither in the run folder, nor in the folder of this command.
+    (tmp_path / "elsewhere").mkdir()
+    scored = rollmesh(tmp_path / "elsewhere", "eval", str(tmp_path / "runs/countdown"), "--json")
+    assert scored.returncode == 0, scored.stdout + scored.stderr
+    assert json.loads(scored.stdout)["n"] == 20 and json.loads(scored.stdout)["mean"] > 0

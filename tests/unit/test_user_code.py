@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.config import load_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.user_code import CODE_FOLDER, load_target, search_beside
+from rollmesh.user_code import CODE_FOLDER, load_target, record_code_folder, search_beside
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,23 @@ def test_a_module_beside_the_run_file_is_found_from_another_folder(
     # Services find the folder in their environment, and it is no field of the run file.
     assert os.environ[CODE_FOLDER] == str(tmp_path / "beside")
     assert load_run_config("../beside/run.yaml").name == "a"
+
+
+def test_the_copy_in_a_run_folder_leads_to_the_folder_of_the_run_file_also_when_a_run_continues_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_folder = tmp_path / "runs" / "a"
+    run_folder.mkdir(parents=True)
+    search_beside(run_folder / "config.yaml")
+    assert os.environ[CODE_FOLDER] == str(run_folder), "nothing is recorded"
+    search_beside(tmp_path / "mine" / "run.yaml")
+    record_code_folder(run_folder)
+    for _ in range(2):
+        monkeypatch.setenv(CODE_FOLDER, "")
+        record_code_folder(run_folder)  # of a process that has read no run file: the record stays
+        search_beside(run_folder / "config.yaml")
+        assert os.environ[CODE_FOLDER] == str(tmp_path / "mine")
+        record_code_folder(run_folder)
 
 
 def test_a_module_beside_the_run_file_hides_no_installed_one(tmp_path: Path) -> None:

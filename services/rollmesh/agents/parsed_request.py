@@ -130,7 +130,7 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
 
 
 def _rendered(request: ChatRequest, config: RunConfig, tokenizer: Tokenizer) -> str:
-    """Render the messages with the variables of the run and of the request, which has the last word."""
+    """Render the messages with the variables of the run and of the request, which take precedence."""
     added = request.chat_template_kwargs or {}
     try:
         tokenizer.check_template_variables(added, "chat_template_kwargs")
@@ -140,7 +140,8 @@ def _rendered(request: ChatRequest, config: RunConfig, tokenizer: Tokenizer) -> 
         variables = {**config.data.chat_template_kwargs, **added}
         return tokenizer.chat_text([m.as_template() for m in request.messages], variables=variables)
     except DataError as error:
-        raise invalid(f"messages: {error}", "messages") from error
+        fields = "messages and chat_template_kwargs" if added else "messages"
+        raise invalid(f"{fields}: {error}", "messages") from error
 
 
 def _no_model(message: str) -> OpenAiError:

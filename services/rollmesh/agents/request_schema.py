@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -55,6 +56,17 @@ def _whole_characters(text: str) -> str:
     return text
 
 
+def _json_value(value: Any) -> Any:
+    """Reject a number or a text that JSON cannot carry, anywhere in the value."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text in it has half of a surrogate pair, not a valid character") from error
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
+    return value
+
+
 def _of_sampled_token(value: Any) -> Any:
     """Reject a number of alternatives per token above 0."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -63,6 +75,7 @@ def _of_sampled_token(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
+TemplateValue = Annotated[Any, AfterValidator(_json_value)]
 NoAlternatives = Annotated[int, Field(ge=0, le=0), BeforeValidator(_of_sampled_token)]
 PromptText = Annotated[str, Field(min_length=1), AfterValidator(_whole_characters)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
@@ -202,8 +215,9 @@ class ChatRequest(SamplingRequest):
     """Alias of max_tokens."""
     logprobs: bool | None = None
     """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
-    chat_template_kwargs: dict[Text, Any] | None = None
-    """Variables for the chat template, added to data.chat_template_kwargs of the run. (Not part of OpenAI's API.)"""
+    chat_template_kwargs: dict[Text, TemplateValue] | None = None
+    """Variables for the chat template; they take precedence over data.chat_template_kwargs of the run. (Not part of
+    OpenAI's API.)"""
     top_logprobs: NoAlternatives | None = None
     """Must be 0, with logprobs: only the log-probability of the sampled token is known."""
 

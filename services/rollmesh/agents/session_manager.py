@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from contextlib import suppress
+from typing import Any
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
@@ -24,8 +25,8 @@ from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
 _SESSION_ID = re.compile(r"ses-[0-9a-f]{32}")
-_LOOK_SECONDS = 5.0
-"""Longest time that a request without a wait is held until the worker has looked for a prompt."""
+_LEASE_SECONDS = 5.0
+"""Longest time that a request without a wait is held until the worker has asked the queue for a prompt."""
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
 
@@ -43,9 +44,9 @@ class SessionManager:
         self._idle_seconds = idle_seconds
         self.work_due = asyncio.Event()
         """Set when an agent starts to wait for a trajectory; the worker clears it."""
-        self._look_ended = asyncio.Event()
-        self._vain_looks = 0
-        """Number of times that the worker has asked the queue for work and found none."""
+        self._lease_ended = asyncio.Event()
+        self._empty_leases = 0
+        """Number of times that the worker has asked the queue for work and received none."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._trajectories: dict[str, SessionTrajectory] = {}
@@ -65,25 +66,28 @@ class SessionManager:
         """Return the number of new trajectories that agents wait for."""
         return sum(1 for future in self._waiting if not future.done())
 
-    def looked(self, leased_count: int) -> None:
-        """Record that the worker has asked the queue for work."""
-        self._vain_looks += not leased_count
-        self._look_ended.set()
-        self._look_ended = asyncio.Event()
+    def lease_attempted(self, leased_count: int) -> None:
+        """Record that the queue has answered the worker's request for work."""
+        self._empty_leases += not leased_count
+        self._lease_ended.set()
+        self._lease_ended = asyncio.Event()
 
     async def open(self, wait_seconds: float) -> AgentSession | None:
-        """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the worker has looked."""
+        """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the queue was asked.
+
+        During a pause or an outage of the queue, and without generators, None is returned up to five seconds later.
+        """
         future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        # The look in progress, if any, may have begun before this agent came.
-        enough_looks = self._vain_looks + 2
+        # The lease in progress, if any, may have begun before this agent came.
+        required_leases = self._empty_leases + 2
         self.work_due.set()
         try:
             try:
                 async with asyncio.timeout(wait_seconds):
                     return await asyncio.shield(future)
             except TimeoutError:
-                await self._until_looked(future, enough_looks)
+                await self._until_leased(future, required_leases)
                 return future.result() if future.done() and not future.cancelled() else None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
@@ -95,12 +99,16 @@ class SessionManager:
             if future in self._waiting:
                 self._waiting.remove(future)
 
-    async def _until_looked(self, future: asyncio.Future[AgentSession], enough_looks: int) -> None:
+    async def _until_leased(self, future: asyncio.Future[AgentSession], required_leases: int) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(_LEASE_SECONDS):
                 # A future that has left the queue belongs to a trajectory whose mark is being saved.
-                while not future.done() and (future not in self._waiting or self._vain_looks < enough_looks):
-                    await self._look_ended.wait()
+                while not future.done() and (future not in self._waiting or self._empty_leases < required_leases):
+                    ended: asyncio.Future[Any] = asyncio.ensure_future(self._lease_ended.wait())
+                    try:
+                        await asyncio.wait((future, ended), return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        ended.cancel()
 
     def add_trajectory(self, session: AgentSession, trajectory_id: str) -> SessionTrajectory:
         """Continue the conversation in another trajectory, which the worker is about to run."""

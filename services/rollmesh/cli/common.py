@@ -102,14 +102,17 @@ def load_run(run: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
-    """Return the resolved config and the folder of an existing run. Raises ConfigError for any other folder."""
+    """Return the resolved config and the folder of an existing run, and let this process find the run's own modules.
+
+    Raises ConfigError for any other folder.
+    """
     path = folder_or_file
     if path.is_file():
         path = Path(load_run_config(path).folder)
     folder = RunFolder(path.resolve())
     if not folder.config_file.exists():
         raise ConfigError(f"{folder.path}: no config.yaml there; is this a run folder?")
-    return load_run_config(folder.config_file, [f"folder={folder.path}"]), folder
+    return load_run(folder.config_file, [f"folder={folder.path}"]), folder
 
 
 @asynccontextmanager

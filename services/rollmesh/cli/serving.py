@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module, load_run
-from rollmesh.config import RunConfig, load_run_config, write_run_config
+from rollmesh.config import RunConfig, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.run_folder import RunFolder
@@ -21,7 +20,7 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, r
 from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
-from rollmesh.user_code import CODE_FOLDER
+from rollmesh.user_code import record_code_folder
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica, for its log and endpoint file names.", min=0)]
 SuperviseOption = Annotated[
@@ -59,8 +58,7 @@ def _command(service: str) -> Callable[..., None]:
 
 def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
     with clear_errors(EXIT_CONFIG):
-        # The run file of a launcher's service is a copy in the run folder; the launcher names the folder of the user's.
-        config = (load_run_config if CODE_FOLDER in os.environ else load_run)(run, overrides or ())
+        config = load_run(run, overrides or ())
         _check_store(config, service)
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
@@ -101,5 +99,6 @@ def _prepare_folder(config: RunConfig) -> None:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_run_config(config, folder.config_file)
+        record_code_folder(folder.path)
     except OSError as error:
         raise ConfigError(f"folder={config.folder} cannot be written: {error}") from error

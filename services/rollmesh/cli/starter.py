@@ -19,15 +19,16 @@ DATA_FILE = "data.jsonl"
 
 
 def init(
-    task: Annotated[str, typer.Argument(help=f"Task: {', '.join(_ROWS)}.", metavar="[TASK]")] = "countdown",
+    task: Annotated[str, typer.Argument(help=f"Task: {', '.join(_ROWS)}.", metavar="TASK")] = "countdown",
     folder: Annotated[
-        Path | None, typer.Argument(help="Folder to write into (default: the task's name).", metavar="[FOLDER]")
+        Path | None, typer.Argument(help="Folder to write into (default: the task's name).", metavar="FOLDER")
     ] = None,
 ) -> None:
     """Write a commented run file, data and a verifier that train within two minutes on two CPU cores.
 
-    For example: `rollmesh init countdown mine`, then `cd mine` and `rollmesh up run.yaml`. Change the files step by
-    step into those of your own task.
+    Change the files step by step into those of your own task.
+
+    Example: `rollmesh init countdown mine`, then `cd mine` and `rollmesh up run.yaml`
     """
     with clear_errors():
         target = folder or Path(task)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
-from rollmesh.gateway.pace import Pace
 from rollmesh.gateway.thinning import Curve
 from rollmesh.runtime.api_errors import BadRequest
+from rollmesh.runtime.pace import Pace
 from rollmesh.step_metrics import curves, lookup, number
 
 _LIVE = {

@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def shortage(self) -> str:
-        """Why there were fewer prompts than asked for, as the end of a sentence; empty if there were enough."""
+        """Reason for fewer prompts than requested, as the end of a sentence; empty if there were enough."""
         if REQUESTED_PROMPTS not in self.details:
             return ""
         return f"; {fewer_prompts(self.details[REQUESTED_PROMPTS], self.details[EXISTING_PROMPTS])}"

@@ -21,6 +21,7 @@ from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.formats import duration
 from rollmesh.runtime.json_lines import JsonLinesTail
+from rollmesh.runtime.pace import Pace
 
 TRAINING = "the last train step"
 """Event that the launcher waits for during training."""
@@ -29,7 +30,6 @@ _RATE_WINDOW_SECONDS = 10.0
 _BAR_COLUMNS = 40
 _PANEL_COLUMNS = 4
 """Columns of the panel's border and padding."""
-_PACE_STEPS = 20
 _NOTHING = "-"
 
 
@@ -47,26 +47,6 @@ class _Rates:
         return (last - first) / (t1 - t0) if t1 > t0 else 0.0
 
 
-@dataclass(slots=True)
-class _Pace:
-    """Seconds per train step over the last steps."""
-
-    points: list[tuple[float, int]] = field(default_factory=list)
-    """(time, train step) at each change of the step."""
-
-    def update(self, t: float, step: int) -> None:
-        if not self.points or step != self.points[-1][1]:
-            self.points = [*self.points[-_PACE_STEPS:], (t, step)]
-
-    def seconds_left(self, steps: int) -> float | None:
-        """Return the time to ``steps``; None before two steps were seen from their beginning to their end."""
-        if len(self.points) < 3:
-            return None
-        # The first point is the time when the launcher first looked, not the end of a step.
-        (t0, first), (t1, last) = self.points[1], self.points[-1]
-        return (steps - last) * (t1 - t0) / (last - first) if last > first else None
-
-
 class RunProgress:
     """Console progress of one run, used as a context manager."""
 
@@ -77,7 +57,7 @@ class RunProgress:
         self._metrics = JsonLinesTail(metrics)
         self._samples = JsonLinesTail(samples)
         self._rates = _Rates()
-        self._pace = _Pace()
+        self._pace = Pace()
         self._start = time.monotonic()
         self._report: Mapping[str, Any] = {}
         self._sample: Mapping[str, Any] = {}
@@ -111,12 +91,13 @@ class RunProgress:
         reports = self._metrics.read()
         for report in reports:
             self._report = report
+            if "train_step" in report and "time" in report:
+                self._pace.add(report["train_step"], report["time"])
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
-        self._pace.update(sample.t, sample.view.trained_step)
         hold = hold_reason(sample, agents_url) or _NOTHING
-        facts = {**_facts(sample, self._report, rate, self._steps, hold), "time": self._time()}
+        facts = {**_facts(sample, self._report, rate, self._steps, hold), "time": self._time(sample.view)}
         serving = any(g.serving for g in sample.generators)
         waited = time.monotonic() - self._last_line >= _LINE_SECONDS
         due = bool(reports) if self._per_step and serving else waited
@@ -129,8 +110,8 @@ class RunProgress:
             else:
                 self.note(_phase(waiting_for, serving=serving))
 
-    def _time(self) -> str:
-        left = duration(self._pace.seconds_left(self._steps))
+    def _time(self, view: MeshView) -> str:
+        left = duration(self._pace.remaining(view.trained_step, self._steps, view.now))
         return f"{duration(time.monotonic() - self._start)}{f', about {left} left' if left else ''}"
 
     def _panel(self, sample: MeshSample, facts: Mapping[str, str], phase: str) -> Panel:

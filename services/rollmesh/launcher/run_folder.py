@@ -1,6 +1,7 @@
 """The run folder: files of a run, and the lock against a second launcher.
 
 config.yaml         the resolved run file (no secrets)
+code-folder         path of the folder of the run file, for modules beside it
 secret              key of the manifests' HMAC, mode 0600
 mesh-token          bearer token of the services' ports, mode 0600, unless the run file has its own
 logs/               one file per service process
@@ -36,6 +37,7 @@ from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.runtime.launcher_lock import LOCK_FILE, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
+from rollmesh.user_code import record_code_folder
 
 _REFUSED = (
     "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
@@ -160,6 +162,7 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
         if folder.config_file.exists():
             _refuse_other_settings(_recorded_settings(folder), config, folder)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
+        record_code_folder(folder.path)
         try:
             yield folder
         finally:

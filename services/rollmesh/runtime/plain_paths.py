@@ -14,7 +14,7 @@ class PlainPaths:
     """ASGI middleware that serves ``//v1/models`` and ``/v1/models/`` as ``/v1/models``."""
 
     def __init__(self, app: ASGIApp, *, prefix: str) -> None:
-        """Trailing slashes are dropped only below ``prefix``."""
+        """Set up the middleware; it drops trailing slashes only below ``prefix``."""
         self._app = app
         self._prefix = prefix
 

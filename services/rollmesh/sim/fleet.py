@@ -58,13 +58,17 @@ class FleetWork:
 class Fleet:
     """Generators by name, and the router over them.
 
-    The driver sets ``on_progress``, and takes finished calls with ``take_finished`` after every event.
+    The driver takes finished calls with ``take_finished`` after every event.
     """
 
-    on_progress: Callable[[SimulatedTrajectory, int, int], None]
-    """Called with a trajectory, the tokens of its call, counted from its start, and the version of them all."""
-
-    def __init__(self, clock: EventClock, settings: FleetSettings) -> None:
+    def __init__(
+        self,
+        clock: EventClock,
+        settings: FleetSettings,
+        *,
+        on_progress: Callable[[SimulatedTrajectory, int, int], None],
+    ) -> None:
+        """``on_progress`` takes a trajectory, the tokens of its call from its start on, and the version of them all."""
         self.settings = settings
         self.generators: dict[str, SimulatedGenerator] = {}
         """By name; a generator that has ended is not among them."""
@@ -73,6 +77,7 @@ class Fleet:
         self.has_changed = True
         """True if a generator has changed its service or its version; the driver resets it."""
         self._clock = clock
+        self._on_progress = on_progress
         self._router = Candidates(settings.placement)
         self._homes: dict[str, str] = {}
         self._moved: dict[SimulatedGenerator, None] = {}
@@ -187,7 +192,7 @@ class Fleet:
         if (generator := trajectory.generator) is not None:
             self.advance(generator)
         if (generator := trajectory.generator) is not None:
-            self.on_progress(trajectory, generator.engine.progress(trajectory.call), generator.version)
+            self._on_progress(trajectory, generator.engine.progress(trajectory.call), generator.version)
 
     def stop(self, trajectory: SimulatedTrajectory) -> int:
         """End the call of a trajectory; returns its tokens since the last report, which are lost unless saved."""
@@ -294,7 +299,7 @@ class Fleet:
 
     def _begin(self, trajectory: SimulatedTrajectory, generator: SimulatedGenerator) -> None:
         trajectory.has_begun = True
-        self.on_progress(trajectory, 0, generator.version)
+        self._on_progress(trajectory, 0, generator.version)
 
     def _count_tokens(self, generator: SimulatedGenerator) -> None:
         tokens = generator.engine.decoded_tokens - generator.ended_call_tokens
@@ -344,7 +349,7 @@ class Fleet:
         seconds, mode, version = self.settings.swap_seconds, self.settings.on_new_version, generator.version
         for call, tokens in generator.engine.reload(seconds, mode="keep_kv" if mode == "drain" else mode).items():
             if tokens:
-                self.on_progress(generator.calls[call], tokens, version)
+                self._on_progress(generator.calls[call], tokens, version)
         generator.paused_call_seconds += generator.engine.running * seconds
         generator.serving, generator.loading, generator.is_draining = generator.loading, None, False
         self._register(generator)

@@ -156,8 +156,7 @@ class GeneratorClock:
         self._settle()
         self._calls[call] = added = _Call(call, context, remaining, known)
         self._waiting.append(added)
-        if self._waiting:
-            self._start_waiting()
+        self._start_waiting()
         self._plan()
 
     def cancel(self, call: int) -> int:

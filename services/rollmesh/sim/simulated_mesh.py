@@ -90,7 +90,11 @@ class SimulatedMesh:
         self.clock = EventClock(most_events=settings.most_events)
         self.queue = QueueModel(settings.limits)
         self.invariants = Invariants(settings.schedule, self.queue) if check else None
-        self.fleet = Fleet(self.clock, settings.fleet)
+        self.fleet = Fleet(
+            self.clock,
+            settings.fleet,
+            on_progress=lambda trajectory, tokens, version: self.worker.progress(trajectory, tokens, version),
+        )
         self._settings = settings
         self._work: list[FleetWork] = []
         self._progress_made = (0, 0, 0)

@@ -54,7 +54,6 @@ class SimulatedWorker:
         """Rests so far."""
         self._calls = itertools.count()
         self._placing = clock.alarm(self._place_waiting)
-        fleet.on_progress = self.progress
         queue.open_session(_SESSION)
 
     def react(self) -> bool:

@@ -49,8 +49,8 @@ class Demand(Protocol):
     def wanted(self) -> int:
         """Return the number of trajectories without tokens that may be leased now."""
 
-    def looked(self, leased_count: int) -> None:
-        """Record that the worker has asked the queue for work."""
+    def lease_attempted(self, leased_count: int) -> None:
+        """Record that the queue has answered the worker's request for work."""
 
 
 class Worker:
@@ -134,8 +134,6 @@ class Worker:
             except SessionLost:
                 # Recover the session of the request: another task may have replaced it before the answer arrived.
                 await self._deps.session.recover(session, beat=self._alive)
-            if self._demand is not None:
-                self._demand.looked(taken)
             if taken == _LEASES_AT_ONCE:
                 continue
             self._room.clear()
@@ -160,6 +158,8 @@ class Worker:
         new_limit = None if self._demand is None else self._demand.wanted()
         registrations_before = deps.session.registrations
         leased_now = await deps.store.trajectories.lease(session, limit, new_limit)
+        if self._demand is not None:
+            self._demand.lease_attempted(len(leased_now))
         if leased_now:
             # Groups may have been admitted under a higher floor than the one last read: read it after the lease. This
             # may take long, but the lease is ours, and no other worker would start these trajectories.

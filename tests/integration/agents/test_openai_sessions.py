@@ -12,6 +12,9 @@ import numpy as np
 import openai
 import pytest
 
+from rollmesh.errors import StoreUnavailable
+from rollmesh.store.queue_types import LeasedTrajectory
+from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, SegmentSource
 
 from .agent_mesh import TASKS, TOKEN, AgentMesh, Api
@@ -311,6 +314,33 @@ async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_re
         await http.delete(f"/sessions/{opened[0].json()['id']}")
         await mesh.until("its prompt waits again", lambda: _pending(mesh))
         assert (await no_wait()).status_code == 201
+
+
+async def test_an_agent_that_does_not_wait_gets_a_prompt_although_requests_to_the_queue_fail_at_first(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh()
+    failed_attempts, lease = 0, TrajectoryQueue.lease
+
+    async def fails_twice(
+        queue: TrajectoryQueue, session: str, limit: int, new_limit: int | None = None
+    ) -> list[LeasedTrajectory]:
+        nonlocal failed_attempts
+        if new_limit and failed_attempts < 2:
+            failed_attempts += 1
+            raise StoreUnavailable("refused by this test")
+        return await lease(queue, session, limit, new_limit)
+
+    async with mesh.api() as api, http_of(api) as http:
+
+        async def prompts_wait() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["pending"] >= 2
+
+        await mesh.until("prompts wait", prompts_wait)
+        await (await Agent.open(api, http)).aclose()  # the worker has found the generator
+        monkeypatch.setattr(TrajectoryQueue, "lease", fails_twice)
+        answer = await http.post("/sessions", json={"wait_seconds": 0})
+        assert (answer.status_code, failed_attempts) == (201, 2), answer.text
 
 
 async def _pending(mesh: AgentMesh) -> bool:

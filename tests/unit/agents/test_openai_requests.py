@@ -272,6 +272,8 @@ HALF = "a\ud800b"
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "text"),
         (ChatRequest, {**CHAT, "stop": HALF}, "stop"),
+        (ChatRequest, {**CHAT, "chat_template_kwargs": {"style": [{"tone": HALF}]}}, "chat_template_kwargs.style"),
+        (ChatRequest, {**CHAT, "chat_template_kwargs": {"style": {HALF: 1}}}, "chat_template_kwargs.style"),
         (RewardRequest, {"error": HALF}, "error"),
         (RewardRequest, {"reward": 1.0, "parts": {HALF: 1.0}}, "parts"),
     ],
@@ -282,6 +284,19 @@ def test_half_a_character_is_refused_by_its_field(model: type[Closed], body: dic
     assert "half of a surrogate pair" in str(error) or "unicode string" in str(error)
     assert field in (error.param or "")
     json.dumps(error.body).encode()
+
+
+def test_a_variable_of_the_chat_template_that_json_cannot_carry_is_refused_by_its_field() -> None:
+    error = refusal(ChatRequest, {**CHAT, "chat_template_kwargs": {"temper": [float("nan")]}})
+    assert (error.status, error.param) == (400, "chat_template_kwargs.temper")
+
+
+def test_a_chat_template_that_refuses_a_variable_names_both_fields(config: Any, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "t", template=CHATML + "{% if style %}{{ style + 1 }}{% endif %}")
+    request = ChatRequest.model_validate({**CHAT, "chat_template_kwargs": {"style": "terse"}})
+    with pytest.raises(OpenAiError, match="^messages and chat_template_kwargs: .*the chat template refuses") as refused:
+        parse_request(request, config, tokenizer)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
 def test_an_error_repeats_no_more_of_a_value_than_a_line() -> None:

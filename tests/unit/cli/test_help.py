@@ -32,7 +32,7 @@ COMMANDS = dict(commands())
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_has_an_example_that_it_accepts(words: tuple[str, ...]) -> None:
     command = COMMANDS[words]
-    line = re.search(r"xample: `rollmesh ([^`]+)`", command.help)
+    line = re.search(r"Example: `rollmesh ([^`]+)`", command.help)
     assert line is not None, command.help
     typed = shlex.split(line[1])
     assert tuple(typed[: len(words)]) == words
@@ -41,10 +41,10 @@ def test_every_command_has_an_example_that_it_accepts(words: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_help_page_names_no_type_of_python(words: tuple[str, ...]) -> None:
+def test_a_help_page_names_no_type_of_python_and_no_argument_in_double_brackets(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(app, [*words, "-h"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    assert not re.search(r"<(bool|int|float|path|str|list)|\{|list\[", shown.stdout), shown.stdout
+    assert not re.search(r"<(bool|int|float|path|str|list)|\{|list\[|\[\[", shown.stdout), shown.stdout
     assert "Show this message" in shown.stdout
 
 

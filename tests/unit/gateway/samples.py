@@ -72,6 +72,7 @@ def view(**changes: Any) -> MeshView:
         "ready_groups": 0,
         "ready": (),
         "stalest_open": (),
+        "ready_by_step": (),
         "pending": 2,
         "partial": 1,
         "leased": 20,

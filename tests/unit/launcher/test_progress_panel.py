@@ -2,7 +2,6 @@ import contextlib
 import io
 import json
 import os
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -26,6 +25,7 @@ def view(**changes) -> MeshView:
         "ready_groups": 20,
         "ready": (),
         "stalest_open": (),
+        "ready_by_step": ((7, 20),),
         "pending": 0,
         "partial": 0,
         "leased": 180,
@@ -139,12 +139,15 @@ def test_a_pinned_run_says_why_no_rollout_starts(shown) -> None:
     assert "pinned" not in shown(sample(pinned=5, desired=held), terminal=False)
 
 
-def test_the_panel_says_the_phase_the_time_and_the_time_left(shown) -> None:
-    steps = [replace(sample(trained_step=step), t=10.0 * step) for step in (7, 8, 9, 10)]
-    text = shown(*steps, terminal=True)
+def test_the_panel_says_the_phase_the_time_and_the_time_left_as_the_page_does(shown, tmp_path) -> None:
+    ends = {7: 70.0, 8: 80.0, 9: 90.0, 10: 700.0, 11: 710.0}
+    reports = [json.dumps({"train_step": step, "time": time}) + "\n" for step, time in ends.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(reports))
+    text = shown(sample(trained_step=11, now=714.0), terminal=True)
     assert "training" in text and "the last train step" not in text
-    assert "about 5 min 00 s left" in text, "30 steps of 10 s"
-    assert "left" not in shown(*steps[:2], terminal=True)
+    assert "about 4 min 46 s left" in text, "29 steps of 10 s, which a pause does not change, without the 4 s since"
+    (tmp_path / "metrics.jsonl").write_text(reports[0])
+    assert "left" not in shown(sample(trained_step=7, now=74.0), terminal=True)
 
 
 def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:

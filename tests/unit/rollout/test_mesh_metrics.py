@@ -26,6 +26,7 @@ VIEW = MeshView(
     ready=(),
     stalest_open=(),
     unclaimed_by_step=((5, 2), (7, 5)),
+    ready_by_step=((7, 3),),
     pending=1,
     partial=2,
     leased=3,
