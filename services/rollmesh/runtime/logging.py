@@ -78,17 +78,17 @@ def lines_about(trajectory_id: str) -> Iterator[None]:
 
 
 class _Output:
-    """A text stream that ignores write errors."""
+    """A text stream that ignores write errors, and lines after it is closed: the launcher's log ends with the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 
