@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pickle
 import re
 import signal
 import socket
@@ -16,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollmesh.config import RunConfig
+from rollmesh.config import RunConfig, write_run_config
+from rollmesh.config.secrets import secret_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError, StoreError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.method_trial import has_own_methods
@@ -57,18 +57,19 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 def _trial_in_a_process(config: RunConfig) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="rollmesh-trial-") as folder:
-        result, log = Path(folder, "result"), Path(folder, "log")
+        run, result, log = Path(folder, "run.yaml"), Path(folder, "result"), Path(folder, "log")
+        write_run_config(config, run)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollmesh.launcher.input_trial", str(result)],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-m", "rollmesh.launcher.input_trial", str(run), str(result)],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, **secret_environment(config), "TOKENIZERS_PARALLELISM": "false"},
             )
         try:
-            process.communicate(pickle.dumps(config), timeout=TRIAL_SECONDS)
+            process.wait(timeout=TRIAL_SECONDS)
         except subprocess.TimeoutExpired:
             return [
                 f"data and reward.verifier={config.reward.verifier}: one row was not opened and scored within "

@@ -1,7 +1,7 @@
 """Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
 
-User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RESULT`` as a
-process of its own, with the pickled config on standard input, and reads the error from the file RESULT.
+User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RUN_FILE
+RESULT`` as a process of its own, with the secrets in the environment, and reads the error from the file RESULT.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollmesh.config import RunConfig
+from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.launcher.method_trial import try_methods
@@ -153,9 +152,9 @@ def _trial_answers(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def main() -> None:
-    """Try the config on standard input, and write its error to the file that the command line names."""
-    result = Path(sys.argv[1])
-    config = pickle.loads(sys.stdin.buffer.read())
+    """Try the run file that the command line names first, and write its error to the file that it names second."""
+    run, result = Path(sys.argv[1]), Path(sys.argv[2])
+    config = load_run_config(run)
 
     def end(error: list[str] | None) -> None:
         result.write_text(json.dumps(error), encoding="utf-8")
