@@ -7,7 +7,7 @@ import asyncio
 from rollmesh.errors import CheckpointError
 from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.batch_rows import batch_page
-from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.token_runs import Pieces
 from rollmesh.runtime.api_errors import NotFound
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmesh.gateway.models.batches import BatchOrder, BatchPage, BatchTrajectory
+from rollmesh.gateway.models.batch_pages import BatchOrder, BatchPage, BatchTrajectory
 from rollmesh.gateway.token_runs import Pieces
 from rollmesh.types import Group, Int32Array, Trajectory
 

@@ -11,7 +11,7 @@ from rollmesh.gateway.batch_lists import BatchLists
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.mesh_snapshot import finished_evaluations, generator_views
 from rollmesh.gateway.models.api_model import About
-from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import (
     DeadLetterList,

@@ -152,16 +152,8 @@ def build_overview(
         trajectories=dict(counts.trajectories),
         groups=dict(counts.groups),
         staleness=_staleness(view, schedule, curves),
-        drops=[
-            DropView(reason=reason, groups=count, tokens=counts.dropped_tokens.get(reason, 0))
-            for reason, count in sorted(counts.drops.items())
-            if count
-        ],
-        waste=tuple(
-            WasteView(reason=reason, count=counts.totals[total], tokens=counts.dropped_tokens.get(reason, 0))
-            for reason, total in WASTE_TOTALS.items()
-            if counts.totals.get(total)
-        ),
+        drops=_drops(counts),
+        waste=_waste(counts),
         domains=domain_views(snapshot.domains),
         domain_count=len(snapshot.domains),
         generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
@@ -175,15 +167,33 @@ def build_overview(
         totals=dict(counts.totals),
         workers=len(snapshot.workers),
         dead_letters=counts.dead_letters,
-        services=[
-            ServiceScale(
-                service=service, running=running.get(service, 0), requested=snapshot.scale_requests.get(service)
-            )
-            for service in sorted(running.keys() | snapshot.scale_requests.keys())
-        ],
+        services=_services(running, snapshot.scale_requests),
         elapsed_seconds=None if begin_time is None else max(0.0, view.now - begin_time),
         remaining_seconds=curves.pace.remaining(view.trained_step, schedule.train_steps, view.now),
     )
+
+
+def _drops(counts: StoreCounts) -> list[DropView]:
+    return [
+        DropView(reason=reason, groups=count, tokens=counts.dropped_tokens.get(reason, 0))
+        for reason, count in sorted(counts.drops.items())
+        if count
+    ]
+
+
+def _waste(counts: StoreCounts) -> tuple[WasteView, ...]:
+    return tuple(
+        WasteView(reason=reason, count=counts.totals[total], tokens=counts.dropped_tokens.get(reason, 0))
+        for reason, total in WASTE_TOTALS.items()
+        if counts.totals.get(total)
+    )
+
+
+def _services(running: Mapping[str, int], requests: Mapping[str, int]) -> list[ServiceScale]:
+    return [
+        ServiceScale(service=service, running=running.get(service, 0), requested=requests.get(service))
+        for service in sorted(running.keys() | requests.keys())
+    ]
 
 
 def _staleness(view: MeshView, schedule: Schedule, curves: Curves) -> Staleness:

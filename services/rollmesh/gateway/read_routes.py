@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
 from rollmesh.gateway.models.api_model import About, ErrorBody
-from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import (
     DeadLetterList,

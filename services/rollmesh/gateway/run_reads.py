@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from rollmesh.gateway.models.api_model import About
-from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import DeadLetterList, GeneratorList, PolicyList, TrajectoryDetail, TrajectoryPage
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollmesh.mesh import Desired, GroupView, MeshView
 from rollmesh.store.cache_pool import decode_cache_pool
@@ -64,16 +65,7 @@ class MeshReader:
             blocked_by=blocked_by,
             blocked_since=blocked_since,
             registered_generators=int(raw["generators"]),
-            desired=Desired(
-                pool_size=int(raw["pool_size"]),
-                paused=raw["paused"] == b"1",
-                interrupt_below_version=int(raw["interrupt_below_version"]),
-                reason=raw["reason"].decode(),
-                start_at_version=int(raw["start_at_version"]),
-                waiting_for=raw["waiting_for"].decode(),
-                rest_before_step=int(raw["rest_before_step"]),
-                cache_pool=decode_cache_pool(raw["cache_pool"]),
-            ),
+            desired=_desired(raw),
             ready_seconds=_seconds(raw["ready_ms"]),
             update_seconds=_seconds(raw["update_ms"]),
             ready_updates=float(raw["ready_updates"]) if raw["ready_updates"] else None,
@@ -131,6 +123,19 @@ class MeshReader:
             ]
         )
         return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))
+
+
+def _desired(raw: Mapping[str, Any]) -> Desired:
+    return Desired(
+        pool_size=int(raw["pool_size"]),
+        paused=raw["paused"] == b"1",
+        interrupt_below_version=int(raw["interrupt_below_version"]),
+        reason=raw["reason"].decode(),
+        start_at_version=int(raw["start_at_version"]),
+        waiting_for=raw["waiting_for"].decode(),
+        rest_before_step=int(raw["rest_before_step"]),
+        cache_pool=decode_cache_pool(raw["cache_pool"]),
+    )
 
 
 def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.gateway.batch_rows import BatchRow, batch_page
-from rollmesh.gateway.models.batches import BatchOrder
+from rollmesh.gateway.models.batch_pages import BatchOrder
 
 
 def row(name: str, reward: float | None, token_count: int) -> BatchRow:

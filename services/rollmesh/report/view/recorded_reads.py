@@ -13,7 +13,7 @@ from rollmesh.gateway.batch_lists import BatchLists
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.api_model import About
-from rollmesh.gateway.models.batches import BatchList, BatchOrder, BatchPage
+from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import DeadLetterList, GeneratorList, PolicyList, TrajectoryDetail, TrajectoryPage
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
