@@ -192,6 +192,27 @@ def test_code_that_cannot_be_confined_is_refused_with_the_error_of_the_kernel() 
         Sandbox(limits=limits, scratch_bytes=-1).run(b"", b"", timeout_seconds=60.0)
 
 
+FORKS_WITH_A_THREAD = """
+import os, threading
+from rollmesh.tasks.sandbox.probe import probe_sandbox
+
+def start_a_thread():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+before = probe_sandbox()
+os.register_at_fork(after_in_child=start_a_thread)
+from rollmesh.tasks.sandbox.enter import strongest_isolation
+strongest_isolation.cache_clear()
+after = [probe_sandbox() for _ in range(3)]
+assert after == [before] * 3, (before, after)
+"""
+
+
+def test_code_is_confined_as_well_when_a_library_starts_a_thread_in_every_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS_WITH_A_THREAD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_answers_still_use_threads_and_files_and_every_stream() -> None:
     code = (
         "import sys, tempfile, threading, multiprocessing.pool, time, zoneinfo, random, os\n"

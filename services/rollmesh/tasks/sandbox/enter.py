@@ -79,12 +79,22 @@ def _build(confinement: Confinement) -> str:
         kernel.refuse_new_privileges()
     if confinement.isolation is Isolation.NONE:
         return folder
+    _leave_threads()
     _new_namespaces()
     _become_first_process()
     if confinement.isolation is Isolation.SEALED:
         seal.seal(folder, confinement.scratch_bytes)
         return seal.WORKING_FOLDER
     return _private_scratch(confinement.scratch_bytes) or folder
+
+
+def _leave_threads() -> None:
+    """Continue in a process without other threads, as new namespaces require.
+
+    Libraries start threads in every fork of a process that uses them, for example OpenTelemetry's export of spans.
+    """
+    if len(os.listdir("/proc/self/task")) > 1 and (child := kernel.fork_without_hooks()):
+        _wait_for(child)
 
 
 def _new_namespaces() -> None:

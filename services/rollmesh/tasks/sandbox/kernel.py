@@ -47,6 +47,15 @@ def unshare(flags: int) -> None:
     _checked(_libc().unshare(flags), "unshare")
 
 
+def fork_without_hooks() -> int:
+    """Fork without the hooks of ``os.register_at_fork``; the child has only the thread that called this."""
+    # PyDLL keeps the interpreter's lock, which no other thread of the child could release.
+    child: int = ctypes.PyDLL(None).fork()
+    if child < 0:
+        raise OSError(errno.EAGAIN, "fork")
+    return child
+
+
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount ``source`` at ``target``."""
     result = _libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
