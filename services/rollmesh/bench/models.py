@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.weight_file import WEIGHT_FILE, write_weight_file
 
 CONTEXT = 256
 """Default number of positions of a random model."""
@@ -55,7 +56,7 @@ class RandomModel:
 
     def policy(self, version: int) -> Policy:
         model = self._make(version)
-        return model.save_pretrained, _canary(model, self.vocab_size)
+        return lambda folder: _write_like_the_trainer(model, folder), _canary(model, self.vocab_size)
 
     def write(self, folder: Path) -> None:
         """Write the weights of version 0 to a Hugging Face folder."""
@@ -109,6 +110,14 @@ class SavedModel:
     def _copy(self, target: Path) -> None:
         for file in (*self._folder.glob("*.json"), *self._folder.glob("*.safetensors")):
             shutil.copyfile(file, target / file.name)
+
+
+def _write_like_the_trainer(model: Any, folder: Path) -> dict[str, str]:
+    """Write the folder and return the digest of the weights, as a trainer does."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {WEIGHT_FILE: write_weight_file(folder / WEIGHT_FILE, weights)}
 
 
 def _canary(model: Any, vocab_size: int) -> list[CanarySequence]:

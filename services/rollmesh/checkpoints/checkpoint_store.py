@@ -14,7 +14,7 @@ chooses. All methods block on the file system or the network; asyncio callers us
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,7 +25,7 @@ from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
 from rollmesh.checkpoints.manifest import CanarySequence, Manifest
-from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy
+from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy, WriteFolder
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import lineage
 from rollmesh.checkpoints.training_batch import training_batch
@@ -65,7 +65,7 @@ class CheckpointStore:
         policy_version: int,
         train_step: int,
         parent: int | None,
-        write: Callable[[Path], None],
+        write: WriteFolder,
         canary: Sequence[CanarySequence],
     ) -> PolicyRecord:
         """Write a policy folder; it is a policy only after the registry accepts the returned record.

@@ -7,21 +7,20 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rollmesh.checkpoints.describe import describe_folder
+from rollmesh.checkpoints.digests import check_files, manifest_files
 from rollmesh.checkpoints.durable import (
-    check_file,
     confined,
     disk_full_error,
     full_disk,
     make_folder,
     regular_files,
     remove_tree,
-    sha256_of,
     sync_folder,
     sync_tree,
     write_new_file,
@@ -31,7 +30,6 @@ from rollmesh.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     CanarySequence,
     Manifest,
-    ManifestFile,
     parse_manifest,
 )
 from rollmesh.checkpoints.reasons import Reason
@@ -44,6 +42,9 @@ LATEST_LINK = "latest"
 """Name of the symbolic link, in the store's folder, to the newest announced policy: for people, not for readers."""
 ANNOUNCED_FILE = "ANNOUNCED"
 """Name of the empty marker of an accepted folder: a hint for recovery, which readers do not require."""
+
+WriteFolder = Callable[[Path], Mapping[str, str] | None]
+"""Function that fills an empty folder; may return the digests, by path, of files that it digested while writing."""
 
 _NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
 
@@ -79,7 +80,7 @@ def publish(
     root: Path,
     secret: bytes,
     draft: PolicyDraft,
-    write: Callable[[Path], None],
+    write: WriteFolder,
     canary: Sequence[CanarySequence],
 ) -> PolicyRecord:
     """Write a policy folder and its manifest; return the record to announce.
@@ -94,8 +95,8 @@ def publish(
     try:
         remove_tree(folder)
         make_folder(folder)
-        write(folder)
-        manifest = _manifest(folder, draft, canary).signed(secret)
+        digests = write(folder)
+        manifest = _manifest(folder, digests or {}, draft, canary).signed(secret)
         sync_tree(folder)
         data = manifest.to_bytes()
         write_new_file(folder / MANIFEST_FILE, data)
@@ -135,8 +136,7 @@ def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
             f"announced as policy_version {record.policy_version} of train step {record.train_step}",
             reason=Reason.MISMATCH,
         )
-    for file in manifest.files:
-        check_file(confined(folder, file.path), size=file.size_bytes, sha256=file.sha256)
+    check_files(folder, manifest.files)
     listed = {MANIFEST_FILE, ANNOUNCED_FILE, *(f.path for f in manifest.files)}
     if unlisted := [name for name in regular_files(folder) if name not in listed]:
         raise CheckpointError(f"{folder}: files that the manifest does not list: {unlisted}", reason=Reason.TAMPERED)
@@ -352,18 +352,16 @@ def _read_manifest(folder: Path) -> bytes:
     return data
 
 
-def _manifest(folder: Path, draft: PolicyDraft, canary: Sequence[CanarySequence]) -> Manifest:
+def _manifest(
+    folder: Path, digests: Mapping[str, str], draft: PolicyDraft, canary: Sequence[CanarySequence]
+) -> Manifest:
     described = describe_folder(folder)
-    files = [
-        ManifestFile(path=name, size_bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name))
-        for name in regular_files(folder)
-    ]
     return Manifest(
         policy_version=draft.policy_version,
         train_step=draft.train_step,
         parent=draft.parent,
         session=draft.session,
-        files=files,
+        files=manifest_files(folder, digests),
         architecture=described.architecture,
         dtype=described.dtype,
         parameter_count=described.parameter_count,

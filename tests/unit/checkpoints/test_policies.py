@@ -120,6 +120,16 @@ def test_a_policy_of_another_run_is_refused_by_its_seal(store: CheckpointStore, 
     foreign.open(record)
 
 
+def test_a_file_that_was_digested_while_it_was_written_is_not_read_again(store: CheckpointStore) -> None:
+    def write(folder: Path) -> dict[str, str]:
+        write_model()(folder)
+        return {"model.safetensors": "a" * 64}
+
+    record = store.publish(session="abc", policy_version=0, train_step=0, parent=None, write=write, canary=list(CANARY))
+    with pytest.raises(CheckpointError, match=f"model.safetensors: sha256 .*, expected {'a' * 64}"):
+        store.open(record)
+
+
 def test_a_policy_without_a_canary_is_never_published(store: CheckpointStore) -> None:
     with pytest.raises(ValueError, match="canary"):
         store.publish(session="abc", policy_version=0, train_step=0, parent=None, write=write_model(), canary=[])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -23,6 +22,7 @@ from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, r
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
 from rollmesh.trainer.learner.token_scores import score_logits, score_tokens
+from rollmesh.trainer.learner.weight_file import WEIGHT_FILE, write_weight_file
 
 _REPLACED_FILES = (
     "*.safetensors",
@@ -163,10 +163,13 @@ def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
         )
 
 
-def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype, source: Path) -> None:
+def write_policy_folder(
+    folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, source: Path
+) -> Mapping[str, str]:
     """Write a folder for ``from_pretrained``: weights in ``dtype``, all other files from ``source``.
 
-    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once.
+    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once. Returns the digest of the
+    weights, by path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -177,7 +180,7 @@ def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.d
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return {WEIGHT_FILE: write_weight_file(folder / WEIGHT_FILE, tensors)}
 
 
 def _enable_checkpointing(causal_lm: Any) -> None:

@@ -306,15 +306,19 @@ class PolicyTrainer:
         old = share * logprobs + (1 - share) * columns.old_logprobs.numpy()
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
-    def export(self, folder: str | Path) -> None:
-        """Write the policy as a Hugging Face folder in the publishing dtype. Rank 0 writes; every rank must call it."""
+    def export(self, folder: str | Path) -> Mapping[str, str]:
+        """Write the policy as a Hugging Face folder in the publishing dtype. Rank 0 writes; every rank must call it.
+
+        Returns the digests, by path, of the files that were digested while they were written.
+        """
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             value = whole(parameter)
             if self._compute.world.leads:
                 weights[name] = value
-        if self._compute.world.leads:
-            write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
+        if not self._compute.world.leads:
+            return {}
+        return write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.

@@ -107,10 +107,10 @@ class RankCoordinator:
             for ids, logprobs in zip(sequences, values, strict=True)
         ]
 
-    def export(self, folder: Path) -> None:
-        """Write the current weights as a Hugging Face folder."""
+    def export(self, folder: Path) -> Mapping[str, str]:
+        """Write the current weights as a Hugging Face folder; return the digests of ``PolicyTrainer.export``."""
         self._order({"do": "export"})
-        self.trainer.export(folder)
+        return self.trainer.export(folder)
 
     def idle(self) -> None:
         """Keep the other ranks alive: without an order their wait for the next one would time out."""
