@@ -117,10 +117,20 @@ PAGE = Page(
             ),
             curve(
                 "Saving and publishing",
-                "Mean seconds of a state's save and of a policy's publication.",
+                "Mean seconds that the trainer takes to save a state, and that it waits for one publication.",
                 Query(
                     f"{rate('rollmesh_trainer_phase_seconds_sum', 'phase', _PHASES)}"
                     f" / {rate('rollmesh_trainer_phase_seconds_count', 'phase', _PHASES)}",
+                    "{{phase}}",
+                ),
+                unit="s",
+            ),
+            curve(
+                "Publication",
+                "Mean seconds of its phases: the copy of the weights, then in the background write and announcement.",
+                Query(
+                    f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
+                    f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",
                     "{{phase}}",
                 ),
                 unit="s",

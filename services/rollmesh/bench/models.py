@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.distributed import World
+from rollmesh.trainer.learner.weight_copy import WeightCopy
 from rollmesh.trainer.learner.weight_file import WEIGHT_FILE, write_weight_file
 
 CONTEXT = 256
@@ -57,6 +60,17 @@ class RandomModel:
     def policy(self, version: int) -> Policy:
         model = self._make(version)
         return lambda folder: _write_like_the_trainer(model, folder), _canary(model, self.vocab_size)
+
+    def stall_seconds(self, count: int) -> list[float]:
+        """Measure what a trainer does before a publication runs in the background: canary, copy of the weights."""
+        model, copy = self._make(0), WeightCopy(torch.float32)
+        seconds: list[float] = []
+        for _ in range(count + 1):
+            started = time.monotonic()
+            _canary(model, self.vocab_size)
+            copy.take(model, World())
+            seconds.append(time.monotonic() - started)
+        return seconds[1:]  # the first one allocates the copy
 
     def write(self, folder: Path) -> None:
         """Write the weights of version 0 to a Hugging Face folder."""

@@ -87,24 +87,25 @@ class Scene:
     async def reloads(self, count: int) -> tuple[float, ...]:
         """Publish versions 1 to ``count`` while streams run.
 
-        Return the median seconds to serving, of the pause, of silence, and of the load alone.
+        Return the median seconds to serving, of the pause, of silence, of the load, and of writing and announcing.
         """
         results = [await self._reload(version) for version in range(1, count + 1)]
         return tuple(statistics.median(column) for column in zip(*results, strict=True))
 
-    async def _reload(self, version: int) -> tuple[float, float, float, float]:
+    async def _reload(self, version: int) -> tuple[float, ...]:
         before = await self.metrics()
         policy = await asyncio.to_thread(self.model.policy, version)
         await self._next_token()
         self.silence = 0.0
         started = time.monotonic()
         self.folder = await self.publisher.publish(version, policy)
+        published = time.monotonic() - started
         await _serving(self.publisher.store, self.process, version)
         seconds = time.monotonic() - started
         await self._next_token()
         after = await self.metrics()
         pause, load = (after[name] - before[name] for name in ("reload_pause_seconds_sum", "reload_seconds_sum"))
-        return seconds, pause, self.silence, load
+        return seconds, pause, self.silence, load, published
 
     async def _next_token(self) -> None:
         """Wait for a token in any stream."""

@@ -212,7 +212,7 @@ async def _reloading(plan: _Plan, arms: _Arms, mode: str) -> list[Measure]:
     scene = arms.scene
     scene.stream_chunk = _STREAM_CHUNK
     async with scene.streams():
-        serving, pause, silence, _ = await scene.reloads(plan.reloads)
+        serving, pause, silence, *_ = await scene.reloads(plan.reloads)
     bare = [await _bare_update(arms, str(plan.reloads)) for _ in range(plan.reloads)]
     bare_pause, update = (statistics.median(column) for column in zip(*bare, strict=True))
     return [

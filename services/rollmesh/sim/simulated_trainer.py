@@ -12,7 +12,10 @@ from rollmesh.sim.update_record import UpdateRecord, update_record
 
 
 class SimulatedTrainer:
-    """The trainer. As in the mesh it reports a trained batch first, and claims the next one once it has published."""
+    """The trainer. It reports a trained batch first, and claims the next one once it has published.
+
+    The mesh claims and trains the next batch while it publishes, so a long publication costs more here.
+    """
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from rollmesh.trainer.records.run_log import StepRecords
 from rollmesh.trainer.records.samples import decoder
 from rollmesh.trainer.records.trackers import build_trackers
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
 from rollmesh.trainer.service.part_source import PartSource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
@@ -62,7 +63,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             await loop.run_in_executor(executor, ranks.dismiss)
         else:
             async with _answering_probes(config, ranks.world):
-                await loop.run_in_executor(executor, ranks.follow, checkpoints.root)
+                await loop.run_in_executor(executor, ranks.follow)
         await loop.run_in_executor(executor, leave_world)
     finally:
         # A cancelled step may run for long; the interpreter waits for it, the event loop must not.
@@ -134,7 +135,8 @@ async def _build_deps(
     vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
     references = await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
     canary = canary_sequences(vocab_size)
-    publisher = Publisher(config, ranks, session, checkpoints, retry, metrics, executor, canary, progress, references)
+    announcer = Announcer(config, ranks.catalog, session, checkpoints, retry, metrics, references)
+    publisher = Publisher(ranks, session, checkpoints, retry, metrics, executor, canary, progress, announcer)
     stage_end = algorithm.old_logprobs == "stage_end"
     schedule = Schedule.from_config(config)
     replay = ReplaySource(

@@ -78,8 +78,9 @@ def test_the_reload_bench_measures_every_mode_beside_a_plain_copy() -> None:
     for mode in ("interrupt", "keep_kv", "drain"):
         seconds = [f"{what}, {mode}, 1 MB" for what in ("publish to serving", "pause of decoding")]
         seconds.append(f"longest silence of 16 streams, {mode}, 1 MB")
-        rate = f"reload, {mode}, 1 MB"
+        stall, rate = f"trainer's stall, {mode}, 1 MB", f"reload, {mode}, 1 MB"
+        assert (measures[stall]["unit"], measures[stall]["baseline"]) == ("seconds", "with writing and announcing")
         assert {measures[name]["unit"] for name in seconds} == {"seconds"}
         assert (measures[rate]["unit"], measures[rate]["baseline"]) == ("bytes/s", "plain file copy")
-        names += [*seconds, rate]
+        names += [*seconds, stall, rate]
     assert list(measures) == names

@@ -56,7 +56,7 @@ def main(model: Path, root: Path) -> None:
         print("saved", state.folder.name)
         ranks.dismiss()
     else:
-        ranks.follow(root)
+        ranks.follow()
         print("followed to the end")
     leave_world()
 

@@ -76,10 +76,9 @@ def shard(model: nn.Module, causal_lm: PreTrainedModel, world: World, *, mixed: 
     fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on the CPU. Every rank must call it."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu()
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the full tensor on its device: a copy if it is sharded, else the tensor. Every rank must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.trainer.learner.distributed import World, pick_device, shard, whole
+from rollmesh.trainer.learner.distributed import World, pick_device, shard
 from rollmesh.trainer.learner.forward_backward import (
     Compute,
     LossRecipe,
@@ -48,6 +48,7 @@ from rollmesh.trainer.learner.step_statistics import TokenResults, active_token_
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches
 from rollmesh.trainer.learner.weight_average import WeightAverage
+from rollmesh.trainer.learner.weight_copy import WeightCopy
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, Trajectory
 
 _STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
@@ -82,6 +83,7 @@ class PolicyTrainer:
         self._parts = Parts()
         self._fp32_copy = Fp32Copy(model, source, compute)
         self._average = WeightAverage(model, source, compute)
+        self._weight_copy = WeightCopy(publish_dtype)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder, self._average)
 
     @classmethod
@@ -309,16 +311,18 @@ class PolicyTrainer:
     def export(self, folder: str | Path) -> Mapping[str, str]:
         """Write the policy as a Hugging Face folder in the publishing dtype. Rank 0 writes; every rank must call it.
 
-        Returns the digests, by path, of the files that were digested while they were written.
+        Returns the digest of the weights, by path.
         """
-        weights: dict[str, Tensor] = {}
-        for name, parameter in self._model.causal_lm.named_parameters():
-            value = whole(parameter)
-            if self._compute.world.leads:
-                weights[name] = value
-        if not self._compute.world.leads:
-            return {}
-        return write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
+        weights = self.copy_out()
+        return self.write_folder(Path(folder), weights) if self._compute.world.leads else {}
+
+    def copy_out(self) -> Mapping[str, Tensor]:
+        """Copy the weights to host memory (``WeightCopy.take``). Every rank must call it."""
+        return self._weight_copy.take(self._model.causal_lm, self._compute.world)
+
+    def write_folder(self, folder: Path, weights: Mapping[str, Tensor]) -> Mapping[str, str]:
+        """Write ``copy_out`` as a Hugging Face folder, in any thread; return the digest of the weights, by path."""
+        return write_policy_folder(folder, weights, self._publish_dtype, self._source)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.

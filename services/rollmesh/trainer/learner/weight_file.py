@@ -36,7 +36,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     """Yield the content of the file; tensors are not copied."""
     yield _header(tensors)
     for tensor in tensors.values():
-        data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        data = tensor.view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), _BLOCK_BYTES):
             yield data[start : start + _BLOCK_BYTES]
 

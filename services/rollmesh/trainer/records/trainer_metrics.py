@@ -70,7 +70,14 @@ class TrainerMetrics:
             "Re-assertions of the trained steps: at startup and after a Redis restart.",
         )
         self.phase_seconds = m.histogram(
-            "rollmesh_trainer_phase_seconds", "Wall time of a step's phases.", labels={"phase": _PHASES}
+            "rollmesh_trainer_phase_seconds",
+            "Wall time of a step's phases; publish is the trainer's stall for one version.",
+            labels={"phase": _PHASES},
+        )
+        self.publication_seconds = m.histogram(
+            "rollmesh_trainer_publication_seconds",
+            "Wall time of a publication's phases; write (with digests) and announce run while the next step trains.",
+            labels={"phase": ("copy_out", "write", "announce")},
         )
         self.staleness = m.histogram(
             "rollmesh_trainer_staleness_steps",

@@ -14,7 +14,10 @@ from rollmesh.types import PolicyRecord
 
 
 class PolicyCatalog:
-    """Copy of the policy registry for the train step. Every rank has its own."""
+    """Copy of the policy registry for the train step. Every rank has its own.
+
+    The executor's thread reads it while policies are announced, so its mappings are replaced and never changed.
+    """
 
     def __init__(self, checkpoints: CheckpointStore) -> None:
         self._checkpoints = checkpoints
@@ -25,11 +28,11 @@ class PolicyCatalog:
 
     def update(self, records: Iterable[PolicyRecord]) -> None:
         """Add records of policies. Records are immutable."""
-        self._records |= {r.policy_version: r for r in records}
+        self._records = self._records | {r.policy_version: r for r in records}
 
     def remember(self, train_steps: Mapping[int, int]) -> None:
         """Store the train steps of versions that wrote tokens of a batch. Their records may be pruned."""
-        self._pruned |= train_steps
+        self._pruned = {**self._pruned, **train_steps}
 
     @property
     def remembered(self) -> Mapping[int, int]:
@@ -44,7 +47,12 @@ class PolicyCatalog:
     @property
     def train_steps(self) -> Mapping[int, int]:
         """Train step of every known policy version."""
-        return self._pruned | {version: record.train_step for version, record in self._records.items()}
+        return self.snapshot()[1]
+
+    def snapshot(self) -> tuple[tuple[PolicyRecord, ...], Mapping[int, int]]:
+        """Return all records and the train step of every known version, of one moment."""
+        records = self.records
+        return records, self._pruned | {record.policy_version: record.train_step for record in records}
 
     @property
     def newest(self) -> PolicyRecord | None:

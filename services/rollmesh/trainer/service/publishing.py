@@ -1,4 +1,10 @@
-"""Publishing of policies: write the folder, announce it, prune. Each train step and version is published once.
+"""Publishing of policies in the background. Each train step and version is published once.
+
+    begin       wait for the publication in flight; score the canary and copy the weights to host memory
+    background  write the folder with its digests, manifest last -> announce -> mark the folder -> prune
+
+One publication is in flight at most, so versions are announced in order, and the copy of the weights is free for the
+next one. The training loop says what may happen before a publication is announced.
 
 The trainer may crash between any two of these steps. A folder without a manifest is not a policy. A complete folder
 without an announcement (or whose announcement is missing in a restored Redis) is announced unchanged and not rewritten,
@@ -8,28 +14,39 @@ so a version never has two sets of weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import TRANSIENT
-from rollmesh.config import RunConfig
-from rollmesh.errors import CheckpointError, Conflict
-from rollmesh.runtime.logging import Logger, get_logger, note_policy_version
-from rollmesh.scheduling import Schedule
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import Logger, get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tracing import tracer
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Int32Array, PolicyRecord
 
+T = TypeVar("T")
+WritePolicy = Callable[[], PolicyRecord]
+"""Function that writes a policy's folder."""
+
 CANARY_SEQUENCES = 8
 CANARY_TOKENS = 32
 _CANARY_SEED = 20_071_115
+_IDLE_SECONDS = 5.0
+"""Time between two orders to the other ranks while a publication is awaited; a longer wait is logged."""
 
 
 def canary_sequences(vocab_size: int) -> list[Int32Array]:
@@ -40,9 +57,8 @@ def canary_sequences(vocab_size: int) -> list[Int32Array]:
 
 @dataclass(eq=False)
 class Publisher:
-    """Publisher of the ranks' weights under the trainer's session."""
+    """Publisher of the ranks' weights under the trainer's session. Its methods are for one task: the training loop."""
 
-    _config: RunConfig
     _ranks: RankCoordinator
     _session: TrainingSession
     _checkpoints: CheckpointStore
@@ -51,68 +67,109 @@ class Publisher:
     _executor: Executor
     _canary: list[Int32Array]
     _progress: Progress
-    _references: Collection[int] = ()
-    """KL reference versions, which are never pruned."""
+    _announcer: Announcer
+    _in_flight: asyncio.Task[None] | None = field(default=None, init=False)
+    _newest: int = field(default=-1, init=False)
+    """Version of the newest publication."""
     _log: Logger = field(default_factory=lambda: get_logger("publisher"), init=False)
 
-    async def publish(self, train_step: int) -> PolicyRecord:
-        """Publish and announce the weights of ``train_step``, unless that step is published already. Idempotent.
+    async def publish(self, train_step: int) -> int:
+        """Publish the weights of ``train_step`` and wait until they are announced; return their version. Idempotent."""
+        version = await self.begin(train_step)
+        await self.announced()
+        return version
 
-        Every generator rejects a damaged policy. If the newest policy is damaged, the same weights are published as the
-        next version.
+    async def begin(self, train_step: int) -> int:
+        """Copy the weights of ``train_step`` and publish them in the background; return their version. Idempotent.
+
+        Waits for the publication in flight first. A step that is published already is not published again, unless the
+        newest policy is damaged: every generator rejects it, so the same weights are published as the next version.
         """
+        await self.announced()
         newest = await self._session.retry("latest_policy", self._session.store.policies.latest)
+        published = False
         if newest is not None:
             self._ranks.catalog.update([newest])
             self._metrics.policy_version.set(newest.policy_version)
             if newest.train_step > train_step:
-                return newest
+                return newest.policy_version
             published = self._progress.published(newest.path)
             if newest.train_step == train_step and published and not await self._damaged(newest):
-                return newest
+                return newest.policy_version
         version = newest.policy_version + 1 if newest else 0
-        record = await self._whole_folder(version, train_step)
-        if record is None:
+        source: PolicyRecord | WritePolicy | None = await self._whole_folder(version, train_step)
+        label = self._progress.label(self._session.token)
+        if source is None:
             parent = newest.policy_version if newest else None
             if newest is not None and newest.train_step == train_step and not published:
                 parent = self._progress.rolled_back_to
-            loop = asyncio.get_running_loop()
-            record = await self._retry.run(
-                "publish", lambda: loop.run_in_executor(self._executor, self._write, version, train_step, parent)
-            )
-        await self._announce(record)
-        await self._prune()
-        return record
+            source = await self._copied(label, version, train_step, parent)
+        self._newest = version
+        self._in_flight = asyncio.create_task(self._finish(source, version, train_step, label), name="publish-policy")
+        return version
 
-    async def _announce(self, record: PolicyRecord) -> None:
-        store, token = self._session.store, self._session.token
-        try:
-            await self._session.retry("announce_policy", lambda: store.policies.announce(token, record))
-        except Conflict:
-            # A re-assertion after a Redis restart may have announced the policy already.
-            if await self._session.retry("policy", lambda: store.policies.get(record.policy_version)) != record:
-                raise
-        self._ranks.catalog.update([record])
-        self._metrics.published.inc()
-        note_policy_version(record.policy_version)
-        self._metrics.policy_version.set(record.policy_version)
-        await self._retry.run("mark_announced", lambda: asyncio.to_thread(self._checkpoints.mark_announced, record))
-        self._log.info(
-            "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
+    async def announced(self) -> None:
+        """Wait until the publication in flight is announced; raise its error. Returns at once without one."""
+        task, logged = self._in_flight, False
+        if task is None:
+            return
+        while not (await asyncio.wait({task}, timeout=_IDLE_SECONDS))[0]:
+            if not logged:
+                self._log.info("training_waits_for_publication", policy_version=self._newest)
+            logged = True
+            await self._in_thread(self._ranks.idle)
+        self._in_flight = None
+        task.result()
+
+    async def check(self) -> None:
+        """Raise the error of the publication in flight, if it has failed; does not wait."""
+        if self._in_flight is not None and self._in_flight.done():
+            await self.announced()
+
+    async def cancel(self) -> None:
+        """End the publication in flight, if there is one; the next start of the trainer publishes the step."""
+        if self._in_flight is not None:
+            await cancel_and_wait(self._in_flight)
+
+    async def _finish(self, source: PolicyRecord | WritePolicy, version: int, train_step: int, label: str) -> None:
+        step = tracer().train_step(train_step)
+        with tracer().span("publish", step, kind="producer", policy_version=version):
+            record = source if isinstance(source, PolicyRecord) else await self._written(source)
+            with self._timed("announce"):
+                await self._announcer.announce(record)
+        await self._announcer.prune(label)
+
+    async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
+        """Copy the weights out; return the function that writes them."""
+        with self._timed("copy_out"):
+            # A policy that no generator can serve fails here, before anything of it is written.
+            canary = await self._in_thread(lambda: self._ranks.canary(self._canary))
+            weights = await self._in_thread(self._ranks.copy_out)
+        return partial(
+            self._checkpoints.publish,
+            session=session,
+            policy_version=version,
+            train_step=train_step,
+            parent=parent,
+            write=partial(self._ranks.trainer.write_folder, weights=weights),
+            canary=canary,
         )
 
-    async def _damaged(self, record: PolicyRecord) -> bool:
-        """Tell whether a published folder differs from its announcement; False while the store is unreachable."""
-        try:
-            await asyncio.to_thread(self._checkpoints.open, record)
-        except CheckpointError as error:
-            self._log.error(
-                "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
-            )
-            return error.reason not in TRANSIENT
-        return False
+    async def _written(self, write: WritePolicy) -> PolicyRecord:
+        with self._timed("write"):
+            return await self._retry.run("publish", lambda: asyncio.to_thread(write))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._metrics.publication_seconds.labels(phase=phase).observe(time.monotonic() - started)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
+        """Return the complete folder of this version that a crash left without an announcement; None if none."""
         for record in await asyncio.to_thread(self._checkpoints.complete_policies):
             known = (record.policy_version, record.train_step) == (version, train_step)
             if known and self._progress.published(record.path):
@@ -124,45 +181,13 @@ class Publisher:
                 return record
         return None
 
-    def _write(self, version: int, train_step: int, parent: int | None) -> PolicyRecord:
-        canary = self._ranks.canary(self._canary)
-        return self._checkpoints.publish(
-            session=self._progress.label(self._session.token),
-            policy_version=version,
-            train_step=train_step,
-            parent=parent,
-            write=self._ranks.export,
-            canary=canary,
-        )
-
-    async def _prune(self) -> None:
-        store = self._session.store
-        await self._session.learn_policies()
-        pinned = await self._session.retry("pinned_policy", store.policies.pinned)
-        generators = await self._session.retry("generators", store.generators.live)
-        evaluations = await self._session.retry("evaluations", store.evaluations.all)
-        kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
-        kept |= {g.policy_version for g in generators}
-        kept |= {g.loading_version for g in generators if g.loading_version is not None}
-        kept |= {e.request.policy_version for e in evaluations if e.result is None}
-        removed = await asyncio.to_thread(
-            self._checkpoints.prune,
-            self._ranks.catalog.records,
-            keep_last=kept_policies(self._config),
-            keep_versions=kept,
-            session=self._progress.label(self._session.token),
-        )
-        if removed:
-            self._log.info("policies_pruned", paths=removed)
-
-
-def kept_policies(config: RunConfig) -> int:
-    """Return the number of newest policies to keep.
-
-    The old-logprob source ``snapshot`` requires the versions within the staleness bound, plus one for each step that a
-    crash replays: a replay that falls back to other logprobs would give other weights than the published ones.
-    """
-    if config.trainer.algorithm.old_logprobs != "snapshot":
-        return config.checkpoints.keep_last
-    staleness = Schedule.from_config(config).max_staleness
-    return max(config.checkpoints.keep_last, staleness + 1 + config.checkpoints.state_every_steps)
+    async def _damaged(self, record: PolicyRecord) -> bool:
+        """Tell whether a published folder differs from its announcement; False while the store is unreachable."""
+        try:
+            await asyncio.to_thread(self._checkpoints.open, record)
+        except CheckpointError as error:
+            self._log.error(
+                "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
+            )
+            return error.reason not in TRANSIENT
+        return False

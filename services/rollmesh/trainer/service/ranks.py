@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rollmesh.checkpoints.batch_frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.batches import StepSettings
@@ -48,27 +49,30 @@ class RankCoordinator:
         ``replayed`` are the groups of earlier batches, which the report counts apart.
         """
         remembered = sorted(self.catalog.remembered.items())
+        train_steps, policies = self._policies()
         sent = settings and settings.model_dump(mode="json")
-        details = {"policies": self._new_policies(), "remembered": remembered, "settings": sent}
+        details = {"policies": policies, "remembered": remembered, "settings": sent}
         self._order({"do": "train", "train_step": batch.train_step, **details})
         if self.world.size > 1:
             broadcast_bytes(batch_to_bytes(batch), self.world)
-        return self.trainer.train(batch, self.catalog.train_steps, settings, replayed)
+        return self.trainer.train(batch, train_steps, settings, replayed)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the gradient of a part of the next batch on all ranks, before the batch is cut."""
-        self._order({"do": "accumulate", "policies": self._new_policies()})
+        train_steps, policies = self._policies()
+        self._order({"do": "accumulate", "policies": policies})
         if self.world.size > 1:
             broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=tuple(groups))), self.world)
-        self.trainer.accumulate(groups, self.catalog.train_steps)
+        self.trainer.accumulate(groups, train_steps)
 
     def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``."""
-        self._order({"do": "end_stage", "policies": self._new_policies(), "kept": sorted(kept)})
+        train_steps, policies = self._policies()
+        self._order({"do": "end_stage", "policies": policies, "kept": sorted(kept)})
         if self.world.size > 1:
             unfinished = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
             broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=(unfinished,))), self.world)
-        return self.trainer.end_stage(trajectories, self.catalog.train_steps, kept)
+        return self.trainer.end_stage(trajectories, train_steps, kept)
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state. Raises CheckpointError."""
@@ -89,7 +93,8 @@ class RankCoordinator:
     def take_weights(self, policy_version: int) -> None:
         """Load the weights of a published policy; reset moments and stage records. CheckpointError if not kept."""
         self._kept_folder(policy_version)
-        self._order({"do": "take_weights", "policy_version": policy_version, "policies": self._new_policies()})
+        _, policies = self._policies()
+        self._order({"do": "take_weights", "policy_version": policy_version, "policies": policies})
         self._take_weights(policy_version)
 
     def canary(self, sequences: Sequence[Int32Array]) -> list[CanarySequence]:
@@ -107,10 +112,10 @@ class RankCoordinator:
             for ids, logprobs in zip(sequences, values, strict=True)
         ]
 
-    def export(self, folder: Path) -> Mapping[str, str]:
-        """Write the current weights as a Hugging Face folder; return the digests of ``PolicyTrainer.export``."""
-        self._order({"do": "export"})
-        return self.trainer.export(folder)
+    def copy_out(self) -> Mapping[str, Tensor]:
+        """Copy the current weights to host memory (``PolicyTrainer.copy_out``)."""
+        self._order({"do": "copy_out"})
+        return self.trainer.copy_out()
 
     def idle(self) -> None:
         """Keep the other ranks alive: without an order their wait for the next one would time out."""
@@ -120,15 +125,15 @@ class RankCoordinator:
         """End ``follow`` on the other ranks."""
         self._order({"do": "leave"})
 
-    def follow(self, scratch: Path) -> None:
-        """Carry out the orders of rank 0 until the order ``leave``; ``scratch`` is never written to."""
+    def follow(self) -> None:
+        """Carry out the orders of rank 0 until the order ``leave``."""
         while True:
             order = json.loads(broadcast_bytes(None, self.world))
             if order["do"] == "leave":
                 return
-            self._carry_out(order, scratch)
+            self._carry_out(order)
 
-    def _carry_out(self, order: Order, scratch: Path) -> None:
+    def _carry_out(self, order: Order) -> None:
         match order["do"]:
             case "train":
                 self.catalog.update(PolicyRecord(**record) for record in order["policies"])
@@ -154,8 +159,8 @@ class RankCoordinator:
                 self._take_weights(order["policy_version"])
             case "canary":
                 self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
-            case "export":
-                self.trainer.export(scratch)
+            case "copy_out":
+                self.trainer.copy_out()
             case "idle":
                 pass
             case unknown:
@@ -165,11 +170,15 @@ class RankCoordinator:
         if self.world.size > 1:
             broadcast_bytes(json.dumps(order).encode(), self.world)
 
-    def _new_policies(self) -> list[dict[str, Any]]:
-        """Return the policies that were not sent to the other ranks yet, and mark them as sent."""
-        records = [r for r in self.catalog.records if r.policy_version not in self._known_to_peers]
-        self._known_to_peers |= {r.policy_version for r in records}
-        return [asdict(r) for r in records]
+    def _policies(self) -> tuple[Mapping[int, int], list[dict[str, Any]]]:
+        """Return the train steps of all policies, and the records for the other ranks, which are marked as sent.
+
+        Both are of one moment, because a policy may be announced meanwhile: all ranks must know the same policies.
+        """
+        records, train_steps = self.catalog.snapshot()
+        new = [r for r in records if r.policy_version not in self._known_to_peers]
+        self._known_to_peers |= {r.policy_version for r in new}
+        return train_steps, [asdict(r) for r in new]
 
     def _save(self, order: Order) -> CommittedState:
         return self._checkpoints.save_state(

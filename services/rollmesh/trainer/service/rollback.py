@@ -1,5 +1,6 @@
 """Rollback to an older policy: its weights, zero optimizer moments, no work of the abandoned branch.
 
+    wait for the publication in flight           it is of the branch that is abandoned
     load the weights of the requested version, moments zero
     state -> COMMITTED, rollback_count + 1       a restart from here continues after the rollback
     publish -> announce                          the next version number, parent = the requested version
@@ -46,15 +47,16 @@ class RollbackRunner:
         replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._ranks.trainer.train_step
         if request is None or replaying:
             return
+        await self._publisher.announced()
         try:
             if request.request_id != self._progress.rollback_id:
                 await self._go_back(request, commit)
-            record = await self._publisher.publish(self._ranks.trainer.train_step)
+            version = await self._publisher.publish(self._ranks.trainer.train_step)
             dropped = await self._session.retry("rollback", lambda: store.training.roll_back(self._session.token))
             self._log.info(
                 "rolled_back",
                 to_version=request.policy_version,
-                policy_version=record.policy_version,
+                policy_version=version,
                 dropped_groups=dropped,
             )
         except CheckpointError as error:

@@ -8,10 +8,22 @@
     report_trained                          the batch's capacity is refunded
     record                                  one line in metrics.jsonl, its main numbers in the queue
     state -> COMMITTED -> report_committed  every state_every_steps
-    publish -> announce                     once per train step, also after a replay
+    copy out                                canary and a copy of the weights; once per train step, also after a replay
+
+    write -> announce -> prune              in the background, until before report_trained of the next step
+
+While version s is written and announced, the trainer waits for batch s+1, writes and confirms its file and trains it.
+It reports nothing of step s+1 before version s is announced, so the queue, the committed states and the announced
+versions are never further apart than if the trainer waited for every publication.
 
 The trainer may be killed between any two lines. At the next start it loads the newest committed state, replays the
-batch files after it in order, and publishes only policies that were not announced.
+batch files after it in order, and publishes only policies that were not announced. Killed while version s is in flight,
+it has at most the file of batch s+1 beyond step s, and:
+
+    before the manifest                     the folder is no policy; state s, or its replay, has the same weights
+    manifest, not announced                 the folder is announced unchanged
+    announced, not marked                   the registry has it; if Redis lost it, the folder is announced unchanged
+    batch s+1 written, confirmed, trained   version s is published first, then batch s+1 is replayed from its file
 """
 
 from __future__ import annotations
@@ -105,15 +117,18 @@ class TrainingLoop:
         deps = self._deps
         await self._tidy()
         await self._reports.restore(self.train_step)
-        # Before publishing: a rollback is the remedy for weights that cannot be published.
-        await deps.rollbacks.carry_out(self._save)
-        await deps.publisher.publish(self.train_step)
-        self._engines.begin(await self._generators())
-        watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
         try:
-            await self._train()
+            # Before publishing: a rollback is the remedy for weights that cannot be published.
+            await deps.rollbacks.carry_out(self._save)
+            await deps.publisher.publish(self.train_step)
+            self._engines.begin(await self._generators())
+            watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
+            try:
+                await self._train()
+            finally:
+                await cancel_and_wait(watch)
         finally:
-            await cancel_and_wait(watch)
+            await deps.publisher.cancel()
 
     async def _train(self) -> None:
         deps = self._deps
@@ -121,6 +136,8 @@ class TrainingLoop:
         waiting_since = time.monotonic()
         while not self._shutdown.is_set():
             deps.health.beat(LOOP_NAME)
+            # The batch that this loop waits for may never be cut without that version.
+            await deps.publisher.check()
             # After the last step too: an operator may roll back the final policy of a finished run.
             await deps.rollbacks.carry_out(self._save)
             if self.train_step >= last:
@@ -137,6 +154,7 @@ class TrainingLoop:
                 break
             waiting_since = time.monotonic()
         await self._commit()
+        await deps.publisher.announced()
         await self._tidy()
         await self._reports.restore_if_lost(self.train_step)
         # A run that diverged at its last step raises this at every start.
@@ -161,26 +179,34 @@ class TrainingLoop:
         deps, step = self._deps, claimed.batch.train_step
         deps.metrics.phase_seconds.labels(phase="wait").observe(waited)
         if deps.stages is not None:
+            # It records under the version of the current weights.
+            await deps.publisher.announced()
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
             settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
-            report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
-        await deps.session.report_trained(step)
+            try:
+                report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
+            except RollmeshError:
+                await deps.publisher.announced()  # the error may end the run; the last good version must be out
+                raise
         mark_trained(claimed, started_ns)
+        trained = time.monotonic()
+        await deps.publisher.announced()
+        stalled = time.monotonic() - trained
+        await deps.session.report_trained(step)
         await self._record(claimed, report, waited)
         if step % deps.config.checkpoints.state_every_steps == 0 or step == last:
             with tracer().span("save", traceparent):
                 await self._commit()
         started = time.monotonic()
-        with tracer().span("publish", traceparent, kind="producer") as span:
-            record = await deps.publisher.publish(step)
-            span.set(policy_version=record.policy_version)
-        deps.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
+        version = await deps.publisher.begin(step)
+        stalled += time.monotonic() - started
+        deps.metrics.phase_seconds.labels(phase="publish").observe(stalled)
         self._log.info(
             "step_trained",
             train_step=step,
-            policy_version=record.policy_version,
+            policy_version=version,
             replayed=claimed.replayed,
             reward_mean=round(report.batch.reward_mean, 4),
             staleness_mean=round(report.batch.trajectory_staleness.mean, 3),

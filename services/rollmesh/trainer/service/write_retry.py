@@ -34,6 +34,8 @@ class Retry:
         self._health = health
         self._shutdown = shutdown
         self._backoff = backoff
+        self._waiting: dict[str, str] = {}
+        """Problem by waiting operation: several may wait, and each shows until it is done."""
         self._log = get_logger("write_retry")
 
     async def run(self, operation: str, write: Callable[[], Awaitable[T]]) -> T:
@@ -48,10 +50,15 @@ class Retry:
             if problem is None:
                 raise error
             self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
-            self._health.set_ready(False, f"{problem}: {operation}")
+            self._waiting[operation] = f"{problem}: {operation}"
+            self._show()
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{operation}: shut down while waiting: {problem}")
 
         result = await retry(write, CheckpointError, self._backoff, wait)
-        self._health.set_ready(True)
+        self._waiting.pop(operation, None)
+        self._show()
         return result
+
+    def _show(self) -> None:
+        self._health.set_ready(not self._waiting, "; ".join(self._waiting.values()))

@@ -61,3 +61,26 @@ async def test_shutdown_ends_the_wait() -> None:
 
     with pytest.raises(Stopped):
         await retry.run("publish", write)
+
+
+async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_meanwhile() -> None:
+    health = Health()
+    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
+    waits, room = asyncio.Event(), asyncio.Event()
+
+    async def blocked() -> None:
+        if not waits.is_set():
+            waits.set()
+            raise full()
+        await room.wait()
+
+    async def written() -> None:
+        pass
+
+    publication = asyncio.create_task(retry.run("publish", blocked))
+    await waits.wait()
+    await retry.run("write_batch", written)
+    assert health.ready() == (False, "disk full: publish")
+    room.set()
+    await publication
+    assert health.ready() == (True, "")
