@@ -127,7 +127,7 @@ PAGE = Page(
             ),
             curve(
                 "Publication",
-                "Mean seconds of its phases: the copy of the weights, then in the background write and announcement.",
+                "Mean seconds of its phases: canary and copy of the weights; in the background write and announcement.",
                 Query(
                     f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
                     f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",

@@ -61,15 +61,16 @@ class RandomModel:
         model = self._make(version)
         return lambda folder: _write_like_the_trainer(model, folder), _canary(model, self.vocab_size)
 
-    def stall_seconds(self, count: int) -> list[float]:
-        """Measure what a trainer does before a publication runs in the background: canary, copy of the weights."""
+    def stall_seconds(self, count: int) -> list[tuple[float, float]]:
+        """Measure canary and copy of the weights, which precede a publication in the background, and the copy alone."""
         model, copy = self._make(0), WeightCopy(torch.float32)
-        seconds: list[float] = []
+        seconds: list[tuple[float, float]] = []
         for _ in range(count + 1):
             started = time.monotonic()
             _canary(model, self.vocab_size)
+            scored = time.monotonic()
             copy.take(model, World())
-            seconds.append(time.monotonic() - started)
+            seconds.append((time.monotonic() - started, time.monotonic() - scored))
         return seconds[1:]  # the first one allocates the copy
 
     def write(self, folder: Path) -> None:

@@ -6,8 +6,8 @@ mode of ``generator.on_new_version``, policies are published one after the other
 * publish to serving: from the start of the write (weights, digests, manifest, fsync, announcement) until the registry
   shows that the generator serves the version, verified and checked on the canary;
 * pause: the time without decoding, from the generator's histogram;
-* stall: the seconds in which the trainer computes the canary and copies the weights, beside those with writing and
-  announcing, for which it waited too before publications ran in the background;
+* stall: the seconds in which the trainer computes the canary and copies the weights, beside the copy alone, and beside
+  the sum with writing and announcing, for which it would wait if publications did not run in the background;
 * silence: the longest time without a token in any stream around the swap, with re-prefill and rejected calls.
 
 Bytes per second are those of the reload (from detection to serving: read, hash, load, canary), with a plain copy of
@@ -51,12 +51,16 @@ async def _measure(shape: dict[str, Any], size: str, mode: str, reloads: int) ->
             serving, pause, silence, load, published = await scene.reloads(reloads)
             copy_seconds = statistics.median(scene.copy_seconds() for _ in range(reloads))
             byte_count = sum(file.stat().st_size for file in scene.folder.iterdir())
-        stall = statistics.median(await asyncio.to_thread(model.stall_seconds, reloads))
+        stalls = await asyncio.to_thread(model.stall_seconds, reloads)
+        stall, copy = (statistics.median(column) for column in zip(*stalls, strict=True))
     title = f"{mode}, {size}"
     return [
         Measure(name=f"publish to serving, {title}", value=serving, unit="seconds"),
         Measure(name=f"pause of decoding, {title}", value=pause, unit="seconds"),
         Measure(name=f"longest silence of {STREAMS} streams, {title}", value=silence, unit="seconds"),
-        compared(f"trainer's stall, {title}", stall, "seconds", "with writing and announcing", stall + published),
+        compared(f"trainer's stall, {title}", stall, "seconds", "copy of the weights alone", copy),
+        compared(
+            f"trainer's stall beside waiting, {title}", stall, "seconds", "with write, announce", stall + published
+        ),
         compared(f"reload, {title}", byte_count / load, "bytes/s", "plain file copy", byte_count / copy_seconds),
     ]

@@ -1,7 +1,8 @@
 """Run as a script by the tests: the trainer service, which stops or fails at one point of one step.
 
 HELD_AT names the point and HELD_STEP the train step. The trainer stops there until the pipe ``release`` in the run
-folder is opened for writing, and not again; with HELD_FAILS it raises an error. Usage: held_process.py RUN.yaml
+folder is opened for writing, and not again; with HELD_FAILS it raises an error. With NEXT_STEP_FAILS the train step
+after it raises an error that is no RollmeshError. Usage: held_process.py RUN.yaml
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service import publishing
 from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.types import Batch
 
 _FOLDER = Path(sys.argv[1]).parent
 
@@ -49,6 +52,17 @@ def _stop() -> None:
     (_FOLDER / "release").read_bytes()
 
 
+def _fail_in_step(step: int) -> None:
+    original = RankCoordinator.train
+
+    def train(self: RankCoordinator, batch: Batch, *args: Any) -> Any:
+        if batch.train_step == step:
+            raise RuntimeError("the test lets this step fail")
+        return original(self, batch, *args)
+
+    RankCoordinator.train = train  # type: ignore[method-assign]
+
+
 def _hold(owner: Any, name: str, step_of: Callable[..., int], step: int) -> None:
     original = getattr(owner, name)
 
@@ -68,4 +82,6 @@ def _hold(owner: Any, name: str, step_of: Callable[..., int], step: int) -> None
 if __name__ == "__main__":
     publishing._IDLE_SECONDS = 0.05
     _hold(*POINTS[os.environ["HELD_AT"]], int(os.environ["HELD_STEP"]))
+    if "NEXT_STEP_FAILS" in os.environ:
+        _fail_in_step(int(os.environ["HELD_STEP"]) + 1)
     runpy.run_path(str(Path(__file__).with_name("trainer_process.py")), run_name="__main__")

@@ -161,6 +161,21 @@ async def test_a_rollback_waits_for_the_publication_in_flight(
         assert [run.checkpoints.open(r).manifest.parent for r in records] == [None, 0, 1, 1]
 
 
+async def test_a_step_that_fails_ends_the_trainer_after_the_version_in_flight_is_announced(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEXT_STEP_FAILS", "1")
+    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at="before the manifest", step=2) as run:
+        await run.until("the error to wait for the publication", lambda: waits(run, 2), pause=0.01)
+        assert await versions(run) == [0, 1]
+        release(run)
+        process = run.process
+        assert process is not None
+        assert await asyncio.to_thread(process.wait, 120) == 1
+        assert "the test lets this step fail" in run.log()
+        assert await versions(run) == [0, 1, 2]
+
+
 async def test_a_publication_that_fails_ends_a_trainer_that_waits_for_a_batch(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ class TrainerMetrics:
         )
         self.phase_seconds = m.histogram(
             "rollmesh_trainer_phase_seconds",
-            "Wall time of a step's phases; publish is the trainer's stall for one version.",
+            "Wall time of a step's phases; publish is the wait for a publication, canary and copy of the weights.",
             labels={"phase": _PHASES},
         )
         self.publication_seconds = m.histogram(

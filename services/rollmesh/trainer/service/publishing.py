@@ -70,7 +70,7 @@ class Publisher:
     _announcer: Announcer
     _in_flight: asyncio.Task[None] | None = field(default=None, init=False)
     _newest: int = field(default=-1, init=False)
-    """Version of the newest publication."""
+    """Version of the newest publication of this process."""
     _log: Logger = field(default_factory=lambda: get_logger("publisher"), init=False)
 
     async def publish(self, train_step: int) -> int:
@@ -97,7 +97,10 @@ class Publisher:
             if newest.train_step == train_step and published and not await self._damaged(newest):
                 return newest.policy_version
         version = newest.policy_version + 1 if newest else 0
-        source: PolicyRecord | WritePolicy | None = await self._whole_folder(version, train_step)
+        source: PolicyRecord | WritePolicy | None = None
+        if newest is None or newest.policy_version != self._newest:
+            # Only the publication in flight of a process that was killed, or of a registry that was lost, is left over.
+            source = await self._whole_folder(version, train_step)
         label = self._progress.label(self._session.token)
         if source is None:
             parent = newest.policy_version if newest else None
@@ -125,6 +128,19 @@ class Publisher:
         """Raise the error of the publication in flight, if it has failed; does not wait."""
         if self._in_flight is not None and self._in_flight.done():
             await self.announced()
+
+    async def settle(self) -> None:
+        """Wait for the publication in flight after an error of the training loop, and log an error of its own.
+
+        Sends no orders to the other ranks, which may have failed too.
+        """
+        if (task := self._in_flight) is None:
+            return
+        self._log.info("training_waits_for_publication", policy_version=self._newest)
+        await asyncio.wait({task})
+        self._in_flight = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("publication_failed", policy_version=self._newest, message=str(error))
 
     async def cancel(self) -> None:
         """End the publication in flight, if there is one; the next start of the trainer publishes the step."""

@@ -23,14 +23,14 @@ it has at most the file of batch s+1 beyond step s, and:
     before the manifest                     the folder is no policy; state s, or its replay, has the same weights
     manifest, not announced                 the folder is announced unchanged
     announced, not marked                   the registry has it; if Redis lost it, the folder is announced unchanged
-    batch s+1 written, confirmed, trained   version s is published first, then batch s+1 is replayed from its file
+    batch s+1 written, confirmed, trained   nothing of it was reported; it is replayed from its file, after step s
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -127,6 +127,10 @@ class TrainingLoop:
                 await self._train()
             finally:
                 await cancel_and_wait(watch)
+        except Exception:
+            # The error may end the run; the last good version must be out.
+            await deps.publisher.settle()
+            raise
         finally:
             await deps.publisher.cancel()
 
@@ -178,22 +182,17 @@ class TrainingLoop:
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         deps, step = self._deps, claimed.batch.train_step
         deps.metrics.phase_seconds.labels(phase="wait").observe(waited)
+        stalled = 0.0
         if deps.stages is not None:
             # It records under the version of the current weights.
-            await deps.publisher.announced()
+            stalled += await _seconds_of(deps.publisher.announced())
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
             settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
-            try:
-                report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
-            except RollmeshError:
-                await deps.publisher.announced()  # the error may end the run; the last good version must be out
-                raise
+            report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
         mark_trained(claimed, started_ns)
-        trained = time.monotonic()
-        await deps.publisher.announced()
-        stalled = time.monotonic() - trained
+        stalled += await _seconds_of(deps.publisher.announced())
         await deps.session.report_trained(step)
         await self._record(claimed, report, waited)
         if step % deps.config.checkpoints.state_every_steps == 0 or step == last:
@@ -285,6 +284,13 @@ class TrainingLoop:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._deps.executor, call)
+
+
+async def _seconds_of(wait: Awaitable[None]) -> float:
+    """Await ``wait`` and return its seconds."""
+    started = time.monotonic()
+    await wait
+    return time.monotonic() - started
 
 
 def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Retry:
             self._metrics.failures.labels(reason=str(error.reason)).inc()
             problem = _TRANSIENT.get(Reason(error.reason))
             if problem is None:
+                self._done(operation)
                 raise error
             self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
             self._waiting[operation] = f"{problem}: {operation}"
@@ -56,9 +57,12 @@ class Retry:
                 raise Stopped(f"{operation}: shut down while waiting: {problem}")
 
         result = await retry(write, CheckpointError, self._backoff, wait)
+        self._done(operation)
+        return result
+
+    def _done(self, operation: str) -> None:
         self._waiting.pop(operation, None)
         self._show()
-        return result
 
     def _show(self) -> None:
         self._health.set_ready(not self._waiting, "; ".join(self._waiting.values()))
