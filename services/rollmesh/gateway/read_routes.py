@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
+from rollmesh.gateway.curves import NAMES_PATTERN, names_of
 from rollmesh.gateway.models.api_model import About, ErrorBody
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
@@ -22,6 +23,7 @@ from rollmesh.gateway.models.items import (
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
 from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.token_check import Check
+from rollmesh.store.inspection import CURSOR_PATTERN
 
 PREFIX = "/api/v1"
 MOST_POINTS = 2000
@@ -36,7 +38,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         400: "A parameter or the body is invalid.",
         401: "The token is missing or invalid.",
         404: "The requested object does not exist in the run.",
-        409: "The state of the run does not allow the action.",
+        409: "The run, or its machine, does not allow the action now.",
         503: "Redis is unreachable, or there are too many clients.",
     }
     return {status: {"model": ErrorBody, "description": texts[status]} for status in (*statuses, 503)}
@@ -66,7 +68,7 @@ class ReadRoutes:
             self.events
         )
         api.get("/series", responses=error_responses(400, 401))(self.series)
-        api.get("/trajectories", responses=error_responses(400, 401))(self.trajectories)
+        api.get("/trajectories", responses=error_responses(400, 401, 404))(self.trajectories)
         api.get("/trajectories/{trajectory_id}", responses=error_responses(400, 401, 404))(self.trajectory)
         api.get("/batches", responses=error_responses(401))(self.batches)
         api.get("/batches/{train_step}", responses=error_responses(400, 401, 404))(self.batch)
@@ -107,16 +109,25 @@ class ReadRoutes:
 
     async def series(
         self,
-        names: Annotated[str, Query(description="Comma-separated names; empty selects all curves.")] = "",
+        names: Annotated[
+            str,
+            Query(
+                description="Comma-separated names; empty selects all curves.",
+                json_schema_extra={"pattern": NAMES_PATTERN},  # not validated here: the error names the unknown curve
+            ),
+        ] = "",
         points: Annotated[int, Query(description="Maximum number of points per curve.", ge=2, le=MOST_POINTS)] = 300,
     ) -> SeriesAnswer:
         """Show curves: reward, length, staleness, throughput, evaluations and more."""
-        return self._reads.series([name.strip() for name in names.split(",") if name.strip()], points)
+        return self._reads.series(names_of(names), points)
 
     async def trajectories(
         self,
         state: Annotated[ListState | None, Query(description="Filter by state.")] = None,
-        cursor: Annotated[str | None, Query(description="next_cursor of the previous page.", max_length=200)] = None,
+        cursor: Annotated[
+            str | None,
+            Query(description="next_cursor of the previous page, in the same state.", pattern=CURSOR_PATTERN),
+        ] = None,
         limit: Annotated[int, Query(description="Maximum number of rows.", ge=1, le=500)] = 100,
     ) -> TrajectoryPage:
         """List the trajectories of the queue, oldest group first."""

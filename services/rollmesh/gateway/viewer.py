@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.errors import CheckpointError, Conflict
+from rollmesh.errors import CheckpointError, Conflict, DataError
 from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.models.items import TrajectoryDetail, TrajectoryPage, TrajectorySummary
 from rollmesh.gateway.token_runs import Pieces
@@ -29,8 +29,11 @@ class Viewer:
         return self._pieces is not None
 
     async def page(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
-        """Return one page of the queue."""
-        marks, next_cursor = await self._store.inspection.trajectory_page(state, cursor, limit)
+        """Return one page of the queue; NotFound for the cursor of another list."""
+        try:
+            marks, next_cursor = await self._store.inspection.trajectory_page(state, cursor, limit)
+        except DataError as error:
+            raise NotFound(str(error), field="cursor") from error
         return TrajectoryPage(items=[_summary(mark) for mark in marks], next_cursor=next_cursor)
 
     async def detail(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:

@@ -5,6 +5,7 @@ Every call reads a bounded part of the queue, independent of its size. No read i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from rollmesh.types import Trajectory, TrajectoryState
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
 _GROUP_FIELDS = ("incarnation", "restarted", "set_aside")
 _SECTIONS = ("open", "ready", "aside", "cut")
+_QUEUES = ("pending", "partial", "resting")
+CURSOR_PATTERN = f"^({'|'.join((*_SECTIONS, *_QUEUES))}):[0-9]{{1,16}}:[0-9]{{1,9}}$"
+"""Form of a cursor: section of the queue, place in it, and member."""
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
 _RECORDS_PER_PAGE = 4096
@@ -110,7 +114,7 @@ class Inspection:
 
         Raises DataError for an invalid cursor.
         """
-        if state in ("pending", "partial", "resting"):
+        if state in _QUEUES:
             return await self._queue_page(state, cursor, limit)
         here: _Cursor | None = _parse(cursor, _SECTIONS)
         found: list[TrajectoryMark] = []
@@ -233,8 +237,8 @@ class Inspection:
 def _parse(cursor: str | None, sections: Sequence[str]) -> _Cursor:
     if cursor is None:
         return _Cursor(sections[0], 0, 0)
-    section, at, member = [*cursor.split(":"), "", ""][:3]
-    if section not in sections or not at.isdecimal() or not member.isdecimal() or len(at + member) > 20:
+    section, at, member = cursor.split(":") if re.match(CURSOR_PATTERN, cursor) else ("", "", "")
+    if section not in sections:
         raise DataError(f"cursor {cursor!r} is not valid here: pass the next cursor of the same list")
     return _Cursor(section, int(at), int(member))
 
