@@ -107,7 +107,7 @@ class Page {
     setText(byId("connection"), "from the run folder");
     hideSections(LIVE_SECTIONS);
     setSight(0, overview.newest_version);
-    this.#curves.end();
+    this.#curves.end(overview.run);
     this.#versions.end();
     this.#trajectories.end();
     showResult(overview);
@@ -116,7 +116,7 @@ class Page {
   // The run has ended, and its gateway with it.
   #onEnd(time) {
     this.#ended = true;
-    this.#curves.end();
+    this.#curves.end(this.#overview.run);
     const again = () => {
       this.#ended = false;
       hideSections(["result"]);

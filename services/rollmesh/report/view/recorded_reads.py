@@ -21,7 +21,7 @@ from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
 from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.view.recorded_curves import recorded_curves, recorded_policies
+from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import recorded_overview
 from rollmesh.runtime.api_errors import NotFound
 
@@ -29,18 +29,21 @@ from rollmesh.runtime.api_errors import NotFound
 class RecordedReads:
     """``RunReads`` of a run folder. Batch files are read when they are asked for."""
 
-    def __init__(self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics) -> None:
-        """Read the records of the run; blocks."""
+    def __init__(
+        self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics, beside: RecordedRun | None = None
+    ) -> None:
+        """Read the records of the run, and the curves of a run beside it; blocks."""
         self._config = config
         tokenizer, self._archive = open_tokenizer(config), Archive(config)
         self._pieces = None if tokenizer is None else tokenizer.pieces
         self._lists = BatchLists(self._archive, self._pieces)
         self._settings = RunSettings(yaml=run_file_text(config))
-        self._curves, timeline = recorded_curves(run)
+        self._curves = recorded_curves(run)
+        self._beside = None if beside is None else recorded_curves(beside)
         self._policies = recorded_policies(run)
         # A link cannot carry the token in a header: the report is not served where reads need it.
         self.has_report = not config.gateway.token_for_reads and (run.path / REPORT_FILE).exists()
-        self._overview = recorded_overview(run, config, self._curves, timeline.begin_time, report=self.has_report)
+        self._overview = recorded_overview(run, config, self._curves, report=self.has_report)
         self.hub = EventHub(self._snapshot, config.gateway.most_event_clients, metrics)
 
     def about(self) -> About:
@@ -68,7 +71,9 @@ class RecordedReads:
 
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return curves."""
-        return self._curves.answer(names, points)
+        if self._beside is None:
+            return self._curves.curves.answer(names, points)
+        return curves_beside(self._curves, self._beside, names, points)
 
     async def trajectories(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
         """Return an empty page: the queue is not read."""
