@@ -14,6 +14,7 @@ from rollmesh.errors import DataError
 from rollmesh.store.member_round import MemberRound, read_member_round
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
+from rollmesh.store.response_ends import ResponseEnds, read_response_ends
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.store.trajectory_history import TrajectoryHistory
 from rollmesh.types import Trajectory, TrajectoryState
@@ -22,7 +23,9 @@ _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward"
 _GROUP_FIELDS = ("incarnation", "restarted", "set_aside")
 _SECTIONS = ("open", "ready", "aside", "cut")
 _QUEUES = ("pending", "partial", "resting")
-CURSOR_PATTERN = f"^({'|'.join((*_SECTIONS, *_QUEUES))}):[0-9]{{1,16}}:[0-9]{{1,9}}$"
+SORTED = "sorted"
+"""Section of the cursors of sorted lists, which the caller makes; their place is a position in the list."""
+CURSOR_PATTERN = f"^({'|'.join((*_SECTIONS, *_QUEUES, SORTED))}):[0-9]{{1,16}}:[0-9]{{1,9}}$"
 """Form of a cursor: section of the queue, place in it, and member."""
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
@@ -176,6 +179,14 @@ class Inspection:
         return InspectedTrajectory(
             mark=mark, trajectory=trajectory, member_count=int(launched), history=history, round=member_round
         )
+
+    async def response_ends(self, trajectory_ids: Sequence[str]) -> list[ResponseEnds]:
+        """Return the beginning and the end of the saved response of each trajectory."""
+        return [
+            ends
+            for ids in slices(trajectory_ids, _RECORDS_PER_READ)
+            for ends in await read_response_ends(self._connection, ids)
+        ]
 
     async def gone_at(self, group_id: str) -> int | None:
         """Return the approximate train step at which a group left the queue; None when it is queued or forgotten."""

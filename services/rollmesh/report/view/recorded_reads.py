@@ -15,9 +15,18 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.api_model import About
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
-from rollmesh.gateway.models.items import DeadLetterList, GeneratorList, PolicyList, TrajectoryDetail, TrajectoryPage
+from rollmesh.gateway.models.items import (
+    DeadLetterList,
+    GeneratorList,
+    PolicyList,
+    QueueOrder,
+    TrajectoryDetail,
+    TrajectoryPage,
+)
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
+from rollmesh.gateway.models.processes import LogTail, ProcessList
 from rollmesh.gateway.run_facts import run_facts
+from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
 from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
@@ -37,6 +46,7 @@ class RecordedReads:
         tokenizer, self._archive = open_tokenizer(config), Archive(config)
         self._pieces = None if tokenizer is None else tokenizer.pieces
         self._lists = BatchLists(self._archive, self._pieces)
+        self._processes = RunProcesses(run.path)
         self._settings = RunSettings(yaml=run_file_text(config))
         self._curves = recorded_curves(run)
         self._beside = None if beside is None else recorded_curves(beside)
@@ -75,7 +85,9 @@ class RecordedReads:
             return self._curves.curves.answer(names, points)
         return curves_beside(self._curves, self._beside, names, points)
 
-    async def trajectories(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
+    async def trajectories(
+        self, state: str | None, cursor: str | None, limit: int, order: QueueOrder, descending: bool, preview: bool
+    ) -> TrajectoryPage:
         """Return an empty page: the queue is not read."""
         return TrajectoryPage(items=[], next_cursor=None)
 
@@ -115,3 +127,11 @@ class RecordedReads:
     async def dead_letters(self, limit: int) -> DeadLetterList:
         """Return no dead letter: the queue is not read."""
         return DeadLetterList(dead_letters=[], total=0)
+
+    async def processes(self) -> ProcessList:
+        """Return the processes of the run on this machine."""
+        return await self._processes.list()
+
+    async def log(self, name: str, lines: int) -> LogTail:
+        """Return the last lines of the log of a process."""
+        return await self._processes.log(name, lines)
