@@ -248,7 +248,7 @@ class Inspection:
 def _parse(cursor: str | None, sections: Sequence[str]) -> _Cursor:
     if cursor is None:
         return _Cursor(sections[0], 0, 0)
-    section, at, member = cursor.split(":") if re.match(CURSOR_PATTERN, cursor) else ("", "", "")
+    section, at, member = cursor.split(":") if re.fullmatch(CURSOR_PATTERN, cursor) else ("", "", "")
     if section not in sections:
         raise DataError(f"cursor {cursor!r} is not valid here: pass the next cursor of the same list")
     return _Cursor(section, int(at), int(member))
