@@ -25,7 +25,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.processes import LogTail, ProcessList
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.queue_lists import QueueLists
 from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.run_processes import RunProcesses

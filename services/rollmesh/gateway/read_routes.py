@@ -22,7 +22,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.processes import LogTail, ProcessList
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.token_check import Check
 from rollmesh.store.inspection import CURSOR_PATTERN

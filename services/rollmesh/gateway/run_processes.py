@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rollmesh.gateway.models.processes import LogTail, ProcessList, ProcessView
+from rollmesh.gateway.models.process_views import LogTail, ProcessList, ProcessView
 from rollmesh.runtime.api_errors import NotFound
 from rollmesh.runtime.launcher_lock import launcher_process
 from rollmesh.runtime.log_tail import tail_lines

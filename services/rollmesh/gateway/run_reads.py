@@ -17,7 +17,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.processes import LogTail, ProcessList
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 
 
 class RunReads(Protocol):

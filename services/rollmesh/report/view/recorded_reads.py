@@ -24,7 +24,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
-from rollmesh.gateway.models.processes import LogTail, ProcessList
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
