@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,14 @@ def view(
     port: Annotated[
         int, typer.Option(help="Port of the page on this machine; 0 picks a free one.", min=0, max=65535)
     ] = 0,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder of a second run, whose curves are drawn beside; those of a run in progress end at the "
+            "start of this command.",
+            metavar="RUN_FOLDER",
+        ),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Open the page of a run that has ended, read-only: curves, versions, trained trajectories, audit, report.
@@ -35,9 +44,10 @@ def view(
             webbrowser.open(link)
 
     async def main() -> None:
-        config, folder = run_of(run)
+        other = None if beside is None else RecordedRun(run_of(beside)[1].path)
+        config, folder = run_of(run)  # last: modules of this run are found, not those of the other one
         _refuse_live(folder)
-        await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready)
+        await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready, other)
 
     run_async(main)
 

@@ -20,8 +20,9 @@ class GatewayConfig(Section):
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to bind to; 0 picks a free one, which ``rollmesh status`` prints."""
     token: SecretStr | None = None
-    """Bearer token of the actions (pause, pin, roll back, replay, scale); null creates one per run, in the run folder.
-    Preferably from ROLLMESH_GATEWAY__TOKEN."""
+    """Bearer token of the actions (pause, pin, roll back, replay, scale), the run file and the logs of the processes on
+    the page, and every call of the agents service; null creates one per run, in the run folder. Preferably from
+    ROLLMESH_GATEWAY__TOKEN."""
     token_for_reads: bool = False
     """Require the token for reads too."""
     allowed_hosts: list[str] = Field(default_factory=list)

@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path
 
 from rollmesh.config import RunConfig
-from rollmesh.config.replica_bounds import check_replicas, check_scale
-from rollmesh.errors import Conflict
+from rollmesh.config.replica_bounds import check_scale
+from rollmesh.errors import ConfigError, Conflict
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.items import Done, ScaleRequest
 from rollmesh.gateway.read_routes import PREFIX, TrajectoryId, error_responses
@@ -99,18 +99,23 @@ class ActionRoutes:
 
     async def scale(self, request: ScaleRequest) -> Done:
         """Request a number of processes of a service from the launcher."""
-        if request.replicas is None:
-            check_replicas(request.service, 1)
-        else:
-            check_scale(self._config, request.service, request.replicas)
-            if not request.force:
-                asked = await self._store.scaling.requests()
-                await asyncio.to_thread(check_capacity, self._config, asked, request.service, request.replicas)
+        if request.replicas is not None:
+            await self._check_scale(request.service, request.replicas, force=request.force)
         carried_out = await self._store.scaling.request(request.service, request.replicas)
         self._count("scale")
         replicas = "as in the run file" if request.replicas is None else f"{request.replicas}"
         launcher = "the launcher applies it" if carried_out else "no launcher runs that could apply it now"
         return Done(done=f"{request.service} replicas: {replicas}; {launcher}")
+
+    async def _check_scale(self, service: str, replicas: int, *, force: bool) -> None:
+        """Raise Conflict when the run, or without ``force`` its machine, cannot have that many replicas."""
+        try:
+            check_scale(self._config, service, replicas)
+            if not force:
+                asked = await self._store.scaling.requests()
+                await asyncio.to_thread(check_capacity, self._config, asked, service, replicas)
+        except ConfigError as error:
+            raise Conflict(str(error)) from error
 
     def _count(self, action: str) -> None:
         self._metrics.actions.labels(action=action).inc()

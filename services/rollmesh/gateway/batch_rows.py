@@ -41,7 +41,7 @@ def rows_of(group: Group) -> list[BatchRow]:
             token_count=each.response_token_count,
             policy_versions=each.policy_versions,
             finish_reason=None if each.finish_reason is None else each.finish_reason.value,
-            shown=_shown(each.response_ids),
+            shown=shown_ends(each.response_ids),
         )
         for each in group.trajectories
     ]
@@ -66,10 +66,17 @@ def reward_of(trajectory: Trajectory) -> float | None:
     return None if trajectory.outcome is None else trajectory.shaped_reward
 
 
-def _shown(ids: Int32Array) -> tuple[Int32Array, ...]:
-    if len(ids) <= _HEAD_TOKENS + _TAIL_TOKENS:
-        return (ids,)
-    return np.copy(ids[:_HEAD_TOKENS]), np.copy(ids[-_TAIL_TOKENS:])  # a view would keep every token in memory
+def shown_ends(first: Int32Array, last: Int32Array | None = None) -> tuple[Int32Array, ...]:
+    """Return the tokens of a preview, from a whole response or from its first and its last part."""
+    if last is None and len(first) <= _HEAD_TOKENS + _TAIL_TOKENS:
+        return (first,)
+    tail = first if last is None else last
+    return np.copy(first[:_HEAD_TOKENS]), np.copy(tail[-_TAIL_TOKENS:])  # a view would keep every token in memory
+
+
+def preview_of(shown: Sequence[Int32Array], pieces: Pieces | None) -> str:
+    """Return the text of a preview on one line; token ids without a tokenizer."""
+    return _GAP.join(_text(ids, pieces) for ids in shown)
 
 
 def _ordered(rows: Sequence[BatchRow], order: BatchOrder, descending: bool) -> list[BatchRow]:
@@ -91,7 +98,7 @@ def _item(row: BatchRow, pieces: Pieces | None) -> BatchTrajectory:
         tokens=row.token_count,
         policy_versions=list(row.policy_versions),
         finish_reason=row.finish_reason,
-        preview=_GAP.join(_text(ids, pieces) for ids in row.shown),
+        preview=preview_of(row.shown, pieces),
     )
 
 

@@ -22,6 +22,15 @@ _LIVE = {
     "memory_ratio": "ratio",
 }
 EVALUATION = "evaluation"
+CURVES = (*curves(), EVALUATION, *_LIVE)
+"""Names of all curves."""
+NAMES_PATTERN = "^ *({name} *(, *{name} *)*)?$".format(name=f"({'|'.join(CURVES)})")
+"""Form of a list of names, which ``names_of`` reads."""
+
+
+def names_of(text: str) -> list[str]:
+    """Return the names of a comma-separated list with optional spaces; none for an empty list."""
+    return [name.strip(" ") for name in text.split(",")] if text.strip(" ") else []
 
 
 class Curves:
@@ -34,7 +43,6 @@ class Curves:
         self._times = Curve()
         self.pace = Pace()
         """Pace of the newest train steps."""
-        self._names = (*self._metrics, EVALUATION, *_LIVE)
         self._evaluations: Sequence[EvaluationView] = ()
         self.report: StepReportView | None = None
         """Newest step report."""
@@ -76,11 +84,11 @@ class Curves:
 
     def answer(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return the named curves, or all if ``names`` is empty; BadRequest for an unknown name."""
-        unknown = [name for name in names if name not in self._names]
+        unknown = [name for name in names if name not in CURVES]
         if unknown:
-            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(self._names)}")
-        wanted = list(dict.fromkeys(names)) or list(self._names)
-        return SeriesAnswer(available=list(self._names), series=self._all_series(wanted, points))
+            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(CURVES)}")
+        wanted = list(dict.fromkeys(names)) or list(CURVES)
+        return SeriesAnswer(available=list(CURVES), series=self._all_series(wanted, points))
 
     def _all_series(self, names: Sequence[str], points: int) -> list[Series]:
         times = self._times.points(len(self._times)) if any(name in self._metrics for name in names) else []

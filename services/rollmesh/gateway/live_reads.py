@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.load import run_file_text
@@ -19,11 +20,15 @@ from rollmesh.gateway.models.items import (
     GeneratorList,
     PolicyList,
     PolicyView,
+    QueueOrder,
     TrajectoryDetail,
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
+from rollmesh.gateway.queue_lists import QueueLists
 from rollmesh.gateway.run_facts import run_facts
+from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import open_tokenizer
 from rollmesh.gateway.viewer import Viewer
 from rollmesh.store import TrajectoryStore
@@ -41,6 +46,8 @@ class LiveReads:
         self._settings = RunSettings(yaml=run_file_text(config))
         self._viewer = Viewer(store, archive, pieces)
         self._lists = BatchLists(archive, pieces)
+        self._queue = QueueLists(store, pieces)
+        self._processes = RunProcesses(Path(config.folder))
 
     def about(self) -> About:
         """Return the fixed facts of the run."""
@@ -66,9 +73,11 @@ class LiveReads:
         """Return curves."""
         return self._poller.curves.answer(names, points)
 
-    async def trajectories(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
+    async def trajectories(
+        self, state: str | None, cursor: str | None, limit: int, order: QueueOrder, descending: bool, preview: bool
+    ) -> TrajectoryPage:
         """Return one page of the queue."""
-        return await self._viewer.page(state, cursor, limit)
+        return await self._queue.page(state, cursor, limit, order, descending, preview)
 
     async def trajectory(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
         """Return one trajectory, from the queue, the dead letters or a batch file."""
@@ -123,3 +132,11 @@ class LiveReads:
             for letter in await self._store.dead_letters.newest(limit)
         ]
         return DeadLetterList(dead_letters=views, total=(await self._store.mesh.counts()).dead_letters)
+
+    async def processes(self) -> ProcessList:
+        """Return the processes of the run on this machine."""
+        return await self._processes.list()
+
+    async def log(self, name: str, lines: int) -> LogTail:
+        """Return the last lines of the log of a process."""
+        return await self._processes.log(name, lines)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
+from rollmesh.gateway.curves import NAMES_PATTERN, names_of
 from rollmesh.gateway.models.api_model import About, ErrorBody
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
@@ -16,16 +17,20 @@ from rollmesh.gateway.models.items import (
     GeneratorList,
     ListState,
     PolicyList,
+    QueueOrder,
     TrajectoryDetail,
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.token_check import Check
+from rollmesh.store.inspection import CURSOR_PATTERN
 
 PREFIX = "/api/v1"
 MOST_POINTS = 2000
 MOST_TOKENS = 16_384
+MOST_LINES = 500
 
 TrajectoryId = Annotated[str, Path(description="Trajectory id.", min_length=1, max_length=200)]
 
@@ -36,7 +41,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         400: "A parameter or the body is invalid.",
         401: "The token is missing or invalid.",
         404: "The requested object does not exist in the run.",
-        409: "The state of the run does not allow the action.",
+        409: "The run, or its machine, does not allow the action now.",
         503: "Redis is unreachable, or there are too many clients.",
     }
     return {status: {"model": ErrorBody, "description": texts[status]} for status in (*statuses, 503)}
@@ -49,7 +54,7 @@ class ReadRoutes:
         self._reads = reads
 
     def router(self, check: Check, token: Check) -> APIRouter:
-        """Return the routes; ``check`` guards all, and ``token`` the run file, whose options may be credentials."""
+        """Return the routes; ``check`` guards all, and ``token`` the run file and logs, which may have credentials."""
         api = APIRouter(prefix=PREFIX, tags=["read"], dependencies=[Depends(check)])
         stream = {
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -66,13 +71,15 @@ class ReadRoutes:
             self.events
         )
         api.get("/series", responses=error_responses(400, 401))(self.series)
-        api.get("/trajectories", responses=error_responses(400, 401))(self.trajectories)
+        api.get("/trajectories", responses=error_responses(400, 401, 404))(self.trajectories)
         api.get("/trajectories/{trajectory_id}", responses=error_responses(400, 401, 404))(self.trajectory)
         api.get("/batches", responses=error_responses(401))(self.batches)
         api.get("/batches/{train_step}", responses=error_responses(400, 401, 404))(self.batch)
         api.get("/policies", responses=error_responses(401))(self.policies)
         api.get("/generators", responses=error_responses(401))(self.generators)
         api.get("/dead-letters", responses=error_responses(401))(self.dead_letters)
+        api.get("/processes", responses=error_responses(401))(self.processes)
+        api.get("/logs/{name}", responses=error_responses(400, 401, 404), dependencies=[Depends(token)])(self.log)
         return api
 
     async def about(self) -> About:
@@ -107,20 +114,32 @@ class ReadRoutes:
 
     async def series(
         self,
-        names: Annotated[str, Query(description="Comma-separated names; empty selects all curves.")] = "",
+        names: Annotated[
+            str,
+            Query(
+                description="Comma-separated names; empty selects all curves.",
+                json_schema_extra={"pattern": NAMES_PATTERN},  # not validated here: the error names the unknown curve
+            ),
+        ] = "",
         points: Annotated[int, Query(description="Maximum number of points per curve.", ge=2, le=MOST_POINTS)] = 300,
     ) -> SeriesAnswer:
         """Show curves: reward, length, staleness, throughput, evaluations and more."""
-        return self._reads.series([name.strip() for name in names.split(",") if name.strip()], points)
+        return self._reads.series(names_of(names), points)
 
     async def trajectories(
         self,
         state: Annotated[ListState | None, Query(description="Filter by state.")] = None,
-        cursor: Annotated[str | None, Query(description="next_cursor of the previous page.", max_length=200)] = None,
+        cursor: Annotated[
+            str | None,
+            Query(description="next_cursor of the previous page, in the same state and order.", pattern=CURSOR_PATTERN),
+        ] = None,
         limit: Annotated[int, Query(description="Maximum number of rows.", ge=1, le=500)] = 100,
+        order: Annotated[QueueOrder, Query(description="Order; the oldest 20,000 are sorted.")] = "queue",
+        descending: Annotated[bool, Query(description="Highest first; without effect in the queue's order.")] = False,
+        preview: Annotated[bool, Query(description="With a preview of the text.")] = False,
     ) -> TrajectoryPage:
-        """List the trajectories of the queue, oldest group first."""
-        return await self._reads.trajectories(state, cursor, limit)
+        """List the trajectories of the queue, oldest group first or sorted."""
+        return await self._reads.trajectories(state, cursor, limit, order, descending, preview)
 
     async def trajectory(
         self,
@@ -161,3 +180,15 @@ class ReadRoutes:
     ) -> DeadLetterList:
         """List failed trajectories, newest first."""
         return await self._reads.dead_letters(limit)
+
+    async def processes(self) -> ProcessList:
+        """List the processes of the run on this machine, with memory and CPU."""
+        return await self._reads.processes()
+
+    async def log(
+        self,
+        name: Annotated[str, Path(description="Name of a process.", pattern=r"^[a-z]{1,20}-[0-9]{1,4}$")],
+        lines: Annotated[int, Query(description="Maximum number of lines.", ge=1, le=MOST_LINES)] = 40,
+    ) -> LogTail:
+        """Show the last lines of the log of a process; always needs the token."""
+        return await self._reads.log(name, lines)

@@ -8,8 +8,16 @@ from typing import Protocol
 from rollmesh.gateway.models.api_model import About
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
-from rollmesh.gateway.models.items import DeadLetterList, GeneratorList, PolicyList, TrajectoryDetail, TrajectoryPage
+from rollmesh.gateway.models.items import (
+    DeadLetterList,
+    GeneratorList,
+    PolicyList,
+    QueueOrder,
+    TrajectoryDetail,
+    TrajectoryPage,
+)
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 
 
 class RunReads(Protocol):
@@ -33,7 +41,9 @@ class RunReads(Protocol):
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return curves."""
 
-    async def trajectories(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
+    async def trajectories(
+        self, state: str | None, cursor: str | None, limit: int, order: QueueOrder, descending: bool, preview: bool
+    ) -> TrajectoryPage:
         """Return one page of the queue."""
 
     async def trajectory(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
@@ -53,3 +63,9 @@ class RunReads(Protocol):
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
         """Return failed trajectories, newest first."""
+
+    async def processes(self) -> ProcessList:
+        """Return the processes of the run on this machine."""
+
+    async def log(self, name: str, lines: int) -> LogTail:
+        """Return the last lines of the log of a process."""

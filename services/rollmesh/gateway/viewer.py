@@ -6,17 +6,17 @@ import asyncio
 
 from rollmesh.errors import CheckpointError, Conflict
 from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.models.items import TrajectoryDetail, TrajectoryPage, TrajectorySummary
+from rollmesh.gateway.models.items import TrajectoryDetail
 from rollmesh.gateway.token_runs import Pieces
 from rollmesh.gateway.trajectory_details import archived_detail, trajectory_detail
 from rollmesh.runtime.api_errors import NotFound
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.inspection import InspectedTrajectory, TrajectoryMark
+from rollmesh.store.inspection import InspectedTrajectory
 from rollmesh.types import Trajectory, TrajectoryState
 
 
 class Viewer:
-    """Viewer of queue pages and of single trajectories, token by token."""
+    """Viewer of single trajectories, token by token."""
 
     def __init__(self, store: TrajectoryStore, archive: Archive, pieces: Pieces | None) -> None:
         self._store = store
@@ -27,11 +27,6 @@ class Viewer:
     def has_text(self) -> bool:
         """True if token ids come with their text."""
         return self._pieces is not None
-
-    async def page(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
-        """Return one page of the queue."""
-        marks, next_cursor = await self._store.inspection.trajectory_page(state, cursor, limit)
-        return TrajectoryPage(items=[_summary(mark) for mark in marks], next_cursor=next_cursor)
 
     async def detail(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
         """Return one trajectory; NotFound if its tokens are nowhere."""
@@ -104,19 +99,4 @@ def _not_found(trajectory_id: str, left_at: int | None) -> NotFound:
         f"the group of {trajectory_id} left the queue about train step {left_at}, and no batch file here has it",
         field="trajectory_id",
         hint="it was dropped (overview: drops), or the checkpoint folder is not on this machine",
-    )
-
-
-def _summary(mark: TrajectoryMark) -> TrajectorySummary:
-    return TrajectorySummary(
-        id=mark.trajectory_id,
-        group_id=mark.trajectory_id.rpartition(".")[0],
-        state=mark.state,
-        tokens=mark.token_count,
-        attempts=mark.attempts,
-        birth_version=mark.birth_version,
-        newest_version=mark.newest_version,
-        finish_reason=mark.finish_reason,
-        reward=mark.reward,
-        train_step=mark.train_step,
     )

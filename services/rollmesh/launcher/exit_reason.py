@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.runtime.lifecycle import FAILURE_EVENT
+from rollmesh.runtime.log_tail import tail_lines
 
-_TAIL_BYTES = 64 << 10
 _TAIL_LINES = 15
 _CONSOLE_FAILURE = re.compile(rf"\b{FAILURE_EVENT}\b.* error=(\w+)")
 _CONSOLE_PASSING = re.compile(r"\bpassing=True\b")
@@ -32,7 +32,7 @@ class ExitReason:
 def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
     """Read the reason from the end of a log; skip the first ``since`` bytes, which earlier processes wrote."""
     try:
-        lines = _tail(log_file, since)
+        lines = tail_lines(log_file, since)
     except OSError as error:
         return ExitReason(error="", text=f"its log cannot be read: {error}", summary="its log cannot be read")
     # Search beyond the last line: torchrun writes its own summary after the line of the failed rank.
@@ -47,13 +47,6 @@ def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
     readable = [part for line in lines[-_TAIL_LINES:] for part in _readable(line)]
     text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])])
     return ExitReason(error="", text=text, summary=readable[-1].strip() if readable else "it logged nothing")
-
-
-def _tail(file: Path, since: int) -> list[str]:
-    with file.open("rb") as handle:
-        handle.seek(max(since, file.stat().st_size - _TAIL_BYTES))
-        text = handle.read().decode(errors="replace")
-    return [line for line in text.splitlines() if line.strip()]
 
 
 def _readable(line: str) -> list[str]:

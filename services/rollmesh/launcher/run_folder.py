@@ -28,14 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
-from rollmesh.runtime.launcher_lock import LOCK_FILE, lock_holder, lock_text
+from rollmesh.runtime.launcher_lock import LOCK_FILE, launcher_process, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 from rollmesh.user_code import record_code_folder
 
@@ -116,14 +114,7 @@ def has_launcher(folder: Path) -> bool:
     holder = lock_holder(folder)
     if holder is None:
         return False
-    if not holder.is_here:
-        return bool(distant_launcher(folder))
-    try:
-        process, written = psutil.Process(holder.pid), (folder / LOCK_FILE).stat().st_mtime
-        # A process that began after the file was written has taken over the id of an ended launcher.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written
-    except (OSError, ValueError, psutil.Error):
-        return False
+    return launcher_process(folder) is not None if holder.is_here else bool(distant_launcher(folder))
 
 
 def distant_launcher(folder: Path) -> str:

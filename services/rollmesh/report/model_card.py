@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rollmesh.checkpoints.manifest import Manifest
-from rollmesh.config.data import PromptSourceConfig
+from rollmesh.config.data import DataConfig, PromptSourceConfig
 from rollmesh.report.formats import plus_minus
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import EvaluationPoint
@@ -32,6 +32,7 @@ def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
         ("Evaluation of this version", _score(summary, manifest.policy_version)),
         ("Evaluation before training", _score(summary, 0)),
         ("Data", _UNKNOWN if run.config is None else _data(run.config.data.source)),
+        ("Chat template (`chat_template_kwargs`)", _UNKNOWN if run.config is None else _chat_template(run.config.data)),
         ("Verifier", _UNKNOWN if run.config is None else f"`{run.config.reward.verifier}`"),
         ("Schedule", summary.preset or _UNKNOWN),
         ("Parameters", f"{manifest.parameter_count:,} ({manifest.dtype})"),
@@ -68,3 +69,8 @@ def _score(summary: RunSummary, version: int) -> str:
 def _data(source: PromptSourceConfig) -> str:
     fields = source.model_dump(mode="json", exclude_defaults=True, exclude={"type"})
     return f"`{source.type}` {json.dumps(fields)}" if fields else f"`{source.type}`"
+
+
+def _chat_template(data: DataConfig) -> str:
+    variables = data.chat_template_kwargs
+    return f"`{json.dumps(variables)}`" if variables else "no variables"

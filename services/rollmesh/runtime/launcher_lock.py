@@ -44,6 +44,20 @@ def lock_holder(folder: Path) -> LockHolder | None:
         return None
 
 
+def launcher_process(folder: Path) -> psutil.Process | None:
+    """Return the process of the launcher that holds the lock; None if it has ended or runs on another host."""
+    holder = lock_holder(folder)
+    if holder is None or not holder.is_here:
+        return None
+    try:
+        process, written = psutil.Process(holder.pid), (folder / LOCK_FILE).stat().st_mtime
+        # A process that began after the file was written has taken over the id of an ended launcher.
+        is_it = process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written
+    except (OSError, ValueError, psutil.Error):
+        return None
+    return process if is_it else None
+
+
 def started_by_launcher(folder: Path) -> bool:
     """Tell whether the launcher that holds the lock has started this process, or is this process."""
     holder = lock_holder(folder)

@@ -5,6 +5,7 @@ Every call reads a bounded part of the queue, independent of its size. No read i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from rollmesh.errors import DataError
 from rollmesh.store.member_round import MemberRound, read_member_round
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
+from rollmesh.store.response_ends import ResponseEnds, read_response_ends
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.store.trajectory_history import TrajectoryHistory
 from rollmesh.types import Trajectory, TrajectoryState
@@ -20,6 +22,11 @@ from rollmesh.types import Trajectory, TrajectoryState
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
 _GROUP_FIELDS = ("incarnation", "restarted", "set_aside")
 _SECTIONS = ("open", "ready", "aside", "cut")
+_QUEUES = ("pending", "partial", "resting")
+SORTED = "sorted"
+"""Section of the cursors of sorted lists, which the caller makes; their place is a position in the list."""
+CURSOR_PATTERN = f"^({'|'.join((*_SECTIONS, *_QUEUES, SORTED))}):[0-9]{{1,16}}:[0-9]{{1,9}}$"
+"""Form of a cursor: section of the queue, place in it, and member."""
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
 _RECORDS_PER_PAGE = 4096
@@ -110,7 +117,7 @@ class Inspection:
 
         Raises DataError for an invalid cursor.
         """
-        if state in ("pending", "partial", "resting"):
+        if state in _QUEUES:
             return await self._queue_page(state, cursor, limit)
         here: _Cursor | None = _parse(cursor, _SECTIONS)
         found: list[TrajectoryMark] = []
@@ -173,6 +180,14 @@ class Inspection:
             mark=mark, trajectory=trajectory, member_count=int(launched), history=history, round=member_round
         )
 
+    async def response_ends(self, trajectory_ids: Sequence[str]) -> list[ResponseEnds]:
+        """Return the beginning and the end of the saved response of each trajectory."""
+        return [
+            ends
+            for ids in slices(trajectory_ids, _RECORDS_PER_READ)
+            for ends in await read_response_ends(self._connection, ids)
+        ]
+
     async def gone_at(self, group_id: str) -> int | None:
         """Return the approximate train step at which a group left the queue; None when it is queued or forgotten."""
         score = await self._connection.command("ZSCORE", self._keys.single("tombstones"), group_id)
@@ -233,8 +248,8 @@ class Inspection:
 def _parse(cursor: str | None, sections: Sequence[str]) -> _Cursor:
     if cursor is None:
         return _Cursor(sections[0], 0, 0)
-    section, at, member = [*cursor.split(":"), "", ""][:3]
-    if section not in sections or not at.isdecimal() or not member.isdecimal() or len(at + member) > 20:
+    section, at, member = cursor.split(":") if re.fullmatch(CURSOR_PATTERN, cursor) else ("", "", "")
+    if section not in sections:
         raise DataError(f"cursor {cursor!r} is not valid here: pass the next cursor of the same list")
     return _Cursor(section, int(at), int(member))
 

@@ -188,9 +188,9 @@ def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict
 
 
 @contextmanager
-def viewing(folder: Path, **environment: str) -> Iterator[str]:
+def viewing(folder: Path, *options: str, **environment: str) -> Iterator[str]:
     """Serve a run folder with ``rollmesh view``; yields the link to the page, with its token."""
-    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder)]
+    command = [sys.executable, "-m", "rollmesh.cli.main", "view", str(folder), *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None

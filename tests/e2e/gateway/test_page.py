@@ -106,6 +106,22 @@ def _versions_named(canvas: Locator) -> list[int]:
     return [int(version) for version in re.findall(r"on v(\d+)", canvas.get_attribute("aria-label") or "")]
 
 
+def test_the_longest_response_of_the_queue_is_found_by_sorting(window: Open, at_rest: Scene) -> None:
+    page = window().open()
+    longest = at_rest.get("trajectories?order=tokens&descending=true&limit=1&preview=true")["items"][0]
+    assert longest["preview"]
+    head = page.locator("#trajectory-table thead button", has_text="tokens")
+    head.click()
+    page.locator("#trajectory-table th[aria-sort=ascending]").wait_for()
+    head.click()
+    page.locator("#trajectory-table th[aria-sort=descending]").wait_for()
+    first = page.locator("#trajectory-table tbody tr").first
+    first.locator("td:nth-child(5)", has_text=f"{longest['tokens']:,}").wait_for()
+    assert (first.locator(".preview").text_content() or "").strip()
+    page.locator("#trajectory-table thead button", has_text="reward").click()
+    page.locator("#trajectory-table th[aria-sort=ascending]", has_text="reward").wait_for()
+
+
 def test_the_viewer_tells_of_every_token_who_wrote_it(window: Open, at_rest: Scene) -> None:
     page = window().open()
     # The viewer knows how stale a token is by the table of versions.
@@ -226,7 +242,7 @@ def test_nothing_overflows_or_overlaps(window: Open, at_rest: Scene, size: dict[
         if size is NARROW:
             assert page.evaluate("document.documentElement.scrollHeight") < 3000, link.text_content()
     page.get_by_role("link", name="Trajectories").click()
-    page.locator("#trajectory-table button").first.click()
+    page.locator("#trajectory-table tbody button").first.click()
     page.locator("#viewer .tokens .t").first.wait_for()
     inside = page.evaluate(
         """() => {

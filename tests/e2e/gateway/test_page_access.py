@@ -132,7 +132,7 @@ def test_axe_finds_nothing(window: Open, at_rest: Scene, size: dict[str, int], s
         _check(axe, page)
     _check(axe, page)
     _tab(page, "Trajectories")
-    page.locator("#trajectory-table button").first.click()
+    page.locator("#trajectory-table tbody button").first.click()
     page.locator("#viewer .tokens .t").first.wait_for()
     _check(axe, page)
     page.keyboard.press("Escape")

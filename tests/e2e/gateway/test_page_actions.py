@@ -146,7 +146,7 @@ def test_a_dead_letter_is_replayed_and_another_one_deleted(window: Open, scene: 
 def test_more_processes_than_the_machine_can_serve_are_started_only_after_a_yes(window: Open, scene: Scene) -> None:
     scene.in_store(lambda store: store.scaling.request("reward", 1))  # no launcher has a process to show
     shown = window()
-    shown.expect("400")  # the browser notes every refused request
+    shown.expect("409")  # the browser notes every refused request
     page = shown.open()
     _with_token(page)
     page.fill("#scale-reward", "250")

@@ -49,6 +49,13 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
         "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=1000 * WAIT_SECONDS
     )
 
+    for name in ("launcher-0", "trainer-0", "generator-1", "redis"):
+        row = page.locator("#process-table tbody tr", has_text=name)
+        row.locator("td", has_text="MiB").first.wait_for()
+        row.locator("td", has_text="%").wait_for()
+    page.get_by_role("button", name="Show the log of trainer-0").click()
+    page.locator("#log-text", has_text="step").wait_for()
+
     page.click("#pause")
     page.locator("#run-state", has_text="paused").wait_for()
     page.wait_for_function("() => document.querySelector('#queue-bars').textContent.includes('leased0')")

@@ -44,7 +44,7 @@ FIRST_PAINT_MS = 1000
 LOADS = 10
 """Loads of the page of which one must paint in time: these machines are at times several times slower."""
 TALLEST_PHONE = 3000
-TABS = ("Result", "Queue", "Curves", "Versions", "Trajectories", "Configuration")
+TABS = ("Result", "Queue", "Curves", "Versions", "Trajectories", "Processes", "Configuration")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,20 @@ def test_the_page_shows_the_result_and_no_live_section(viewed: Open) -> None:
     page.wait_for_function("() => document.querySelectorAll('figure.chart path.mean[d*=L]').length >= 11")
     page.click("#settings summary")
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
+
+
+def test_the_end_of_a_log_is_shown_to_the_holder_of_the_token(window: Open, folder: Path, url: str) -> None:
+    (folder / "logs" / "trainer-0.log").write_text("started\n<b>stopped</b>\n")
+    page = window(url).open(1)
+    page.get_by_role("button", name="Show the log of trainer-0").click()
+    page.locator("#log-text", has_text="started\n<b>stopped</b>").wait_for()
+    page.get_by_role("button", name="Hide the log of trainer-0").click()
+    page.locator("#log").wait_for(state="hidden")
+    other = window(_page(url))
+    other.expect("401")
+    page = other.open(1)
+    page.get_by_role("button", name="Show the log of trainer-0").click()
+    page.locator("#log-text", has_text="needs the token").wait_for()
 
 
 def test_the_worst_answer_of_a_step_is_found_by_sorting(viewed: Open) -> None:

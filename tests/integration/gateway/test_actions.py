@@ -108,7 +108,7 @@ async def test_more_processes_than_the_machine_can_take_are_refused_unless_force
     monkeypatch.setattr("rollmesh.runtime.capacity.this_machine", lambda: Machine(cores=2, available_bytes=64 << 30))
     body = {"service": "generator", "replicas": 178}
     refused = await client.post("api/v1/scale", json=body)
-    assert refused.status_code == 400
+    assert refused.status_code == 409
     assert "8 for each of the 2 cores" in refused.text
     assert await scene.store.scaling.requests() == {}
     assert (await client.post("api/v1/scale", json={**body, "force": True})).status_code == 200
@@ -122,9 +122,13 @@ async def test_a_scale_request_reaches_the_store_and_a_wrong_one_is_refused(
     assert answer.status_code == 200
     assert "no launcher runs" in answer.json()["done"]
     assert await scene.store.scaling.requests() == {"generator": 3}
-    for body in ({"service": "trainer", "replicas": 2}, {"service": "reward", "replicas": 0}, {"service": "reward"}):
+    for body, status in (
+        ({"service": "trainer", "replicas": 2}, 400),
+        ({"service": "reward", "replicas": 0}, 409),
+        ({"service": "reward"}, 400),
+    ):
         wrong = await client.post("api/v1/scale", json=body)
-        assert wrong.status_code == 400, body
+        assert wrong.status_code == status, body
         error_of(wrong)
     assert (await client.post("api/v1/scale", json={"service": "generator", "replicas": None})).status_code == 200
     assert await scene.store.scaling.requests() == {}
@@ -132,11 +136,13 @@ async def test_a_scale_request_reaches_the_store_and_a_wrong_one_is_refused(
 
 WRONG = [
     ("GET", "api/v1/trajectories?state=lost", 400, "state"),
-    ("GET", "api/v1/trajectories?cursor=nowhere", 400, None),
+    ("GET", "api/v1/trajectories?cursor=nowhere", 400, "cursor"),
+    ("GET", "api/v1/trajectories?cursor=pending:1:0", 404, "cursor"),
     ("GET", "api/v1/trajectories?limit=0", 400, "limit"),
     ("GET", "api/v1/trajectories/e0-0.77", 404, "trajectory_id"),
     ("GET", "api/v1/trajectories/..%2f..%2fsecret", 404, None),
     ("GET", "api/v1/series?names=nonsense", 400, "names"),
+    ("GET", "api/v1/series?names=loss,,goodput", 400, "names"),
     ("POST", "api/v1/policies/-1/pin", 400, "version"),
     ("POST", "api/v1/policies/999999999999999999999/pin", 400, "version"),
     ("GET", "api/v1/nothing", 404, None),

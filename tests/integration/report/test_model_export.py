@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -62,6 +63,19 @@ def test_the_newest_policy_is_exported_and_loads_with_its_tokenizer(run: MadeRun
     for fact in ("| Run | audited |", f"| Train step | {STEPS} of {STEPS} |", "`countdown`", "sha256 `"):
         assert fact in card
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_the_card_names_the_variables_of_the_chat_template(run: MadeRun, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    assert "| Chat template (`chat_template_kwargs`) | no variables |" in (tmp_path / "model" / "README.md").read_text()
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder, symlinks=True)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["data"]["chat_template_kwargs"] = {"enable_thinking": False}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    done = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "other")])
+    assert done.exit_code == 0, done.output
+    assert '| `{"enable_thinking": false}` |' in (tmp_path / "other" / "README.md").read_text()
 
 
 def test_an_older_version_is_exported_and_one_that_is_not_there_is_refused(run: MadeRun, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ ListState = Literal["pending", "leased", "partial", "resting", "finished", "scor
 """States of trajectories that have a record in the queue."""
 
 
+QueueOrder = Literal["queue", "reward", "tokens"]
+"""Order of the rows of the queue; ``queue`` is oldest group first."""
+
+
 class TrajectorySummary(ApiModel):
     """One row of the list."""
 
@@ -37,13 +41,15 @@ class TrajectorySummary(ApiModel):
     """Shaped reward."""
     train_step: int | None = None
     """Train step of its batch."""
+    preview: str | None = None
+    """Beginning and end of the saved response as text, shortened; null unless requested."""
 
 
 class TrajectoryPage(ApiModel):
     """One page; a page may hold fewer than ``limit`` items although another page follows."""
 
     items: list[TrajectorySummary]
-    """Trajectories, oldest group first."""
+    """Trajectories in the requested order."""
     next_cursor: str | None
     """Value of ``cursor`` for the next page; null on the last one."""
 

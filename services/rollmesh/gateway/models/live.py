@@ -353,6 +353,17 @@ class Series(ApiModel):
     """Largest value in the range; the mean plus a standard error for evaluations."""
 
 
+class BesideCurves(ApiModel):
+    """Curves of a second run (``rollmesh view RUN --beside OTHER``)."""
+
+    run: str
+    """Name of the run, or its folder if both runs have one name."""
+    begin_time: float | None
+    """Time of the first record of the run; null if unknown."""
+    series: list[Series]
+    """The requested curves, in the same order."""
+
+
 class SeriesAnswer(ApiModel):
     """Curves, thinned out to the requested number of points."""
 
@@ -360,3 +371,7 @@ class SeriesAnswer(ApiModel):
     """All curve names."""
     series: list[Series]
     """Requested curves, in that order; a curve without reports is empty."""
+    begin_time: float | None = None
+    """Time of the first record of the run; null if unknown, and for a live run."""
+    beside: BesideCurves | None = None
+    """The same curves of a second run; null without one."""

@@ -127,7 +127,7 @@ export class Actions {
     try {
       return await api.scale(service, wanted, false);
     } catch (error) {
-      if (error.status !== 400 || !error.message.includes("use force")) throw error;
+      if (error.status !== 409 || !error.message.includes("use force")) throw error;
       const title = `Start ${wanted} ${service} processes?`;
       if (!(await confirmed({ title, text: error.message, verb: "Start them" }))) throw error;
       return api.scale(service, wanted, true);

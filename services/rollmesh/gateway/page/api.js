@@ -86,13 +86,15 @@ const id = encodeURIComponent;
 
 export const about = () => call("GET", "about");
 export const series = (names, points) => call("GET", "series", { query: { names: names.join(","), points } });
-export const trajectories = (state, cursor, limit) => call("GET", "trajectories", { query: { state, cursor, limit } });
+export const trajectories = (query) => call("GET", "trajectories", { query });
 export const trajectory = (trajectoryId, first, limit) =>
   call("GET", `trajectories/${id(trajectoryId)}`, { query: { first_token: first, token_limit: limit } });
 export const batches = () => call("GET", "batches");
 export const batch = (trainStep, { order, descending, first, limit }) =>
   call("GET", `batches/${trainStep}`, { query: { order, descending, first, limit } });
 export const settings = () => call("GET", "config");
+export const processes = () => call("GET", "processes");
+export const log = (name) => call("GET", `logs/${id(name)}`);
 export const policies = (limit) => call("GET", "policies", { query: { limit } });
 export const deadLetters = (limit) => call("GET", "dead-letters", { query: { limit } });
 

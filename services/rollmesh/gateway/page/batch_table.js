@@ -1,9 +1,10 @@
 // Trained trajectories of one step, from its batch file: sorted by the gateway, page by page.
 import * as api from "./api.js";
-import { byId, el, setAttribute, setText } from "./dom.js";
+import { byId, el } from "./dom.js";
 import { count, number, plural, words } from "./format.js";
 import { colourSign, versionTag } from "./palette.js";
-import { built, Table, text } from "./table.js";
+import { Sorting } from "./sorting.js";
+import { built, previewColumn, Table, text } from "./table.js";
 
 const PAGE = 50;
 const NEWEST = "newest";
@@ -11,17 +12,15 @@ const NEWEST = "newest";
 export class BatchTable {
   #table;
   #steps = [];
-  #order = { order: "batch", descending: false };
+  #sorting;
   #first = 0;
   #asked = 0;
   #page = { items: [], first: 0, total: 0 };
   #shown = ""; // request of the rows on the page: a batch file never changes
-  #sorters = new Map();
 
   // open(id) shows a trajectory; changed() asks for a refresh.
   constructor(open, changed) {
     const link = (one) => el("button", { type: "button", class: "link", onclick: () => open(one.id) }, one.id);
-    const preview = (one) => el("div", { class: "preview", title: one.preview }, one.preview);
     const writers = ({ policy_versions: all }) =>
       all.length === 0 ? "" : all.length === 1 ? versionTag(all[0]) : [versionTag(all[0]), " to ", versionTag(all.at(-1))];
     this.#table = new Table(
@@ -32,38 +31,18 @@ export class BatchTable {
         text("tokens", (one) => count(one.tokens)),
         built("versions", (one) => one.policy_versions.map(colourSign), writers, { left: true }),
         text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : ""), { minor: true }),
-        built("text", (one) => one.id, preview, { left: true }),
+        previewColumn,
       ],
       "Trained trajectories of one batch",
     );
-    const heads = byId("batch-table").querySelectorAll("thead th");
-    for (const [at, order] of [
-      [1, "reward"],
-      [2, "tokens"],
-    ]) {
-      const sort = el("button", { type: "button", class: "sort", onclick: () => this.#sort(order, changed) }, order);
-      heads[at].replaceChildren(sort);
-      this.#sorters.set(order, heads[at]);
-    }
+    this.#sorting = new Sorting(byId("batch-table"), "batch", { reward: 1, tokens: 2 }, () => {
+      this.#first = 0;
+      changed();
+    });
     byId("trajectory-step").addEventListener("change", () => {
       this.#first = 0;
       changed();
     });
-  }
-
-  // The first press shows the lowest values on top, the next one the highest, the third one the order of training.
-  #sort(order, changed) {
-    const before = this.#order;
-    if (before.order !== order) this.#order = { order, descending: false };
-    else if (!before.descending) this.#order = { order, descending: true };
-    else this.#order = { order: "batch", descending: false };
-    this.#first = 0;
-    for (const [name, head] of this.#sorters) {
-      const sorted = this.#order.order === name ? (this.#order.descending ? "descending" : "ascending") : null;
-      setAttribute(head, "aria-sort", sorted);
-      setText(head.firstChild, `${name}${sorted === null ? "" : sorted === "ascending" ? " \u2191" : " \u2193"}`);
-    }
-    changed();
   }
 
   turn(forward) {
@@ -81,7 +60,8 @@ export class BatchTable {
       this.#table.show([], (one) => one.id, "No batch file can be read here: waiting for the first train step.");
       return { first: true, last: true, note: "" };
     }
-    const request = { ...this.#order, first: this.#first, limit: PAGE };
+    const { order, descending } = this.#sorting;
+    const request = { order, descending, first: this.#first, limit: PAGE };
     const sign = JSON.stringify([step, request]);
     if (sign !== this.#shown) {
       const page = await api.batch(step, request);

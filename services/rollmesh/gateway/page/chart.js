@@ -1,22 +1,37 @@
 // One line chart: mean with a band (or whiskers) from low to high, a readout, and the same numbers as a table.
+import { axisName, axisTicks, positionText } from "./axis.js";
 import { el, reconcile, setAttribute, setHidden, setText, svg } from "./dom.js";
-import { clock, count } from "./format.js";
+import { count } from "./format.js";
 import { ticks, valueRange } from "./ticks.js";
 
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
-const AXES = { train_step: "train step", policy_version: "policy version", time: "time" };
-
 const COLOURS = 4;
 const LEAST_DRAG = 8; // pixels
 
+// Curves of a run beside have the colours after those of the run; once the colours repeat, their lines are dotted.
+const styleOf = ({ colour }) => `c${colour % COLOURS}${colour >= COLOURS ? " beside" : ""}`;
+
 // Points of an evaluation are measurements with an error, on any axis.
 const isMeasured = (one) => one.measured === true || one.axis === "policy_version";
+
+// Index of the value in an ascending list that is nearest to `wanted`; -1 outside of its range.
+function nearestAt(list, wanted) {
+  if (list.length === 0 || wanted < list[0] || wanted > list[list.length - 1]) return -1;
+  let [low, high] = [0, list.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (list[middle] <= wanted) low = middle;
+    else high = middle;
+  }
+  return wanted - list[low] <= list[high] - wanted ? low : high;
+}
 
 // options: {title, waitsFor, format(value, step of the axis), select, zoom({axis, from, to} | null)}; select is a node shown
 // instead of the title. Dragging over the chart zooms into a range of its axis; a double click or Escape leaves it.
 export class Chart {
   #options;
   #series = [];
+  #xs = []; // positions of all points, ascending
   #format;
   #svg = svg("svg", { role: "img", tabindex: 0 });
   #grid = svg("g");
@@ -31,7 +46,7 @@ export class Chart {
   #body = el("tbody");
   #head = el("tr");
   #details;
-  #at = -1; // index of the point under the cursor
+  #at = -1; // index of the position under the cursor
   #shape = null; // scales of the newest drawing
   node;
 
@@ -51,10 +66,12 @@ export class Chart {
     this.#listen();
   }
 
-  // series: as returned by `viewed`; the first one defines the axis. newest: name of the right end of a time axis.
+  // series: as returned by `viewed`, with an id, a label and the number of its colour; the first one with points defines
+  // the axis. newest: name of the right end of a time axis.
   show(series, format = this.#format, newest = "now") {
     const axis = series.find((one) => one.x.length > 0)?.axis;
     this.#series = series.filter((one) => one.x.length > 0 && one.axis === axis);
+    this.#xs = [...new Set(this.#series.flatMap((one) => one.x))].sort((a, b) => a - b);
     this.#newest = newest;
     this.#format = format;
     this.#draw();
@@ -77,17 +94,16 @@ export class Chart {
     this.#drawGrid(width, height);
     reconcile(
       this.#curves,
-      this.#series.map((one, at) => ({ one, at })),
-      ({ one }) => one.name,
+      this.#series,
+      (one) => one.id,
       () => svg("g"),
-      (node, item) => this.#drawSeries(node, item.one, item.at),
+      (node, one) => this.#drawSeries(node, one),
     );
     this.#drawCursor();
   }
 
   #scales(width, height) {
-    const xs = this.#series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
-    let [from, to] = [Math.min(...xs), Math.max(...xs)];
+    let [from, to] = [this.#xs[0], this.#xs[this.#xs.length - 1]];
     if (from === to) [from, to] = [from - 1, to + 1];
     const { low, high } = valueRange(
       this.#series.flatMap((one) => one.low),
@@ -105,11 +121,14 @@ export class Chart {
     const levels = ticks(low, high, 4);
     const step = levels.length > 1 ? levels[1] - levels[0] : high - low;
     const lines = levels.map((value) => ({ key: `y${value}`, value, vertical: true }));
-    const wanted = Math.max(2, Math.floor(width / (axis === "time" ? 90 : 60)));
-    const marks = axis === "time" ? this.#timeTicks(from, to, wanted) : ticks(from, to, wanted, { integer: true });
-    const columns = marks.map((value) => ({ key: `x${value}`, value, vertical: false }));
+    const columns = axisTicks(axis, from, to, width, this.#newest).map(({ value, text }) => ({
+      key: `x${value}`,
+      value,
+      words: text,
+      vertical: false,
+    }));
     const make = ({ vertical }) => svg("g", null, vertical ? svg("line", { class: "grid" }) : null, svg("text"));
-    const update = (node, { value, vertical }) => {
+    const update = (node, { value, vertical, words }) => {
       const text = node.lastChild;
       if (vertical) {
         const at = Math.round(y(value)) + 0.5;
@@ -122,7 +141,7 @@ export class Chart {
           setAttribute(node.firstChild, name, v);
         }
         setText(text, this.#format(value, step));
-      } else setText(text, axis === "time" ? this.#ago(value) : count(value));
+      } else setText(text, words);
       setAttribute(text, "text-anchor", vertical ? "end" : "middle");
       setAttribute(text, "x", vertical ? MARGIN.left - 6 : Math.min(Math.max(x(value), MARGIN.left), width - 16));
       setAttribute(text, "y", vertical ? y(value) + 4 : height - 5);
@@ -130,23 +149,7 @@ export class Chart {
     reconcile(this.#grid, [...lines, ...columns], (item) => item.key, make, update);
   }
 
-  // Ticks count back from the newest point, so that they keep their place while the curve moves.
-  #timeTicks(from, to, wanted) {
-    const found = ticks(0, to - from, wanted).map((ago) => to - ago);
-    return found.length > 1 ? found : [to];
-  }
-
-  #ago(value) {
-    const past = Math.round(this.#shape.to - value);
-    if (past < 1) return this.#newest;
-    return past < 120
-      ? `\u2212${past} s`
-      : past < 7200
-        ? `\u2212${Math.round(past / 60)} min`
-        : `\u2212${(past / 3600).toFixed(1)} h`;
-  }
-
-  #drawSeries(node, one, at) {
+  #drawSeries(node, one) {
     const { x, y } = this.#shape;
     const points = one.x.map((value, i) => [
       x(value).toFixed(1),
@@ -156,11 +159,11 @@ export class Chart {
     ]);
     const measured = isMeasured(one);
     if (node.childElementCount === 0) {
-      setAttribute(node, "class", `c${at % COLOURS}`);
+      setAttribute(node, "class", styleOf(one));
       node.append(
         svg("path", { class: "range" }),
         svg("path", { class: "whisker" }),
-        svg("path", { class: `mean c${at % COLOURS}` }),
+        svg("path", { class: `mean ${styleOf(one)}` }),
         svg("path", { class: "dot" }),
       );
     }
@@ -187,11 +190,13 @@ export class Chart {
       this.#point(this.#nearest(pixel(event)));
       if (this.#from !== null) this.#drawDrag(pixel(event));
     });
-    // A finger scrolls the page; only a mouse and a pen zoom by dragging.
+    // A finger that moves up or down scrolls the page, which cancels the pointer (touch-action in parts.css); a second
+    // finger zooms the page.
     this.#svg.addEventListener("pointerdown", (event) => {
-      if (this.#shape && event.button === 0 && event.pointerType !== "touch") this.#from = pixel(event);
+      if (this.#shape && event.button === 0) this.#from = event.isPrimary ? pixel(event) : null;
     });
-    this.#svg.addEventListener("pointerup", (event) => this.#endDrag(pixel(event)));
+    this.#svg.addEventListener("pointerup", (event) => this.#endDrag(event.isPrimary ? pixel(event) : null));
+    this.#svg.addEventListener("pointercancel", () => this.#endDrag(null));
     this.#svg.addEventListener("dblclick", () => this.#options.zoom(null));
     const leave = () => {
       this.#point(-1);
@@ -201,7 +206,7 @@ export class Chart {
     this.#svg.addEventListener("blur", leave);
     this.#svg.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.#options.zoom(null);
-      const last = (this.#series[0]?.x.length ?? 0) - 1;
+      const last = this.#xs.length - 1;
       const from = this.#at < 0 ? last + (event.key === "ArrowLeft" ? 1 : 0) : this.#at;
       const next = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
       if (next === undefined) return;
@@ -235,22 +240,18 @@ export class Chart {
   }
 
   #nearest(pixel) {
-    let best = -1;
-    const xs = this.#series[0]?.x ?? [];
-    for (let at = 0; at < xs.length; at += 1) {
-      if (best < 0 || Math.abs(this.#shape.x(xs[at]) - pixel) < Math.abs(this.#shape.x(xs[best]) - pixel)) best = at;
-    }
-    return best;
+    if (this.#xs.length === 0) return -1;
+    return nearestAt(this.#xs, Math.min(Math.max(this.#valueAt(pixel), this.#xs[0]), this.#xs.at(-1)));
   }
 
   #point(at) {
     this.#at = at;
     this.#drawCursor();
-    setText(this.#readout, at < 0 ? "" : this.#row(at).join(", "));
+    setText(this.#readout, at < 0 ? "" : this.#row(at).filter(Boolean).join(", "));
   }
 
   #drawCursor() {
-    const value = this.#series[0]?.x[this.#at];
+    const value = this.#xs[this.#at];
     setAttribute(this.#cursor, "visibility", value === undefined ? "hidden" : "visible");
     if (value === undefined || !this.#shape) return;
     for (const [name, v] of [
@@ -263,21 +264,16 @@ export class Chart {
     }
   }
 
-  #place(value) {
-    const { axis } = this.#series[0];
-    return axis === "time" ? clock(value) : axis === "policy_version" ? `v${count(value)}` : `step ${count(value)}`;
-  }
-
-  // Text of one point: its position, then the mean and range of every series.
+  // Text of one position, then the mean and range of every series there; empty where it has no point.
   #row(at) {
-    const [first] = this.#series;
+    const value = this.#xs[at];
     const spread = (one) => {
-      const i = one === first ? at : one.x.findIndex((value) => value >= first.x[at]);
-      if (i < 0 || one.mean[i] === undefined) return "";
+      const i = nearestAt(one.x, value);
+      if (i < 0) return "";
       const range = one.high[i] > one.low[i] ? ` (${this.#format(one.low[i])} to ${this.#format(one.high[i])})` : "";
       return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[i])}${range}`;
     };
-    return [this.#place(first.x[at]), ...this.#series.map(spread).filter(Boolean)];
+    return [positionText(this.#series[0].axis, value), ...this.#series.map(spread)];
   }
 
   // Newest values; of several curves each with its key.
@@ -287,10 +283,9 @@ export class Chart {
       return;
     }
     const text = (one) => `${one.label} ${this.#format(one.mean[one.mean.length - 1])}`;
-    const items = this.#series.map((one, at) => ({ one, at }));
-    const make = ({ at }) => el("span", { class: `key c${at % COLOURS}` });
+    const make = (one) => el("span", { class: `key ${styleOf(one)}` });
     if (this.#latest.firstElementChild === null) setText(this.#latest, "");
-    reconcile(this.#latest, items, ({ one }) => one.name, make, (node, { one }) => setText(node, text(one)));
+    reconcile(this.#latest, this.#series, (one) => one.id, make, (node, one) => setText(node, text(one)));
   }
 
   #latestText() {
@@ -303,23 +298,23 @@ export class Chart {
   }
 
   #summary() {
-    const [first] = this.#series;
-    const ends = `from ${this.#place(first.x[0])} to ${this.#place(first.x[first.x.length - 1])}`;
-    return `${this.#options.title} by ${AXES[first.axis]}, ${count(first.x.length)} points ${ends}; newest ${this.#latestText()}. Use the arrow keys to read the points.`;
+    const { axis } = this.#series[0];
+    const ends = `from ${positionText(axis, this.#xs[0])} to ${positionText(axis, this.#xs.at(-1))}`;
+    return `${this.#options.title} by ${axisName(axis)}, ${count(this.#xs.length)} points ${ends}; newest ${this.#latestText()}. Use the arrow keys to read the points.`;
   }
 
   #fillTable() {
     if (!this.#details.open || this.#series.length === 0) return;
-    const [first] = this.#series;
-    const heads = [AXES[first.axis], ...this.#series.map((one) => one.label)];
+    const { axis } = this.#series[0];
+    const heads = [{ id: "axis", label: axisName(axis) }, ...this.#series];
     reconcile(
       this.#head,
       heads,
-      (head) => head,
+      (one) => one.id,
       () => el("th", { scope: "col" }),
-      setText,
+      (node, one) => setText(node, one.label),
     );
-    const rows = first.x.map((value, at) => ({ key: value, cells: this.#row(at) })).reverse();
+    const rows = this.#xs.map((value, at) => ({ key: value, cells: this.#row(at) })).reverse();
     const update = (row, { cells }) => {
       while (row.childElementCount < cells.length) row.append(el("td"));
       while (row.childElementCount > cells.length) row.lastChild.remove();

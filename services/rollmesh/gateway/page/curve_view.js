@@ -11,11 +11,13 @@ export function smoothed(values, size) {
   });
 }
 
-// view: {byTime, smooth, zoom: {axis, from, to} | null}
-export function viewed(series, { byTime, smooth, zoom }) {
+// view: {byTime, smooth, zoom: {axis, from, to} | null}. begin: time of the first record of the run where two runs are
+// drawn, whose times are then counted from there; null otherwise.
+export function viewed(series, { byTime, smooth, zoom }, begin) {
   let seen = series;
   if (byTime && series.axis !== "time" && series.times.length === series.x.length && series.x.length > 0)
     seen = { ...seen, x: series.times, axis: "time", measured: series.axis === "policy_version" };
+  if (begin !== null && seen.axis === "time") seen = { ...seen, x: seen.x.map((x) => x - begin), axis: "elapsed" };
   // Measurements with an error of their own are few, and are not smoothed.
   if (smooth && series.axis !== "policy_version")
     seen = { ...seen, mean: smoothed(seen.mean, Math.max(3, Math.round(seen.mean.length / 12))) };

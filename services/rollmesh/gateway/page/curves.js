@@ -54,11 +54,17 @@ function formatOf({ name, unit }) {
   };
 }
 
+const byName = (series) =>
+  new Map(series.map((one) => [one.name, { ...one, label: words(LABELS[one.name] ?? one.name) }]));
+
 export class Curves {
   #charts;
   #choice = el("select", { "aria-label": "Curve" });
   #available = "";
   #found = new Map(); // newest answer, by name
+  #beside = null; // {run, begin, found} of a second run
+  #begin = null; // time of the first record of the run, if there is a second one
+  #run = "this run";
   #view = { byTime: false, smooth: false, zoom: null };
   #ended = false;
   goodput = null; // newest value, for the facts of the run
@@ -79,8 +85,9 @@ export class Curves {
   }
 
   // A run that has ended has no "now" at the right end of its curves, and waits for no further curve.
-  end() {
+  end(run) {
     this.#ended = true;
+    this.#run = run;
   }
 
   #listen(id, field) {
@@ -106,9 +113,12 @@ export class Curves {
     const choice = this.#choice.value || FIRST_CHOICE;
     const names = [...new Set([...SHOWN.flatMap((shown) => shown.names), FIRST_CHOICE, choice])];
     const answer = await api.series(names, this.#view.zoom ? ZOOMED_POINTS : POINTS);
-    this.#found = new Map(
-      answer.series.map((one) => [one.name, { ...one, label: words(LABELS[one.name] ?? one.name) }]),
-    );
+    this.#found = byName(answer.series);
+    this.#begin = answer.begin_time;
+    if (answer.beside !== null) {
+      const { run, begin_time: begin, series } = answer.beside;
+      this.#beside = { run, begin, found: byName(series) };
+    }
     this.#offer(answer.available);
     this.#show();
     this.goodput = this.#found.get(FIRST_CHOICE)?.mean.at(-1) ?? null;
@@ -116,12 +126,26 @@ export class Curves {
 
   #show() {
     for (const { names: own, chart } of this.#charts) {
-      const series = (own ?? [this.#choice.value]).map((name) => this.#found.get(name)).filter(Boolean);
+      const series = this.#seriesOf(own ?? [this.#choice.value]);
       if (series.length === 0) continue;
-      const seen = series.map((one) => viewed(one, this.#view));
-      chart.show(seen, formatOf(series[0]), this.#ended ? "end" : "now");
+      chart.show(series, formatOf(series[0]), this.#ended ? "end" : "now");
       setHidden(chart.node, this.#ended && own !== null && series.every((one) => one.x.length === 0));
     }
+  }
+
+  // The curves of the run, then those of the run beside, as they are looked at.
+  #seriesOf(names) {
+    const own = { run: this.#run, begin: this.#begin, found: this.#found };
+    const runs = this.#beside === null ? [own] : [own, this.#beside];
+    return runs.flatMap(({ run, begin, found }, second) => {
+      const known = names.map((name) => found.get(name)).filter(Boolean);
+      return known.map((one, at) => ({
+        ...viewed(one, this.#view, runs.length > 1 ? begin : null),
+        id: second ? `beside ${one.name}` : one.name,
+        label: runs.length === 1 ? one.label : known.length === 1 ? run : `${one.label}, ${run}`,
+        colour: second * known.length + at,
+      }));
+    });
   }
 
   #offer(names) {

@@ -10,6 +10,7 @@ import { clock, seconds, version } from "./format.js";
 import { LetterTable } from "./letters.js";
 import { GeneratorTable, VersionTable } from "./mesh_tables.js";
 import { setSight } from "./palette.js";
+import { ProcessTable } from "./processes.js";
 import { QueuePanels } from "./queue.js";
 import { hideSections, startSections } from "./sections.js";
 import { startSettings } from "./settings.js";
@@ -40,6 +41,7 @@ class Page {
   #curves = new Curves();
   #generators = new GeneratorTable();
   #letters = new LetterTable({ ...this.#lettersActions(), open: this.#open });
+  #processes = new ProcessTable((error) => this.#complain("processes", error));
   #trajectories = new TrajectoryTable(this.#open, (error) => this.#complain("trajectories", error));
   #stream = new Stream(
     (name, data) => this.#onEvent(name, data),
@@ -56,6 +58,7 @@ class Page {
     { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
     { name: "dead letters", every: LISTS_MS, read: async () => this.#letters.show(await api.deadLetters(LETTERS)) },
     { name: "trajectories", every: LISTS_MS, read: () => this.#trajectories.refresh() },
+    { name: "processes", every: LISTS_MS, read: () => this.#processes.refresh() },
   ];
 
   #lettersActions() {
@@ -107,7 +110,7 @@ class Page {
     setText(byId("connection"), "from the run folder");
     hideSections(LIVE_SECTIONS);
     setSight(0, overview.newest_version);
-    this.#curves.end();
+    this.#curves.end(overview.run);
     this.#versions.end();
     this.#trajectories.end();
     showResult(overview);
@@ -116,7 +119,7 @@ class Page {
   // The run has ended, and its gateway with it.
   #onEnd(time) {
     this.#ended = true;
-    this.#curves.end();
+    this.#curves.end(this.#overview.run);
     const again = () => {
       this.#ended = false;
       hideSections(["result"]);

@@ -58,3 +58,11 @@ export const built = (name, signOf, build, more = {}) => ({
   },
   ...more,
 });
+
+// A column with the shortened text of a trajectory, on one line.
+export const previewColumn = built(
+  "text",
+  ({ preview }) => preview,
+  ({ preview }) => el("div", { class: "preview", title: preview }, preview ?? ""),
+  { left: true },
+);

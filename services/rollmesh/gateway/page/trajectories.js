@@ -4,7 +4,8 @@ import { byId, el, setText } from "./dom.js";
 import { count, number, NOTHING, plural, version, words } from "./format.js";
 import { BatchTable } from "./batch_table.js";
 import { colourSign, versionTag } from "./palette.js";
-import { built, Table, text } from "./table.js";
+import { Sorting } from "./sorting.js";
+import { built, previewColumn, Table, text } from "./table.js";
 
 const STATES = ["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"];
 const PAGE = 50;
@@ -13,6 +14,7 @@ const MOST_EMPTY_PAGES = 20;
 
 export class TrajectoryTable {
   #table;
+  #sorting;
   #cursor = null;
   #next = null;
   #asked = 0;
@@ -24,21 +26,24 @@ export class TrajectoryTable {
     this.#fail = fail;
     const link = (one) => el("button", { type: "button", class: "link", onclick: () => open(one.id) }, one.id);
     const writers = (one) => (one.newest_version === null ? NOTHING : versionTag(one.newest_version));
+    const minor = { minor: true };
     this.#table = new Table(
       byId("trajectory-table"),
       [
         built("trajectory", (one) => one.id, link, { left: true }),
         text("state", (one) => words(one.state), { left: true }),
         built("newest tokens", (one) => colourSign(one.newest_version ?? -1), writers, { left: true }),
-        text("birth version", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version))),
-        text("tokens", (one) => count(one.tokens)),
-        text("attempts", (one) => count(one.attempts)),
-        text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : "")),
         text("reward", (one) => number(one.reward)),
-        text("batch", (one) => count(one.train_step)),
+        text("tokens", (one) => count(one.tokens)),
+        text("birth version", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version)), minor),
+        text("attempts", (one) => count(one.attempts), minor),
+        text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : ""), minor),
+        text("batch", (one) => count(one.train_step), minor),
+        previewColumn,
       ],
-      "Trajectories in the queue, oldest group first",
+      "Trajectories in the queue, oldest group first or sorted",
     );
+    this.#sorting = new Sorting(byId("trajectory-table"), "queue", { reward: 3, tokens: 4 }, () => this.#turn(null));
     this.#batches = new BatchTable(open, () => this.#turn(null));
     this.#listen(open);
   }
@@ -108,11 +113,13 @@ export class TrajectoryTable {
       return;
     }
     const state = byId("trajectory-state").value || null;
-    let page = await api.trajectories(state, this.#cursor, PAGE);
+    const { order, descending } = this.#sorting;
+    const read = (cursor) => api.trajectories({ state, cursor, limit: PAGE, order, descending, preview: true });
+    let page = await read(this.#cursor);
     // A page may be short, or empty although more follow: read on until there is a row to show.
     const items = [...page.items];
     for (let more = 0; items.length === 0 && page.next_cursor !== null && more < MOST_EMPTY_PAGES; more += 1) {
-      page = await api.trajectories(state, page.next_cursor, PAGE);
+      page = await read(page.next_cursor);
       items.push(...page.items);
     }
     if (asked !== this.#asked) return;

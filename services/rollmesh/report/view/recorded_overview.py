@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.config import RunConfig
-from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS
 from rollmesh.gateway.models.ending import ResultLine, RunResultView
 from rollmesh.gateway.models.live import (
@@ -21,9 +19,9 @@ from rollmesh.gateway.models.live import (
 )
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
-from rollmesh.report.series import newest_per_step, number
+from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import RunSummary, summarise
-from rollmesh.report.view.recorded_curves import recorded_evaluations, recorded_policies
+from rollmesh.report.view.recorded_curves import RecordedCurves, record_times, recorded_evaluations, recorded_policies
 from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import WASTE_TOTALS
 
@@ -31,15 +29,14 @@ _SHOWN = ("state", "report")
 """Facts that the page shows in another form: the state in its head, the report as a link."""
 
 
-def recorded_overview(
-    run: RecordedRun, config: RunConfig, curves: Curves, begin_time: float | None, *, report: bool
-) -> Overview:
+def recorded_overview(run: RecordedRun, config: RunConfig, recorded: RecordedCurves, *, report: bool) -> Overview:
     """Return the overview; ``report`` is true if the report of the run is served beside the page."""
     summary, schedule = summarise(run), Schedule.from_config(config)
     last = newest_per_step(run.metrics.records)[-1:]
     mesh: Mapping[str, Any] = last[0].get("mesh", {}) if last else {}
     newest = next(iter(recorded_policies(run)), None)
-    end_time = _end_time(run)
+    begin_time, curves = recorded.begin_time, recorded.curves
+    end_time = max(record_times(run, slice(-1, None)), default=None)
     return Overview(
         run=config.name,
         time=end_time or 0.0,
@@ -83,20 +80,6 @@ def _state(run: RecordedRun, summary: RunSummary) -> RunState:
     if run.failure:
         return "failed"
     return "complete" if summary.finished else "stopped"
-
-
-def _end_time(run: RecordedRun) -> float | None:
-    """Return the time of the newest record."""
-    newest = (
-        number(record, field)
-        for records, field in (
-            (run.timeline.records, "t"),
-            (run.metrics.records, "time"),
-            (run.evaluations.records, "when"),
-        )
-        for record in records[-1:]
-    )
-    return max((time for time in newest if not math.isnan(time)), default=None)
 
 
 def _drops(summary: RunSummary, mesh: Mapping[str, Any]) -> list[DropView]:

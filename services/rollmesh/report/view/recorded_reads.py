@@ -15,13 +15,22 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.api_model import About
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.models.ending import RunSettings
-from rollmesh.gateway.models.items import DeadLetterList, GeneratorList, PolicyList, TrajectoryDetail, TrajectoryPage
+from rollmesh.gateway.models.items import (
+    DeadLetterList,
+    GeneratorList,
+    PolicyList,
+    QueueOrder,
+    TrajectoryDetail,
+    TrajectoryPage,
+)
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
+from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_facts import run_facts
+from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
 from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.view.recorded_curves import recorded_curves, recorded_policies
+from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import recorded_overview
 from rollmesh.runtime.api_errors import NotFound
 
@@ -29,18 +38,22 @@ from rollmesh.runtime.api_errors import NotFound
 class RecordedReads:
     """``RunReads`` of a run folder. Batch files are read when they are asked for."""
 
-    def __init__(self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics) -> None:
-        """Read the records of the run; blocks."""
+    def __init__(
+        self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics, beside: RecordedRun | None = None
+    ) -> None:
+        """Read the records of the run, and the curves of a run beside it; blocks."""
         self._config = config
         tokenizer, self._archive = open_tokenizer(config), Archive(config)
         self._pieces = None if tokenizer is None else tokenizer.pieces
         self._lists = BatchLists(self._archive, self._pieces)
+        self._processes = RunProcesses(run.path)
         self._settings = RunSettings(yaml=run_file_text(config))
-        self._curves, timeline = recorded_curves(run)
+        self._curves = recorded_curves(run)
+        self._beside = None if beside is None else recorded_curves(beside)
         self._policies = recorded_policies(run)
         # A link cannot carry the token in a header: the report is not served where reads need it.
         self.has_report = not config.gateway.token_for_reads and (run.path / REPORT_FILE).exists()
-        self._overview = recorded_overview(run, config, self._curves, timeline.begin_time, report=self.has_report)
+        self._overview = recorded_overview(run, config, self._curves, report=self.has_report)
         self.hub = EventHub(self._snapshot, config.gateway.most_event_clients, metrics)
 
     def about(self) -> About:
@@ -68,9 +81,13 @@ class RecordedReads:
 
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return curves."""
-        return self._curves.answer(names, points)
+        if self._beside is None:
+            return self._curves.curves.answer(names, points)
+        return curves_beside(self._curves, self._beside, names, points)
 
-    async def trajectories(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
+    async def trajectories(
+        self, state: str | None, cursor: str | None, limit: int, order: QueueOrder, descending: bool, preview: bool
+    ) -> TrajectoryPage:
         """Return an empty page: the queue is not read."""
         return TrajectoryPage(items=[], next_cursor=None)
 
@@ -110,3 +127,11 @@ class RecordedReads:
     async def dead_letters(self, limit: int) -> DeadLetterList:
         """Return no dead letter: the queue is not read."""
         return DeadLetterList(dead_letters=[], total=0)
+
+    async def processes(self) -> ProcessList:
+        """Return the processes of the run on this machine."""
+        return await self._processes.list()
+
+    async def log(self, name: str, lines: int) -> LogTail:
+        """Return the last lines of the log of a process."""
+        return await self._processes.log(name, lines)

@@ -34,14 +34,20 @@ _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; 
 
 
 async def serve_view(
-    run: RecordedRun, config: RunConfig, port: int, shutdown: Shutdown, ready: Callable[[str], None]
+    run: RecordedRun,
+    config: RunConfig,
+    port: int,
+    shutdown: Shutdown,
+    ready: Callable[[str], None],
+    beside: RecordedRun | None = None,
 ) -> None:
     """Serve the page until ``shutdown``; ``ready`` receives the link to it. Raises ConfigError if the port is taken.
 
-    The link carries the token of the run, or one of this process if the run's cannot be read from here.
+    The curves of ``beside`` are drawn with those of the run. The link carries the token of the run, or one of this
+    process if the run's cannot be read from here.
     """
     metrics = Metrics("gateway")
-    reads = await asyncio.to_thread(RecordedReads, run, config, GatewayMetrics(metrics))
+    reads = await asyncio.to_thread(RecordedReads, run, config, GatewayMetrics(metrics), beside)
     token = known_token(config) or secrets.token_urlsafe(32)
     app = _app(run, config, reads, RequestMetrics(metrics, "page"), token)
     async with public_server(app, config, _HOST, port, "--port", PortSecurity()) as url:

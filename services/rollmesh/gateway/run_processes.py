@@ -1,0 +1,164 @@
+"""Memory, CPU and logs of the processes of a run, from the launcher's process tree and its log files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rollmesh.gateway.models.process_views import LogTail, ProcessList, ProcessView
+from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.launcher_lock import launcher_process
+from rollmesh.runtime.log_tail import tail_lines
+
+_LEAST_SECONDS = 2.0
+"""Time between two reads of the process tree, so that many clients cost as much as one."""
+_MOST_LINE = 4000
+"""Characters shown of one line."""
+_LAUNCHER, _REDIS = "launcher-0", "redis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Usage:
+    """Resources of one process and its children."""
+
+    pid: int
+    memory_bytes: int
+    cpu_seconds: float
+
+
+class RunProcesses:
+    """Processes and logs of one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._usage: Mapping[str, _Usage] = {}
+        self._shares: Mapping[str, float] = {}
+        self._read_at: float | None = None
+
+    async def list(self) -> ProcessList:
+        """Return the running processes and those that have left a log, by name."""
+        return await asyncio.to_thread(self._list)
+
+    async def log(self, name: str, lines: int) -> LogTail:
+        """Return the last lines of a log; NotFound without one."""
+        try:
+            found = await asyncio.to_thread(tail_lines, self._log_file(name))
+        except OSError as error:
+            raise NotFound(f"no log of {name}", field="name", hint="GET /api/v1/processes lists the logs") from error
+        return LogTail(name=name, lines=[line[:_MOST_LINE] for line in found[-lines:]])
+
+    def _log_file(self, name: str) -> Path:
+        return self._folder / "logs" / f"{name}.log"
+
+    def _list(self) -> ProcessList:
+        with self._lock:
+            self._read_usage()
+            usage, shares = self._usage, self._shares
+        logs = _log_sizes(self._folder)
+        return ProcessList(
+            processes=[
+                _view(name, usage.get(name), shares.get(name), logs.get(name))
+                for name in sorted({*usage, *logs}, key=_order)
+            ]
+        )
+
+    def _read_usage(self) -> None:
+        now = time.monotonic()
+        seconds = None if self._read_at is None else now - self._read_at
+        if seconds is not None and seconds < _LEAST_SECONDS:
+            return
+        launcher = launcher_process(self._folder)
+        before, self._usage, self._read_at = self._usage, {} if launcher is None else _usage_of(launcher), now
+        # A child that has ended takes its CPU time with it: the sum may be smaller than before.
+        self._shares = {
+            name: max(0.0, (each.cpu_seconds - before[name].cpu_seconds) / seconds)
+            for name, each in self._usage.items()
+            if seconds is not None and name in before and before[name].pid == each.pid
+        }
+
+
+def service_of(command: Sequence[str]) -> str | None:
+    """Return service and index of a command line of the launcher (``launcher.service_specs``); None for any other."""
+    try:
+        at = command.index("rollmesh.cli.main")
+        return f"{command[at + 1]}-{command[command.index('--index', at) + 1]}"
+    except (ValueError, IndexError):
+        return None
+
+
+def _usage_of(launcher: psutil.Process) -> dict[str, _Usage]:
+    """Return the resources of the launcher's services and of the rest of its process tree."""
+    trees: dict[str, list[psutil.Process]] = {_LAUNCHER: [launcher]}
+    names: dict[int, str] = {launcher.pid: _LAUNCHER}
+    for process, parent in _descendants(launcher):
+        name = names.get(parent, _LAUNCHER)
+        if parent == launcher.pid:
+            name = _name_of(process)
+        names[process.pid] = name
+        trees.setdefault(name, []).append(process)
+    found = {name: _sum(tree) for name, tree in trees.items()}
+    return {name: usage for name, usage in found.items() if usage is not None}
+
+
+def _descendants(launcher: psutil.Process) -> Iterator[tuple[psutil.Process, int]]:
+    """Yield the processes below the launcher with the ids of their parents, parents first."""
+    with contextlib.suppress(psutil.Error):
+        for process in launcher.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                yield process, process.ppid()
+
+
+def _name_of(child: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        name = service_of(child.cmdline())
+        if name is not None:
+            return name
+        if child.name().startswith(("redis", "valkey")):
+            return _REDIS
+    return _LAUNCHER
+
+
+def _sum(tree: Sequence[psutil.Process]) -> _Usage | None:
+    """Return the sum over a process and its children; None if the process has ended."""
+    memory, cpu = 0, 0.0
+    for at, process in enumerate(tree):
+        try:
+            with process.oneshot():
+                times = process.cpu_times()
+                memory += process.memory_info().rss
+                cpu += times.user + times.system
+        except psutil.Error:
+            if at == 0:
+                return None
+    return _Usage(pid=tree[0].pid, memory_bytes=memory, cpu_seconds=cpu)
+
+
+def _log_sizes(folder: Path) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for file in (folder / "logs").glob("*-*.log"):
+        with contextlib.suppress(OSError):
+            sizes[file.stem] = file.stat().st_size
+    return sizes
+
+
+def _order(name: str) -> tuple[str, int]:
+    service, _, index = name.rpartition("-")
+    return (service, int(index)) if index.isdecimal() else (name, 0)
+
+
+def _view(name: str, usage: _Usage | None, share: float | None, log_bytes: int | None) -> ProcessView:
+    return ProcessView(
+        name=name,
+        pid=None if usage is None else usage.pid,
+        memory_bytes=None if usage is None else usage.memory_bytes,
+        cpu_share=None if share is None else round(share, 3),
+        log_bytes=log_bytes,
+    )
