@@ -11,6 +11,7 @@ from rollmesh.checkpoints.describe import describe_folder, read_json
 from rollmesh.config import RunConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
+from rollmesh.scheduling import Schedule
 
 TRAINER_BYTES = 16
 """Bytes per parameter of the trainer: weights, gradients and two moments in float32."""
@@ -19,6 +20,7 @@ _SMALL_MODEL = 10_000_000
 _LOW_RATE = 1e-5
 _SMALL_MODEL_RATE = 1e-4
 _COARSE_ERROR = 0.1
+_CLIPS_THE_RATIO = ("ppo_clip", "decoupled_ppo", "tis", "gspo")
 _READ_TABLE_BYTES = 256 << 20
 """Size up to which a table is read to count its rows."""
 
@@ -61,7 +63,8 @@ def model_memory(config: RunConfig) -> ModelMemory:
 
 def run_hints(config: RunConfig, parameter_count: int) -> list[str]:
     """Return hints for valid values that are unlikely to be meant."""
-    return [f"hint: {text}" for text in (*_rate_hints(config, parameter_count), *_evaluation_hints(config))]
+    hints = (*_rate_hints(config, parameter_count), *_clip_hints(config), *_evaluation_hints(config))
+    return [f"hint: {text}" for text in hints]
 
 
 def _rate_hints(config: RunConfig, parameter_count: int) -> Iterator[str]:
@@ -70,6 +73,18 @@ def _rate_hints(config: RunConfig, parameter_count: int) -> Iterator[str]:
         yield (
             f"trainer.learning_rate={rate:g} suits models of a billion parameters; one of "
             f"{_parameters(parameter_count)} hardly changes: try {_SMALL_MODEL_RATE:g}"
+        )
+
+
+def _clip_hints(config: RunConfig) -> Iterator[str]:
+    """Name a clip that cannot act. In the demo a run without one collapsed (docs/experiments.md)."""
+    algorithm, staleness = config.trainer.algorithm, Schedule.from_config(config).max_staleness
+    of_the_step = algorithm.old_logprobs in ("recompute", "current") and config.trainer.minibatches == 1
+    if of_the_step and staleness and algorithm.loss in _CLIPS_THE_RATIO:
+        yield (
+            f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.minibatches=1: pi_old is the policy "
+            f"itself, so {algorithm.loss} never clips, on tokens up to {staleness} train steps old; raise "
+            "trainer.minibatches, or use old_logprobs=snapshot (loss ppo_clip: or sampler)"
         )
 
 

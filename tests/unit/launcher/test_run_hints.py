@@ -42,6 +42,17 @@ def test_a_small_model_with_the_default_rate_gets_a_hint_that_names_another() ->
     assert run_hints(run(trainer={"learning_rate": 4e-4}), 250_000) == run_hints(run(), 600_000_000) == []
 
 
+def test_a_clip_that_cannot_act_on_old_tokens_is_named() -> None:
+    trainer = {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "recompute"}}
+    (hint,) = run_hints(run(trainer=trainer), 600_000_000)
+    assert "old_logprobs=recompute with trainer.minibatches=1: pi_old is the policy itself" in hint
+    assert "on tokens up to 4 train steps old" in hint
+    assert run_hints(run(trainer={**trainer, "minibatches": 4}), 600_000_000) == []
+    assert run_hints(run(trainer=trainer, schedule={"preset": "sync"}), 600_000_000) == []
+    snapshot = {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "snapshot"}}
+    assert run_hints(run(trainer=snapshot), 600_000_000) == []
+
+
 @pytest.mark.parametrize(
     ("rows", "data", "expected", "coarse"),
     [
