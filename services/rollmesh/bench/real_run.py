@@ -86,6 +86,7 @@ def _announcements(logs: Path) -> dict[int, float]:
 def _updates(folder: RunFolder) -> tuple[TrainedUpdate, ...]:
     cuts = {event["train_step"]: _time(event) for event in _events(folder.logs, "rollout-*.log", "batch_cut")}
     announced = _announcements(folder.logs)
+    copied = {event["train_step"]: _time(event) for event in _events(folder.logs, "trainer-*.log", "step_trained")}
     return tuple(
         TrainedUpdate(
             tokens=int(line["batch"]["trained_tokens"]),
@@ -93,6 +94,7 @@ def _updates(folder: RunFolder) -> tuple[TrainedUpdate, ...]:
             cut_at=cuts[line["train_step"]],
             gradient_seconds=float(line["seconds"]["gradient"]),
             trained_at=float(line["time"]),
+            copied_at=copied[line["train_step"]],
             announced_at=announced[line["train_step"]],
         )
         for line in read_json_lines(folder.metrics).records

@@ -63,12 +63,15 @@ def trainer_model(updates: Sequence[TrainedUpdate], *, evidence_passes: int) -> 
     per_token = sum(update.gradient_seconds for update in updates) / tokens
     prompt_tokens = fmean(update.forward_tokens - update.tokens for update in updates)
     rest = fmean(max(0.0, update.trained_at - update.cut_at - update.gradient_seconds) for update in updates)
+    publication = fmean(max(0.0, update.announced_at - update.trained_at) for update in updates)
+    background = fmean(max(0.0, update.announced_at - update.copied_at) for update in updates)
     return TrainerModel(
         fixed_seconds=rest + per_token * prompt_tokens,
         seconds_per_token=per_token,
         evidence_passes=evidence_passes,
         evidence_seconds_per_token=_FORWARD_SHARE * per_token,
-        publication_seconds=fmean(max(0.0, update.announced_at - update.trained_at) for update in updates),
+        publication_seconds=publication,
+        background_seconds=min(publication, background),
     )
 
 

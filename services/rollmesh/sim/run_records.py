@@ -32,6 +32,8 @@ class TrainedUpdate:
     cut_at: float
     gradient_seconds: float
     trained_at: float
+    copied_at: float
+    """Time at which the trainer went on, with the weights copied out."""
     announced_at: float
 
 

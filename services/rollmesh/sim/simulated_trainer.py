@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel
@@ -12,9 +13,10 @@ from rollmesh.sim.update_record import UpdateRecord, update_record
 
 
 class SimulatedTrainer:
-    """The trainer. It reports a trained batch first, and claims the next one once it has published.
+    """The trainer. It reports a trained batch first, then publishes its policy.
 
-    The mesh claims and trains the next batch while it publishes, so a long publication costs more here.
+    The last part of a publication (``TrainerModel.background_seconds``) is in flight while the next batch is claimed
+    and trained; that batch is reported once the policy is announced.
     """
 
     def __init__(
@@ -41,23 +43,28 @@ class SimulatedTrainer:
         self._on_trained = on_trained
         self._on_policy = on_policy
         self._done = clock.alarm(self._phase_done)
+        self._announcement = clock.alarm(self._announce)
+        """The publication in flight."""
         self._claimed_at = self._phase_began = clock.now
         self._free_since = clock.now
         self._is_publishing = False
         self._training = 0
         """Train step of the claimed batch; 0 without one."""
+        self._awaits_announcement = False
+        """True if that batch is trained, and the policy before it is in flight."""
         self._slowing = 1.0
 
     @property
     def is_working(self) -> bool:
-        """True while it trains or publishes."""
-        return bool(self._training or self._is_publishing)
+        """True while it trains or publishes, and neither waits nor has its publication in flight."""
+        return bool((self._training and not self._awaits_announcement) or self._is_publishing)
 
     def slow_down(self, factor: float) -> None:
         """Multiply the seconds of training and publication by this factor from now on."""
-        if self.is_working:
-            now = self._clock.now
-            self._done.set(now + (self._done.time - now) * factor / self._slowing)
+        now = self._clock.now
+        for alarm in (self._done, self._announcement):
+            if now < alarm.time < math.inf:
+                alarm.set(now + (alarm.time - now) * factor / self._slowing)
         self._slowing = factor
 
     def react(self) -> None:
@@ -65,7 +72,7 @@ class SimulatedTrainer:
         queue, now = self._queue, self._clock.now
         if self._parts is not None and not queue.batch:
             self._compute_parts(self._parts)
-        if self.is_working or not queue.batch:
+        if self._training or self._is_publishing or not queue.batch:
             return
         self._claimed_at = self._phase_began = now
         self._training = queue.cut_step
@@ -90,20 +97,31 @@ class SimulatedTrainer:
     def crash(self, *, back_after: float, lost_seconds: float) -> None:
         """Lose the phase in progress; it begins again ``back_after`` + ``lost_seconds`` from now.
 
-        A crash before it has begun again only moves that time. The devices of a colocated trainer stay with it.
+        A crash before it has begun again only moves that time. A publication in flight begins again too. The devices of
+        a colocated trainer stay with it.
         """
+        again = self._clock.now + back_after + lost_seconds
+        if self._announcement.time < math.inf:
+            self._announcement.set(again + self._slowing * self._model.background_seconds)
         if not self.is_working:
             return
         done, length = self._done.time, self._done.time - self._phase_began
-        self._phase_began = self._clock.now + back_after + lost_seconds
-        self._done.set(self._phase_began + length)
+        self._phase_began = again
+        self._done.set(again + length)
         if self._model.colocated:
             self._fleet.pause(self._done.time - done)
 
     def _phase_done(self) -> None:
         self._queue.now = self._clock.now
         if self._training:
-            self._trained()
+            self._awaits_announcement = self._announcement.time < math.inf
+            if not self._awaits_announcement:
+                self._trained()
+            return
+        self._is_publishing = False
+        self._free_since = self._clock.now
+        if self._model.background_seconds:
+            self._announcement.set(self._clock.now + self._slowing * self._model.background_seconds)
         else:
             self._announce()
 
@@ -123,14 +141,18 @@ class SimulatedTrainer:
         queue.confirm_batch_file()
         queue.report_trained()
         self._training, self._is_publishing, self._phase_began = 0, True, self._clock.now
-        self._done.set(self._clock.now + self._slowing * self._model.publish_seconds())
+        stall = self._model.publish_seconds() - self._model.background_seconds
+        self._done.set(self._clock.now + self._slowing * stall)
         self._on_trained()
 
     def _announce(self) -> None:
-        self._is_publishing = False
-        self._free_since = self._clock.now
+        self._queue.now = self._clock.now
+        self._announcement.set(math.inf)
         step = self._queue.trained_step
         self._on_policy(self._queue.announce(step), step)
+        if self._awaits_announcement:
+            self._awaits_announcement = False
+            self._trained()
 
 
 def _tokens(groups: Iterable[ModelGroup]) -> int:

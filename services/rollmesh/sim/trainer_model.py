@@ -27,6 +27,8 @@ class TrainerModel:
     """Seconds per token of one such pass."""
     publication_seconds: float = 0.0
     """Seconds from new weights to the announcement of their policy."""
+    background_seconds: float = 0.0
+    """The last of ``publication_seconds``: the next step trains meanwhile, and is reported after the announcement."""
     colocated: bool = False
     switch_seconds: float = 0.0
     """Colocated only: seconds to hand the devices from generators to trainer, and again to hand them back."""
@@ -39,6 +41,11 @@ class TrainerModel:
                 raise ConfigError(f"trainer.{field.name}={value}; expected finite seconds of at least 0")
         if self.evidence_passes < 0:
             raise ConfigError(f"trainer.evidence_passes={self.evidence_passes}; expected at least 0")
+        if self.background_seconds > (0 if self.colocated else self.publication_seconds):
+            raise ConfigError(
+                f"trainer.background_seconds={self.background_seconds}: a publication takes "
+                f"{self.publication_seconds}, none of it in the background of a colocated trainer; use less"
+            )
         if self.switch_seconds and not self.colocated:
             raise ConfigError(
                 f"trainer.switch_seconds={self.switch_seconds}: only a colocated trainer switches; set colocated or "

@@ -24,7 +24,7 @@ def work(steps: float, tokens: float, prefill: float, *, noise: float = 0.0) -> 
 
 
 def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> TrainedUpdate:
-    """A step that ends half a second after its gradient, and is announced a quarter later."""
+    """A step that ends half a second after its gradient; its policy is copied in 0.1 s and announced 0.15 s later."""
     trained = cut_at + gradient + 0.5
     return TrainedUpdate(
         tokens=tokens,
@@ -32,6 +32,7 @@ def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> Train
         cut_at=cut_at,
         gradient_seconds=gradient,
         trained_at=trained,
+        copied_at=trained + 0.1,
         announced_at=trained + 0.25,
     )
 
@@ -79,7 +80,7 @@ def test_the_gradient_goes_by_tokens_and_the_rest_is_fixed() -> None:
     model = trainer_model(updates, evidence_passes=1)
     assert model.seconds_per_token == pytest.approx(0.002)
     assert model.fixed_seconds == pytest.approx(0.5 + 0.2)
-    assert model.publish_seconds() == pytest.approx(0.25)
+    assert (model.publish_seconds(), model.background_seconds) == pytest.approx((0.25, 0.15))
     assert model.train_seconds(tokens=300) == pytest.approx(0.7 + 0.6 + 0.2)  # and a third for the evidence
 
 

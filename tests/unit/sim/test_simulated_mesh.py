@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -184,6 +185,30 @@ def test_an_automatic_pool_follows_the_trainer_while_the_caches_are_large():
     assert times.update_seconds == pytest.approx(sum(durations) / len(durations) + 0.5, rel=0.2)  # And publication.
     assert times.ready_seconds > times.update_seconds
     assert result.work[-1].preemptions == 0 and mesh.queue.desired.pool_size > 20
+
+
+def published_in(preset, seconds, background, **settings):
+    mesh = mesh_settings(preset, steps=12, **settings)
+    return run(replace(mesh, trainer=replace(mesh.trainer, publication_seconds=seconds, background_seconds=background)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_publications_in_the_background_break_no_promise(preset):
+    mesh, result = published_in(preset, 0.5, 0.4, failures=EVERY_FAILURE)
+    assert len(result.updates) == 12
+    assert_conserved(mesh, result)
+
+
+def test_a_publication_in_the_background_saves_the_trainer_its_time_unless_generators_wait_for_it():
+    (_, serial), (_, background) = (published_in("copris", 6.0, part) for part in (0.0, 5.9))
+    assert background.seconds < 0.85 * serial.seconds
+    assert published_in("sync", 1.0, 0.9)[1].seconds == pytest.approx(published_in("sync", 1.0, 0.0)[1].seconds)
+
+
+def test_a_step_is_not_reported_before_the_policy_of_the_step_before_is_announced():
+    _, result = published_in("copris", 8.0, 7.9)
+    gaps = [later.trained_at - earlier.trained_at for earlier, later in pairwise(result.updates)]
+    assert gaps == pytest.approx([8.0] * 11)
 
 
 def test_a_trainer_in_parts_finishes_sooner_after_the_cut():
