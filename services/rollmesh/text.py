@@ -76,6 +76,12 @@ class Tokenizer:
         return self._eos_token_ids
 
     @property
+    def unknown_token_id(self) -> int | None:
+        """Id of words outside of the vocabulary; None for a tokenizer that splits every word into known parts."""
+        name = self._special_tokens.get("unk_token")
+        return None if name is None else self._tokenizer.token_to_id(name)
+
+    @property
     def digest(self) -> str:
         """sha256 (hex) of tokenizer.json."""
         return self._digest

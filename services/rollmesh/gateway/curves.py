@@ -40,6 +40,7 @@ class Curves:
         self._metrics = curves()
         self._reported = {name: Curve() for name in self._metrics}
         self._live = {name: Curve() for name in _LIVE}
+        self._names = (*self._metrics, EVALUATION, *_LIVE)
         self._times = Curve()
         self.pace = Pace()
         """Pace of the newest train steps."""
@@ -84,11 +85,11 @@ class Curves:
 
     def answer(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return the named curves, or all if ``names`` is empty; BadRequest for an unknown name."""
-        unknown = [name for name in names if name not in CURVES]
+        unknown = [name for name in names if name not in self._names]
         if unknown:
-            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(CURVES)}")
-        wanted = list(dict.fromkeys(names)) or list(CURVES)
-        return SeriesAnswer(available=list(CURVES), series=self._all_series(wanted, points))
+            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(self._names)}")
+        wanted = list(dict.fromkeys(names)) or list(self._names)
+        return SeriesAnswer(available=list(self._names), series=self._all_series(wanted, points))
 
     def _all_series(self, names: Sequence[str], points: int) -> list[Series]:
         times = self._times.points(len(self._times)) if any(name in self._metrics for name in names) else []

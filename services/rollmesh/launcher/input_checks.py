@@ -49,10 +49,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
     built_in = built_in and not has_own_methods(config)
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
-        try_inputs(config)
-    else:
-        notes += _trial_in_a_process(config)
-    return notes
+        return [*notes, *try_inputs(config)]
+    return [*notes, *_trial_in_a_process(config)]
 
 
 def _trial_in_a_process(config: RunConfig) -> list[str]:
@@ -80,12 +78,11 @@ def _trial_in_a_process(config: RunConfig) -> list[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        _raise_error(result, log, process.returncode, config)
-    return []
+        return _hints_of(result, log, process.returncode, config)
 
 
-def _raise_error(result: Path, log: Path, status: int, config: RunConfig) -> None:
-    """Raise the error of the trial; also that of a trial that its own code ended."""
+def _hints_of(result: Path, log: Path, status: int, config: RunConfig) -> list[str]:
+    """Return the hints of the trial, or raise its error; also that of a trial that its own code ended."""
     if not result.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
@@ -93,10 +90,12 @@ def _raise_error(result: Path, log: Path, status: int, config: RunConfig) -> Non
             f"reward.verifier={config.reward.verifier}: the trial of data and verifier ended with status {status} "
             f"before it scored a row; the last line: {last.strip()}"
         )
-    error = json.loads(result.read_text(encoding="utf-8"))
-    if error is not None:
+    outcome = json.loads(result.read_text(encoding="utf-8"))
+    if (error := outcome["error"]) is not None:
         kind: type[RollmeshError] = DataError if error[0] == "DataError" else ConfigError
         raise kind(error[1])
+    hints: list[str] = outcome["hints"]
+    return hints
 
 
 def _port_notes(config: RunConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
 
 User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RUN_FILE
-RESULT`` as a process of its own, with the secrets in the environment, and reads the error from the file RESULT.
+RESULT`` as a process of its own, with the secrets in the environment, and reads error and hints from the file RESULT.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NOT_SCORED = frozenset({"http_judge", "composite", "python_code"})
 """Built-in verifiers that may call a server or a sandbox; only their options are checked."""
 
 
-def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> None:
-    """Load the methods, open the prompts, build the verifier, and score answers to the first row.
+def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> list[str]:
+    """Load the methods, open the prompts, build the verifier, and score answers to the first row; return hints.
 
     Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
     error of a verifier that does not return. A verifier is refused only if every trial answer
@@ -50,6 +50,18 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
     # The rewards of agents and environments may come from elsewhere.
     if config.rollout.program == "single_turn" and config.reward.on_error != "fixed":
         _score(late, config, prompt.verifier or config.reward.verifier, verifier, prompt, tokenizer)
+    return _unknown_words(config, tokenizer, prompt)
+
+
+def _unknown_words(config: RunConfig, tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
+    unknown = sum(int(token == tokenizer.unknown_token_id) for token in prompt.token_ids)
+    if not unknown:
+        return []
+    return [
+        f"hint: data.source: {unknown} of {len(prompt.token_ids)} tokens of {prompt.prompt_id} are unknown to the "
+        f"tokenizer of model.path={config.model.path}, and all look alike to the model: write prompts in its words "
+        "(tokenizer.json), or use another model"
+    ]
 
 
 def _first_prompt(config: RunConfig, tokenizer: Tokenizer, split: Split) -> Prompt:
@@ -156,17 +168,17 @@ def main() -> None:
     run, result = Path(sys.argv[1]), Path(sys.argv[2])
     config = load_run_config(run)
 
-    def end(error: list[str] | None) -> None:
-        result.write_text(json.dumps(error), encoding="utf-8")
+    def end(error: list[str] | None, hints: list[str]) -> None:
+        result.write_text(json.dumps({"error": error, "hints": hints}), encoding="utf-8")
         # The user's code may have left threads that never end.
         os._exit(0)
 
-    error = None
+    error, hints = None, []
     try:
-        try_inputs(config, late=lambda message: end(["ConfigError", message]))
+        hints = try_inputs(config, late=lambda message: end(["ConfigError", message], []))
     except (ConfigError, DataError) as problem:
         error = [type(problem).__name__, str(problem)]
-    end(error)
+    end(error, hints)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
 
 _UNKNOWN = "not recorded"
 _USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(".")
+# AutoTokenizer may choose the tokenizer of the architecture instead of the one in tokenizer.json.
+tokenizer = PreTrainedTokenizerFast.from_pretrained(".")
 ```
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rollmesh.checkpoints.manifest import CanarySequence
@@ -53,13 +53,16 @@ def test_the_newest_policy_is_exported_and_loads_with_its_tokenizer(run: MadeRun
     out = tmp_path / "model"
     assert f"policy version {NEWEST}" in export(run, out)
     assert torch.equal(weights(out), weights(run.folder / "checkpoints" / "latest"))
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    ids = tokenizer("1 2 5 > 7 :", return_tensors="pt")["input_ids"]
-    assert ids[0].tolist() == Tokenizer(out).encode("1 2 5 > 7 :").tolist()
+    card = (out / "README.md").read_text()
+    assert 'tokenizer = PreTrainedTokenizerFast.from_pretrained(".")' in card
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    prompt = "12 50 5 > 57 : word"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == Tokenizer(out).encode(prompt).tolist()
+    assert tokenizer.decode(ids[0]) == "12 50 5 > 57 : <unk>"
     answer = AutoModelForCausalLM.from_pretrained(out).generate(ids, max_new_tokens=4, do_sample=False)
     assert answer.shape == (1, ids.shape[1] + 4)
     assert not (out / "manifest.json").exists()
-    card = (out / "README.md").read_text()
     for fact in ("| Run | audited |", f"| Train step | {STEPS} of {STEPS} |", "`countdown`", "sha256 `"):
         assert fact in card
     assert os.listdir(tmp_path) == ["model"]
