@@ -72,7 +72,7 @@ class Estimate:
     def _staleness_rule(self) -> str:
         if self.auto_pool:
             return "more where groups take longer than an update to be ready"
-        return "about pool_size / (B n)"
+        return "about pool_size / (B n); near max_staleness where the trainer is the slower side"
 
     def _memory_meaning(self) -> str:
         meaning = "Redis, at capacity and full length, without snapshots of environments"
