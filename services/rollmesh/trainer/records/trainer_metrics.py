@@ -89,9 +89,7 @@ class TrainerMetrics:
             "Staleness of the trajectories of replayed groups, in train steps.",
             STALENESS_BUCKETS,
         )
-        self.last_step = m.gauge(
-            "rollmesh_trainer_last_step_timestamp_seconds", "Unix time at the end of the newest step."
-        )
+        self.last_step = m.gauge("rollmesh_trainer_last_step_timestamp_seconds", "Unix time of the newest step's end.")
         self._gauges = [(metric, m.gauge(f"rollmesh_trainer_{metric.gauge}", metric.help)) for metric in gauges()]
 
     def observe_step(self, report: StepReport, line: Mapping[str, Any]) -> None:
