@@ -3,8 +3,10 @@
 import gc
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 # Set before the libraries load. Threads that wait for each other cost tiny models up to 30 times their work.
@@ -28,6 +30,14 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 # Scanning the million objects of torch and other libraries took nearly half of the time of collection.
 gc.disable()
+
+
+@pytest.fixture(autouse=True)
+def default_logging() -> Iterator[None]:
+    """Undo what a test configured for structlog: a command run in this process logs to a file that ends with it."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

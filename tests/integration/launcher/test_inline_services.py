@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, cast
 
 import pytest
-import structlog
 
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.config.telemetry import TelemetryConfig
@@ -24,11 +22,10 @@ from .test_launcher_outages import config
 
 
 @pytest.fixture(autouse=True)
-def launcher_log() -> Iterator[io.StringIO]:
+def launcher_log() -> io.StringIO:
     log = io.StringIO()
     configure_logging(TelemetryConfig(), service="launcher", run="trial", stream=cast(TextIO, ServiceLogs(log)))
-    yield log
-    structlog.reset_defaults()
+    return log
 
 
 def supervise(folder: Path, serve: Serve, grace_seconds: float = 30.0) -> Supervisor:

@@ -8,7 +8,6 @@ import json
 import time
 
 import pytest
-import structlog
 
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime.addresses import free_port
@@ -34,8 +33,6 @@ async def test_an_unreachable_collector_is_logged_once_and_delays_no_service(
                 await asyncio.sleep(0.05)
         started = time.monotonic()
     assert time.monotonic() - started < 45.0, "the service waits for three seconds, not for the SDK"
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     said = [line for line in lines if line["event"] == "traces_not_delivered"]
     assert said

@@ -7,11 +7,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime import logging as logs
@@ -19,7 +17,7 @@ from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, tracepar
 
 
 @pytest.fixture
-def log() -> Iterator[Any]:
+def log() -> Any:
     """configure(**telemetry) -> lines(): what was logged since."""
 
     def configure(**telemetry: Any):
@@ -27,9 +25,7 @@ def log() -> Iterator[Any]:
         logs.configure_logging(TelemetryConfig(**telemetry), service="rollout-0", run="demo", stream=stream)
         return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
 
-    yield configure
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
+    return configure
 
 
 def trace_of(traceparent: str) -> str:
