@@ -40,7 +40,12 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         config = load_run(run, set_ or ())
         table = check_run(config).table()
         memory = model_memory(config)
-        notes = [memory.sentence(), *check_inputs(config), *run_hints(config, memory.parameter_count)]
+        notes = [
+            memory.sentence(),
+            memory.largest_models(),
+            *check_inputs(config),
+            *run_hints(config, memory.parameter_count),
+        ]
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
     console.print(f"{run}: valid", highlight=False)

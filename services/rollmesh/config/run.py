@@ -219,6 +219,11 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 def _size_problems(config: RunConfig) -> Iterator[str]:
     """Yield the sizes that contradict each other."""
+    if config.trainer.optimizer == "adamw_8bit" and config.launcher.trainer_processes > 1:
+        yield (
+            f"trainer.optimizer=adamw_8bit with launcher.trainer_processes={config.launcher.trainer_processes}: the "
+            "8-bit moments cannot be split over processes; use optimizer=adamw, whose moments are split, or 1 process"
+        )
     need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if need > config.generator.max_context_tokens:
         yield (

@@ -120,6 +120,8 @@ class TrainerConfig(Section):
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Length of the linear warm-up, in train steps."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW with moments in float32, or in 8 bits (2 bytes a parameter instead of 8; one trainer process only)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -48,6 +48,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     "it defines a train step, and steps replayed after a crash must be identical": (
         *("trainer.lr_schedule", "trainer.warmup_steps", "trainer.weight_decay", "trainer.betas"),
+        "trainer.optimizer",
         *("trainer.max_grad_norm", "trainer.minibatches"),
         *("trainer.algorithm.advantage", "trainer.algorithm.loss", "trainer.algorithm.old_logprobs"),
         *("trainer.algorithm.update_scale", "trainer.algorithm.update_scale_options"),

@@ -13,8 +13,10 @@ from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.scheduling import Schedule
 
-TRAINER_BYTES = 16
-"""Bytes per parameter of the trainer: weights, gradients and two moments in float32."""
+_WEIGHT_AND_GRADIENT = 4 + 4
+_MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
+_AVERAGE_BYTES = 4
+_GPU_GIGABYTES = (24, 80, 141)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SMALL_MODEL = 10_000_000
 _LOW_RATE = 1e-5
@@ -30,20 +32,35 @@ class ModelMemory:
     """Memory that the model needs in each process, without activations."""
 
     parameter_count: int
-    trainer_bytes: int
-    """Of each trainer rank."""
+    parameter_bytes: int
+    """Of the trainer per parameter, shared by the ranks: weight, gradient, moments and the average of ``ewma``."""
+    trainer_processes: int
     weight_bytes: int
     """Of each generator."""
     cache_bytes: int
     """Key-value cache of each generator when it is full."""
 
+    @property
+    def trainer_bytes(self) -> int:
+        """Bytes of each trainer rank."""
+        return self.parameter_bytes * self.parameter_count // self.trainer_processes
+
     def sentence(self) -> str:
         """Describe the memory in one line."""
         return (
             f"model: {_parameters(self.parameter_count)}; memory without activations: each trainer rank "
-            f"{_size(self.trainer_bytes)} ({TRAINER_BYTES} bytes a parameter, shared by the ranks), each generator "
-            f"{_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
+            f"{_size(self.trainer_bytes)} ({self.parameter_bytes} bytes a parameter, shared by the ranks), each "
+            f"generator {_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
         )
+
+    def largest_models(self) -> str:
+        """Name the largest model whose training fits on GPUs of common sizes, in one line."""
+        fits = [
+            f"{_parameters(size * 10**9 * self.trainer_processes // self.parameter_bytes)} in {size} GB"
+            for size in _GPU_GIGABYTES
+        ]
+        ranks = f"{self.trainer_processes} trainer ranks" if self.trainer_processes > 1 else "the trainer"
+        return f"without activations {ranks} could train {', '.join(fits)} of GPU memory each (docs/performance.md)"
 
 
 def model_memory(config: RunConfig) -> ModelMemory:
@@ -52,10 +69,12 @@ def model_memory(config: RunConfig) -> ModelMemory:
     described, raw = describe_folder(folder), read_json(folder / "config.json")
     shape, element = described.architecture, _DTYPE_BYTES[config.model.dtype]
     head_size = int(raw.get("head_dim") or shape.hidden_size // shape.head_count)
+    average = _AVERAGE_BYTES if config.trainer.algorithm.old_logprobs == "ewma" else 0
     per_token = 2 * shape.layer_count * shape.kv_head_count * head_size * element
     return ModelMemory(
         parameter_count=described.parameter_count,
-        trainer_bytes=TRAINER_BYTES * described.parameter_count // config.launcher.trainer_processes,
+        parameter_bytes=_WEIGHT_AND_GRADIENT + _MOMENT_BYTES[config.trainer.optimizer] + average,
+        trainer_processes=config.launcher.trainer_processes,
         weight_bytes=element * described.parameter_count,
         cache_bytes=per_token * config.generator.kv_tokens,
     )

@@ -1,4 +1,4 @@
-"""A killed trainer continues the average of the weights bit by bit."""
+"""A killed trainer continues the average of the weights and 8-bit moments bit by bit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 
 STEPS = len(MOMENTS) + 2
 ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}}
-TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM}
+TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "optimizer": "adamw_8bit"}
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-async def test_a_trainer_with_ewma_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
+async def test_a_trainer_with_ewma_and_8_bit_moments_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     states = {"state_every_steps": 2}

@@ -36,6 +36,15 @@ def test_the_memory_follows_from_the_weights_and_the_sizes_of_the_run_file() -> 
     assert (half.trainer_bytes, half.weight_bytes) == (8 * 249_984, 2 * 249_984)
 
 
+def test_the_largest_models_follow_from_the_bytes_of_the_optimizer() -> None:
+    whole = model_memory(run()).largest_models()
+    assert "1.5 billion parameters in 24 GB, 5 billion parameters in 80 GB, 8.81 billion parameters in 141 GB" in whole
+    small = model_memory(run(trainer={"optimizer": "adamw_8bit"}))
+    assert small.parameter_bytes == 10 and "2.4 billion parameters in 24 GB" in small.largest_models()
+    average = {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "ewma"}}
+    assert model_memory(run(trainer=average)).parameter_bytes == 20
+
+
 def test_a_small_model_with_the_default_rate_gets_a_hint_that_names_another() -> None:
     (hint,) = run_hints(run(), 250_000)
     assert hint.startswith("hint: trainer.learning_rate=1e-06 suits") and hint.endswith("try 0.0001")

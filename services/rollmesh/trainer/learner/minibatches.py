@@ -48,7 +48,7 @@ class Updates:
 
 def run_minibatches(
     model: PolicyModel,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     compute: Compute,
     recipe: LossRecipe,
     batch: TrainBatch,
@@ -87,7 +87,7 @@ def run_minibatches(
 
 def finish_parts(
     model: PolicyModel,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     recipe: LossRecipe,
     batch: TrainBatch,
     done: GradientPass,

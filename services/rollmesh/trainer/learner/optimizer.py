@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from rollmesh.config.trainer import TrainerConfig
+from rollmesh.errors import ConfigError
 
 
 def learning_rate(config: TrainerConfig, train_step: int) -> float:
@@ -27,18 +30,21 @@ def learning_rate(config: TrainerConfig, train_step: int) -> float:
     return peak
 
 
-def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build AdamW over all parameters, with weight decay on matrices only.
+def build_optimizer(model: nn.Module, config: TrainerConfig) -> Optimizer:
+    """Build AdamW over all parameters that are trained, with weight decay on matrices only.
 
     The optimizer state is allocated here, so that a saved state can be loaded into it. Shard the model first: the
-    moments take the layout of the parameters.
+    moments take the layout of the parameters. Raises ConfigError if the optimizer's package is not installed.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas)
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "adamw_8bit":
+        return _eight_bit(groups, config)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32),
@@ -48,16 +54,29 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
     return optimizer
 
 
-def set_hyperparameters(
-    optimizer: torch.optim.AdamW, *, rate: float, betas: tuple[float, float], weight_decay: float
-) -> None:
+def _eight_bit(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
+    try:
+        from rollmesh.trainer.learner.eight_bit_adam import EightBitAdamW
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"trainer.optimizer=adamw_8bit requires the package {error.name}: pip install 'rollmesh[bitsandbytes]'"
+        ) from error
+    return EightBitAdamW(groups, lr=config.learning_rate, betas=config.betas)
+
+
+def saved_moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state of a parameter by name, live, without the constant tables of the 8-bit codes."""
+    return {key: value for key, value in optimizer.state[parameter].items() if not key.startswith("qmap")}
+
+
+def set_hyperparameters(optimizer: Optimizer, *, rate: float, betas: tuple[float, float], weight_decay: float) -> None:
     """Set the hyperparameters of the next updates. Vectors are not decayed."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
         group.update(lr=rate, betas=betas, weight_decay=weight_decay if decays else 0.0)
 
 
-def apply_update(optimizer: torch.optim.AdamW, max_norm: float, factor: float = 1.0) -> tuple[float, bool]:
+def apply_update(optimizer: Optimizer, max_norm: float, factor: float = 1.0) -> tuple[float, bool]:
     """Clip over all ranks, step and clear the gradients; return (norm before clipping, True if weights were updated).
 
     A gradient that is not finite is skipped: one broken batch must not destroy the policy. ``factor`` multiplies the

@@ -36,7 +36,7 @@ from rollmesh.trainer.learner.fp32_copy import Fp32Copy
 from rollmesh.trainer.learner.method_binding import bind_advantage
 from rollmesh.trainer.learner.minibatches import Updates, finish_parts, run_minibatches
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, PolicyFolder
-from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.optimizer import build_optimizer, saved_moments, set_hyperparameters
 from rollmesh.trainer.learner.parts import Part, Parts, digests
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model, write_policy_folder
 from rollmesh.trainer.learner.policy_scorer import score_sequences
@@ -343,7 +343,7 @@ class PolicyTrainer:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self._optimizer.state[parameter].items():
+            for key, value in saved_moments(self._optimizer, parameter).items():
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.learner.optimizer import apply_update, build_optimizer, learning_rate, set_hyperparameters
+from rollmesh.trainer.learner.optimizer import (
+    apply_update,
+    build_optimizer,
+    learning_rate,
+    saved_moments,
+    set_hyperparameters,
+)
 
 
 def rates(**fields: object) -> list[float]:
@@ -61,3 +67,40 @@ def test_gradients_are_clipped_to_their_norm_and_cleared() -> None:
     assert norm == pytest.approx(5.0) and updated and layer.weight.grad is None
     moment = optimizer.state[layer.weight]["exp_avg"]
     torch.testing.assert_close(moment, torch.tensor([[0.6, 0.8]]) * 0.1)
+
+
+def trained(optimizer: str, steps: int, state: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, dict]:
+    """Fit a layer to fixed targets for some steps, from a saved state if there is one; return it with its state."""
+    noise = torch.Generator().manual_seed(5)
+    layer = nn.Linear(64, 64, bias=False)
+    inputs, targets = torch.randn(32, 64, generator=noise), torch.randn(32, 64, generator=noise)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(64, 64, generator=noise) / 8)
+    built = build_optimizer(layer, TrainerConfig(learning_rate=1e-2, optimizer=optimizer))
+    live = {"weight": layer.weight.detach(), **saved_moments(built, layer.weight)}
+    for name, value in (state or {}).items():
+        live[name].copy_(value)
+    for _ in range(steps):
+        (layer(inputs) - targets).square().mean().backward()
+        apply_update(built, 1.0)
+    return layer, {name: value.clone() for name, value in live.items()}
+
+
+def test_eight_bit_moments_take_a_quarter_of_the_memory_and_train_like_adamw() -> None:
+    layer, state = trained("adamw_8bit", 40)
+    reference, whole = trained("adamw", 40)
+    moments = [
+        sum(value.nbytes for name, value in of.items() if name not in ("weight", "step")) for of in (state, whole)
+    ]
+    assert moments[0] <= moments[1] * 0.26
+    start = trained("adamw", 0)[0]
+    moved = (reference.weight - start.weight).norm()
+    assert (layer.weight - reference.weight).norm() < 0.05 * moved
+
+
+def test_a_saved_state_of_eight_bit_moments_continues_to_the_same_bytes() -> None:
+    _, uninterrupted = trained("adamw_8bit", 12)
+    _, half = trained("adamw_8bit", 7)
+    assert float(half["step"]) == 7 and set(half) == {"weight", "step", "state1", "state2", "absmax1", "absmax2"}
+    _, continued = trained("adamw_8bit", 5, half)
+    assert all(torch.equal(continued[name], value) for name, value in uninterrupted.items())
