@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,8 +25,15 @@ from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.manifest import CanarySequence, Manifest
-from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy, WriteFolder
+from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest
+from rollmesh.checkpoints.policies import (
+    BasePolicy,
+    FoundManifest,
+    PolicyDraft,
+    UnsoundPolicy,
+    VerifiedPolicy,
+    WriteFolder,
+)
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import lineage
 from rollmesh.checkpoints.training_batch import training_batch
@@ -49,6 +57,7 @@ class CheckpointStore:
                 raise
         self.root = root.resolve()
         self._secret = secret
+        self._base: tuple[BaseReference, VerifiedPolicy] | None = None
 
     def at(self, root: Path) -> CheckpointStore:
         """Return a store with the same secret in another folder."""
@@ -67,12 +76,16 @@ class CheckpointStore:
         parent: int | None,
         write: WriteFolder,
         canary: Sequence[CanarySequence],
+        base: BasePolicy | None = None,
     ) -> PolicyRecord:
         """Write a policy folder; it is a policy only after the registry accepts the returned record.
 
-        ``write`` fills the given empty folder. The folder is deleted on an error. Raises CheckpointError.
+        ``write`` fills the given empty folder: with a PEFT adapter if there is a base. The folder is deleted on an
+        error. Raises CheckpointError.
         """
-        draft = PolicyDraft(session=session, policy_version=policy_version, train_step=train_step, parent=parent)
+        draft = PolicyDraft(
+            session=session, policy_version=policy_version, train_step=train_step, parent=parent, base=base
+        )
         record = policies.publish(self.root, self._secret, draft, write, canary)
         self._share_policy(record)
         return record
@@ -88,7 +101,21 @@ class CheckpointStore:
         policy = self._verified(record)
         if like is not None:
             like.check_compatible(policy.manifest)
-        return policy
+        if policy.manifest.base is None:
+            return policy
+        return replace(policy, base=self._opened_base(policy.manifest.base))
+
+    def _opened_base(self, base: BaseReference) -> VerifiedPolicy:
+        """Verify the base of an adapter, once for all adapters that this store opens above it."""
+        if self._base is None or self._base[0] != base or not self._base[1].folder.is_dir():
+            record = PolicyRecord(
+                policy_version=base.policy_version,
+                train_step=base.train_step,
+                path=base.path,
+                manifest_digest=base.manifest_sha256,
+            )
+            self._base = base, self._verified(record)
+        return self._base[1]
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
         """Compare a published policy with its record, byte for byte."""

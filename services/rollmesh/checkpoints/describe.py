@@ -12,11 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollmesh.checkpoints.manifest import ModelShape
+from rollmesh.checkpoints.manifest import Manifest, ModelShape
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.errors import CheckpointError
 
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -53,6 +55,22 @@ def describe_folder(folder: Path) -> FolderDescription:
         parameter_count=parameter_count,
         tokenizer_sha256=_tokenizer_digest(folder),
         chat_template_sha256=hashlib.sha256(template.encode()).hexdigest(),
+    )
+
+
+def describe_adapter(folder: Path, base: Manifest) -> FolderDescription:
+    """Describe a PEFT folder: its own weights, with the architecture and the tokenizer of its base.
+
+    Raises CheckpointError with the name of a missing or malformed file.
+    """
+    read_json(folder / ADAPTER_CONFIG_FILE)
+    dtype, parameter_count = _weights(folder)
+    return FolderDescription(
+        architecture=base.architecture,
+        dtype=dtype,
+        parameter_count=parameter_count,
+        tokenizer_sha256=base.tokenizer_sha256,
+        chat_template_sha256=base.chat_template_sha256,
     )
 
 

@@ -7,7 +7,7 @@ manifest, and the manifest has the digest of every file. The HMAC ties both to t
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -57,6 +57,19 @@ class ModelShape(_Closed):
     """True if the output layer shares the embedding."""
 
 
+class BaseReference(_Closed):
+    """The policy of kind ``full`` that an adapter was trained above, as it was announced."""
+
+    policy_version: int = Field(ge=0)
+    """Version of the base."""
+    train_step: int = Field(ge=0)
+    """Train step of the base."""
+    path: str
+    """Path of its folder, relative to the store."""
+    manifest_sha256: Digest
+    """Digest of its manifest, which has the digest of every file."""
+
+
 class CanarySequence(_Closed):
     """A fixed sequence with the trainer's log-probabilities, which an engine must reproduce."""
 
@@ -83,8 +96,10 @@ class Manifest(_Closed):
     """Number of batches that the weights were trained on."""
     parent: int | None
     """Policy version that the weights were trained from; null for the initial policy."""
-    kind: Literal["full"] = "full"
-    """Full weights (adapters and deltas are reserved)."""
+    kind: Literal["full", "adapter"] = "full"
+    """Full weights, or a PEFT folder that readers apply above ``base``."""
+    base: BaseReference | None = None
+    """Base of an adapter; a manifest of full weights does not contain the field."""
     session: str
     """Trainer session that wrote the folder."""
     files: list[ManifestFile] = Field(min_length=1)
@@ -105,6 +120,12 @@ class Manifest(_Closed):
     """Time of writing, UTC."""
     hmac: str = ""
     """HMAC-SHA256 (hex) of the canonical JSON of all other fields, keyed with the run's secret."""
+
+    @model_validator(mode="after")
+    def _an_adapter_has_a_base(self) -> Self:
+        if (self.kind == "adapter") != (self.base is not None):
+            raise ValueError(f"base: kind {self.kind} {'requires a' if self.base is None else 'has no'} base")
+        return self
 
     def signed(self, secret: bytes) -> Manifest:
         """Return a copy with the HMAC filled in."""
@@ -137,10 +158,13 @@ class Manifest(_Closed):
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest file."""
-        return canonical(self.model_dump(mode="json"))
+        return canonical(self._fields())
 
     def _signed_bytes(self) -> bytes:
-        return canonical(self.model_dump(mode="json", exclude={"hmac"}))
+        return canonical({name: value for name, value in self._fields().items() if name != "hmac"})
+
+    def _fields(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude=None if self.base is not None else {"base"})
 
 
 def parse_manifest(data: bytes, origin: str) -> Manifest:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollmesh.checkpoints.describe import describe_folder
+from rollmesh.checkpoints.describe import describe_adapter, describe_folder
 from rollmesh.checkpoints.digests import check_files, manifest_files
 from rollmesh.checkpoints.durable import (
     confined,
@@ -28,6 +28,7 @@ from rollmesh.checkpoints.durable import (
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
+    BaseReference,
     CanarySequence,
     Manifest,
     parse_manifest,
@@ -55,6 +56,26 @@ class VerifiedPolicy:
 
     folder: Path
     manifest: Manifest
+    base: VerifiedPolicy | None = None
+    """Policy that an adapter is applied above; None for full weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BasePolicy:
+    """The base of a run's adapters: its announcement and its manifest."""
+
+    record: PolicyRecord
+    manifest: Manifest
+
+    @property
+    def reference(self) -> BaseReference:
+        """What an adapter's manifest says about its base."""
+        return BaseReference(
+            policy_version=self.record.policy_version,
+            train_step=self.record.train_step,
+            path=self.record.path,
+            manifest_sha256=self.record.manifest_digest,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +87,8 @@ class PolicyDraft:
     policy_version: int
     train_step: int
     parent: int | None
+    base: BasePolicy | None = None
+    """Policy that an adapter is applied above; None publishes full weights."""
 
 
 def folder_name(train_step: int, session: str) -> str:
@@ -85,8 +108,9 @@ def publish(
 ) -> PolicyRecord:
     """Write a policy folder and its manifest; return the record to announce.
 
-    ``write`` fills the empty folder with a Hugging Face model and its tokenizer. The folder is deleted on an error. A
-    full disk raises CheckpointError (disk_full) with the folder and the number of free bytes.
+    ``write`` fills the empty folder with a Hugging Face model and its tokenizer, or with a PEFT adapter if the draft
+    has a base. The folder is deleted on an error. A full disk raises CheckpointError (disk_full) with the folder and
+    the number of free bytes.
     """
     path = f"{FOLDER}/{folder_name(draft.train_step, draft.session)}"
     folder = root / path
@@ -355,8 +379,10 @@ def _read_manifest(folder: Path) -> bytes:
 def _manifest(
     folder: Path, digests: Mapping[str, str], draft: PolicyDraft, canary: Sequence[CanarySequence]
 ) -> Manifest:
-    described = describe_folder(folder)
+    described = describe_folder(folder) if draft.base is None else describe_adapter(folder, draft.base.manifest)
     return Manifest(
+        kind="full" if draft.base is None else "adapter",
+        base=None if draft.base is None else draft.base.reference,
         policy_version=draft.policy_version,
         train_step=draft.train_step,
         parent=draft.parent,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.section import Section
 
 
@@ -14,3 +15,5 @@ class ModelConfig(Section):
     """Hugging Face folder (config.json, safetensors, tokenizer); ``recipe:NAME`` is a model packaged with rollmesh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of published weights and of the engine."""
+    adapter: AdapterConfig | None = None
+    """Train a low-rank adapter above the frozen weights of ``path``; null trains all weights."""

@@ -1,0 +1,87 @@
+"""Published adapters: PEFT folders above a policy of full weights that their manifest names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, Manifest
+from rollmesh.checkpoints.policies import BasePolicy
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.types import PolicyRecord
+
+from .checkpoint_samples import CANARY, SECRET, publish
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", SECRET)
+
+
+def write_adapter(folder: Path) -> Mapping[str, str] | None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.zeros(8, 2)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    return None
+
+
+def publish_adapter(store: CheckpointStore, version: int, base: PolicyRecord) -> PolicyRecord:
+    return store.publish(
+        session="abc",
+        policy_version=version,
+        train_step=version,
+        parent=version - 1,
+        write=write_adapter,
+        canary=CANARY,
+        base=BasePolicy(record=base, manifest=store.open(base).manifest),
+    )
+
+
+def test_an_adapter_opens_with_its_base(store: CheckpointStore) -> None:
+    base = publish(store, 0)
+    policy = store.open(publish_adapter(store, 1, base))
+    assert policy.base is not None
+    assert policy.base.folder == store.root / base.path
+    assert (policy.manifest.kind, policy.base.manifest.kind) == ("adapter", "full")
+    assert {f.path for f in policy.manifest.files} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (policy.manifest.dtype, policy.manifest.parameter_count) == ("F32", 32)
+    store.open(base).manifest.check_compatible(policy.manifest)
+
+
+def test_an_adapter_whose_base_changed_is_refused(store: CheckpointStore) -> None:
+    base = publish(store, 0)
+    record = publish_adapter(store, 1, base)
+    weights = store.root / base.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError) as caught:
+        store.at(store.root).open(record)
+    assert caught.value.reason == Reason.TAMPERED
+    assert base.path in str(caught.value)
+
+
+def test_an_adapter_without_its_base_is_refused(store: CheckpointStore) -> None:
+    base = publish(store, 0)
+    record = publish_adapter(store, 1, base)
+    store.open(record)
+    (store.root / base.path).rename(store.root / "elsewhere")
+    with pytest.raises(CheckpointError) as caught:
+        store.open(record)
+    assert caught.value.reason == Reason.MISSING
+
+
+def test_a_manifest_of_full_weights_reads_as_before_there_were_adapters(store: CheckpointStore) -> None:
+    record = publish(store, 0)
+    fields = json.loads((store.root / record.path / MANIFEST_FILE).read_bytes())
+    assert "base" not in fields
+    manifest = store.open(record).manifest
+    with pytest.raises(ValidationError, match="kind adapter requires a base"):
+        Manifest.model_validate({**manifest.model_dump(), "kind": "adapter"})
