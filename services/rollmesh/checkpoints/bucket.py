@@ -22,13 +22,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch, batch_path
+from rollmesh.checkpoints.bucket_copies import batch_key, stored_copies
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
-from rollmesh.checkpoints.copy_check import CopyCheck, ObjectPart, StoredCopy, check_copies
+from rollmesh.checkpoints.copy_check import CopyCheck, check_copies
+from rollmesh.checkpoints.delta_chains import apply_deltas, older_base, without_bases
+from rollmesh.checkpoints.delta_uploads import DeltaUploads
 from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, sha256_of, sync_folder
-from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ManifestFile, parse_manifest
+from rollmesh.checkpoints.manifest import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    Delta,
+    Manifest,
+    ManifestFile,
+    parse_manifest,
+)
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, VerifiedPolicy
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
@@ -47,11 +57,16 @@ _MAX_RECORD_BYTES = 64 << 20
 class BucketStore(CheckpointStore):
     """Checkpoint store in a bucket, with the folder ``root`` of this node as its cache."""
 
-    def __init__(self, root: Path, secret: bytes, objects: ObjectStore, *, cache_policies: int) -> None:
+    def __init__(
+        self, root: Path, secret: bytes, objects: ObjectStore, *, cache_policies: int, anchor_every: int = 1
+    ) -> None:
         super().__init__(root, secret)
         _reject_several_nodes(objects.url)
         self.objects = objects
         self._pulled = PulledFolders(self.root, keep_policies=cache_policies)
+        self._deltas = DeltaUploads(self.root, anchor_every)
+        self._bases: dict[str, str | None] = {}
+        """Path of the base of each delta in the bucket, by path; None for full weights."""
 
     def lineage(self) -> str:
         """Return the identity of the store in the bucket; the first use creates it."""
@@ -63,13 +78,21 @@ class BucketStore(CheckpointStore):
 
     # policies
 
+    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> Delta | None:
+        return self._deltas.encode(draft, folder)
+
     def _share_policy(self, record: PolicyRecord) -> None:
         """Upload a published folder, its manifest last. A folder that cannot be uploaded is deleted."""
+        folder = self.root / record.path
         try:
-            self._push_folder(record.path, last=MANIFEST_FILE)
+            manifest = parse_manifest((folder / MANIFEST_FILE).read_bytes(), record.path)
+            files = self._deltas.sources(folder, manifest)
+            self.objects.put_all([(path, f"{record.path}/{name}") for path, name in files])
+            self.objects.put(folder / MANIFEST_FILE, f"{record.path}/{MANIFEST_FILE}")
         except BaseException:
-            remove_tree(self.root / record.path, first=[MANIFEST_FILE])
+            remove_tree(folder, first=[MANIFEST_FILE])
             raise
+        self._deltas.uploaded(record, manifest)
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
         """Pull a policy unless it is in the cache, and compare it with its record."""
@@ -117,10 +140,24 @@ class BucketStore(CheckpointStore):
         super().prune(records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+        removed = without_bases(paths, removed, self._base_of)
         for path in removed:
             self.objects.delete([f"{path}/{ANNOUNCED_FILE}"])  # announced without a manifest means damage
             self._delete_folder(path, first=MANIFEST_FILE)
         return removed
+
+    def _base_of(self, path: str) -> str | None:
+        """Return the path of the policy that this one is stored as a difference to; None for full weights."""
+        if path not in self._bases:
+            key = f"{path}/{MANIFEST_FILE}"
+            try:
+                manifest = parse_manifest(self.objects.read(key, MAX_MANIFEST_BYTES + 1), key)
+            except (FileNotFoundError, CheckpointError) as error:
+                if isinstance(error, CheckpointError) and error.reason in TRANSIENT:
+                    raise
+                return None  # damaged, or half of an upload: it has no base that it can be read with
+            self._bases[path] = manifest.delta.base.path if manifest.delta else None
+        return self._bases[path]
 
     # batch files
 
@@ -145,12 +182,12 @@ class BucketStore(CheckpointStore):
         """Make the local batch file of this step equal to the bucket's; delete it if the bucket has none."""
         path = batch_path(self.root, train_step)
         try:
-            self.objects.get(_batch_key(train_step), path)
+            self.objects.get(batch_key(train_step), path)
         except FileNotFoundError:
             path.unlink(missing_ok=True)
 
     def _push_batch(self, train_step: int) -> str:
-        path, key = batch_path(self.root, train_step), _batch_key(train_step)
+        path, key = batch_path(self.root, train_step), batch_key(train_step)
         local = batches.read_footer(self.root, self._secret, train_step)
         if self.objects.put_new(path, key):
             return local.payload_sha256
@@ -187,7 +224,7 @@ class BucketStore(CheckpointStore):
         return (local.payload_sha256, local.replay) == (stored.payload_sha256, stored.replay)
 
     def _pull_batch(self, train_step: int) -> None:
-        key = _batch_key(train_step)
+        key = batch_key(train_step)
         try:
             self.objects.get(key, batch_path(self.root, train_step))
         except FileNotFoundError as error:
@@ -196,9 +233,9 @@ class BucketStore(CheckpointStore):
     @contextlib.contextmanager
     def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
         """Open a batch file in the bucket; yield it with its name for error messages."""
-        where = f"{self.objects.url}/{_batch_key(train_step)}"
+        where = f"{self.objects.url}/{batch_key(train_step)}"
         try:
-            with self.objects.open(_batch_key(train_step)) as file:
+            with self.objects.open(batch_key(train_step)) as file:
                 yield file, where
         except FileNotFoundError as error:
             raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
@@ -285,27 +322,8 @@ class BucketStore(CheckpointStore):
     def check_copies(self) -> CopyCheck:
         """Compare the newest state, the policies and the batch files of the bucket with their digests, newest first."""
         damaged = {policy.path: policy.reason for policy in self.unsound_policies()}
-        check = check_copies(self.objects, self._copies())
+        check = check_copies(self.objects, stored_copies(self, self.manifest))
         return replace(check, damaged={**damaged, **check.damaged})
-
-    def _copies(self) -> Iterator[StoredCopy]:
-        state = self.latest_committed()
-        if state is not None:
-            path = f"{committed.FOLDER}/{state.folder.name}"
-            yield _copy(path, COMMITTED_FILE, state.record.files)
-        for record in reversed(self.complete_policies()):
-            with _unless_unreachable():  # pruned in between
-                yield _copy(record.path, MANIFEST_FILE, self._manifest(record).files)
-        for train_step in reversed(self.batch_steps()):
-            with _unless_unreachable():  # a reader of the file reports a damaged footer
-                footer, key = self.batch_footer(train_step), _batch_key(train_step)
-                part = ObjectPart(
-                    key=key,
-                    start=batches.PAYLOAD_START,
-                    size_bytes=footer.payload_bytes,
-                    sha256=footer.payload_sha256,
-                )
-                yield StoredCopy(name=key, marker=key, parts=(part,))
 
     # helpers
 
@@ -324,11 +342,15 @@ class BucketStore(CheckpointStore):
         return sorted(name for name in names if policies.is_folder_name(name))
 
     def _pull_policy(self, record: PolicyRecord, folder: Path) -> None:
-        manifest = self._manifest(record)
+        manifest = self.manifest(record)
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
         try:
-            pairs = [(f"{record.path}/{f.path}", confined(temporary, f.path)) for f in manifest.files]
+            pairs = [(f"{record.path}/{f.path}", confined(temporary, f.path)) for f in manifest.stored_files]
             self.objects.get_all([*pairs, (f"{record.path}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)])
+            if manifest.delta is not None:
+                # The base is older, so processes that wait for each other's locks never form a circle.
+                base = self._verified(older_base(manifest).record).folder
+                apply_deltas(base, temporary, manifest.delta)
             remove_tree(folder, first=[MANIFEST_FILE])
             os.replace(temporary, folder)
             sync_folder(folder.parent)
@@ -337,7 +359,8 @@ class BucketStore(CheckpointStore):
         finally:
             remove_tree(temporary)
 
-    def _manifest(self, record: PolicyRecord) -> Manifest:
+    def manifest(self, record: PolicyRecord) -> Manifest:
+        """Read the manifest of a policy in the bucket. Raises CheckpointError unless it is the announced one."""
         where = f"{self.objects.url}/{record.path}/{MANIFEST_FILE}"
         try:
             data = self.objects.read(f"{record.path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
@@ -360,25 +383,6 @@ def _reject_several_nodes(url: str) -> None:
             f"checkpoints.folder={url}: a trainer over several nodes ({world} ranks, {local} here) requires a shared "
             "folder for its state; set checkpoints.folder to a shared folder, or run the trainer on one node"
         )
-
-
-def _batch_key(train_step: int) -> str:
-    return f"{batches.FOLDER}/{train_step:08d}.pb"
-
-
-@contextlib.contextmanager
-def _unless_unreachable() -> Iterator[None]:
-    """Ignore a copy that is pruned or damaged; raise CheckpointError if the bucket is unreachable."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.reason in TRANSIENT:
-            raise
-
-
-def _copy(path: str, marker: str, files: Iterable[ManifestFile]) -> StoredCopy:
-    parts = [ObjectPart(key=f"{path}/{f.path}", size_bytes=f.size_bytes, sha256=f.sha256) for f in files]
-    return StoredCopy(name=path, marker=f"{path}/{marker}", parts=tuple(parts))
 
 
 def _digest(file: Path) -> str:

@@ -25,7 +25,7 @@ from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest
+from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Delta, Manifest
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FoundManifest,
@@ -86,9 +86,13 @@ class CheckpointStore:
         draft = PolicyDraft(
             session=session, policy_version=policy_version, train_step=train_step, parent=parent, base=base
         )
-        record = policies.publish(self.root, self._secret, draft, write, canary)
+        record = policies.publish(self.root, self._secret, draft, write, canary, self._encode_delta)
         self._share_policy(record)
         return record
+
+    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> Delta | None:
+        """Return the deltas in place of a new folder's weights; a shared folder has the weights themselves."""
+        return None
 
     def _share_policy(self, record: PolicyRecord) -> None:
         """Make a complete policy visible to every reader; in a shared folder it is."""
@@ -108,13 +112,7 @@ class CheckpointStore:
     def _opened_base(self, base: BaseReference) -> VerifiedPolicy:
         """Verify the base of an adapter, once for all adapters that this store opens above it."""
         if self._base is None or self._base[0] != base or not self._base[1].folder.is_dir():
-            record = PolicyRecord(
-                policy_version=base.policy_version,
-                train_step=base.train_step,
-                path=base.path,
-                manifest_digest=base.manifest_sha256,
-            )
-            self._base = base, self._verified(record)
+            self._base = base, self._verified(base.record)
         return self._base[1]
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:

@@ -37,4 +37,10 @@ def open_location(section: CheckpointConfig, run_folder: Path, secret: bytes) ->
         return CheckpointStore(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
     cache = Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints"
     objects = ObjectStore(str(section.folder), section.object_store, parallel=section.parallel_transfers)
-    return BucketStore(cache, secret, objects, cache_policies=section.cache_policies)
+    return BucketStore(
+        cache,
+        secret,
+        objects,
+        cache_policies=section.cache_policies,
+        anchor_every=section.anchor_every_versions,
+    )

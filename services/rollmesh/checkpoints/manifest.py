@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.errors import CheckpointError
+from rollmesh.types import PolicyRecord
 
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -58,16 +59,45 @@ class ModelShape(_Closed):
 
 
 class BaseReference(_Closed):
-    """The policy of kind ``full`` that an adapter was trained above, as it was announced."""
+    """Another policy that this one is applied to, as it was announced."""
 
     policy_version: int = Field(ge=0)
-    """Version of the base."""
+    """Its version."""
     train_step: int = Field(ge=0)
-    """Train step of the base."""
+    """Its train step."""
     path: str
     """Path of its folder, relative to the store."""
     manifest_sha256: Digest
     """Digest of its manifest, which has the digest of every file."""
+
+    @classmethod
+    def of(cls, record: PolicyRecord) -> Self:
+        """Return the reference to an announced policy."""
+        return cls(
+            policy_version=record.policy_version,
+            train_step=record.train_step,
+            path=record.path,
+            manifest_sha256=record.manifest_digest,
+        )
+
+    @property
+    def record(self) -> PolicyRecord:
+        """Announcement of the policy."""
+        return PolicyRecord(
+            policy_version=self.policy_version,
+            train_step=self.train_step,
+            path=self.path,
+            manifest_digest=self.manifest_sha256,
+        )
+
+
+class Delta(_Closed):
+    """Weights that a bucket stores as their difference to another policy version."""
+
+    base: BaseReference
+    """Version that the deltas are applied to."""
+    files: list[ManifestFile] = Field(min_length=1)
+    """Deltas; each stands for the weight file of its name without ``.delta``."""
 
 
 class CanarySequence(_Closed):
@@ -99,7 +129,9 @@ class Manifest(_Closed):
     kind: Literal["full", "adapter"] = "full"
     """Full weights, or a PEFT folder that readers apply above ``base``."""
     base: BaseReference | None = None
-    """Base of an adapter; a manifest of full weights does not contain the field."""
+    """Full weights that an adapter was trained above; a manifest of full weights does not contain the field."""
+    delta: Delta | None = None
+    """Deltas that a bucket has in place of weight files; ``files`` describes the result. Only where there are some."""
     session: str
     """Trainer session that wrote the folder."""
     files: list[ManifestFile] = Field(min_length=1)
@@ -126,6 +158,14 @@ class Manifest(_Closed):
         if (self.kind == "adapter") != (self.base is not None):
             raise ValueError(f"base: kind {self.kind} {'requires a' if self.base is None else 'has no'} base")
         return self
+
+    @property
+    def stored_files(self) -> list[ManifestFile]:
+        """The files that a bucket stores: deltas in place of the weights that they stand for."""
+        if self.delta is None:
+            return list(self.files)
+        replaced = {file.path.removesuffix(".delta") for file in self.delta.files}
+        return [*(file for file in self.files if file.path not in replaced), *self.delta.files]
 
     def signed(self, secret: bytes) -> Manifest:
         """Return a copy with the HMAC filled in."""
@@ -164,7 +204,8 @@ class Manifest(_Closed):
         return canonical({name: value for name, value in self._fields().items() if name != "hmac"})
 
     def _fields(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude=None if self.base is not None else {"base"})
+        absent = {name for name in ("base", "delta") if getattr(self, name) is None}
+        return self.model_dump(mode="json", exclude=absent)
 
 
 def parse_manifest(data: bytes, origin: str) -> Manifest:

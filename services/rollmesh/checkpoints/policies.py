@@ -30,6 +30,7 @@ from rollmesh.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     BaseReference,
     CanarySequence,
+    Delta,
     Manifest,
     parse_manifest,
 )
@@ -67,16 +68,6 @@ class BasePolicy:
     record: PolicyRecord
     manifest: Manifest
 
-    @property
-    def reference(self) -> BaseReference:
-        """What an adapter's manifest says about its base."""
-        return BaseReference(
-            policy_version=self.record.policy_version,
-            train_step=self.record.train_step,
-            path=self.record.path,
-            manifest_sha256=self.record.manifest_digest,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDraft:
@@ -105,12 +96,13 @@ def publish(
     draft: PolicyDraft,
     write: WriteFolder,
     canary: Sequence[CanarySequence],
+    encode: Callable[[PolicyDraft, Path], Delta | None],
 ) -> PolicyRecord:
     """Write a policy folder and its manifest; return the record to announce.
 
     ``write`` fills the empty folder with a Hugging Face model and its tokenizer, or with a PEFT adapter if the draft
-    has a base. The folder is deleted on an error. A full disk raises CheckpointError (disk_full) with the folder and
-    the number of free bytes.
+    has a base; ``encode`` returns the deltas that a bucket gets for its weights. The folder is deleted on an error. A
+    full disk raises CheckpointError (disk_full) with the folder and the number of free bytes.
     """
     path = f"{FOLDER}/{folder_name(draft.train_step, draft.session)}"
     folder = root / path
@@ -120,7 +112,8 @@ def publish(
         remove_tree(folder)
         make_folder(folder)
         digests = write(folder)
-        manifest = _manifest(folder, digests or {}, draft, canary).signed(secret)
+        manifest = _manifest(folder, digests or {}, draft, canary)
+        manifest = manifest.model_copy(update={"delta": encode(draft, folder)}).signed(secret)
         sync_tree(folder)
         data = manifest.to_bytes()
         write_new_file(folder / MANIFEST_FILE, data)
@@ -382,7 +375,7 @@ def _manifest(
     described = describe_folder(folder) if draft.base is None else describe_adapter(folder, draft.base.manifest)
     return Manifest(
         kind="full" if draft.base is None else "adapter",
-        base=None if draft.base is None else draft.base.reference,
+        base=None if draft.base is None else BaseReference.of(draft.base.record),
         policy_version=draft.policy_version,
         train_step=draft.train_step,
         parent=draft.parent,

@@ -24,6 +24,10 @@ class CheckpointConfig(Section):
     """With an object store: pulled policies that a node keeps in addition to those used in the last ten minutes."""
     parallel_transfers: int = Field(default=8, ge=1, le=64)
     """With an object store: files of one policy or state that a process transfers at once."""
+    anchor_every_versions: int = Field(default=1, ge=1, le=1000)
+    """With an object store: upload every so-many-th policy version in full, and the others as the difference to the
+    version before, where that is smaller than half of the weights; 1 uploads all in full. For ``model.dtype:
+    bfloat16``: float32 weights change in every version."""
     object_store: dict[str, Any] = Field(default_factory=dict)
     """With an object store: options of its fsspec file system, for example {"endpoint_url": "https://minio:9000"}."""
     keep_last: int = Field(default=6, ge=2)
@@ -48,6 +52,11 @@ class CheckpointConfig(Section):
         if self.object_store and not self.remote:
             raise ValueError(
                 f"checkpoints.object_store is for object stores only, not for checkpoints.folder={self.folder}"
+            )
+        if self.anchor_every_versions > 1 and not self.remote:
+            raise ValueError(
+                f"checkpoints.anchor_every_versions={self.anchor_every_versions} is for object stores: in a shared "
+                "folder generators read the weights themselves; set 1, or checkpoints.folder=s3://... or gs://..."
             )
         for name in ("key", "secret", "token", "password"):
             if name in self.object_store:

@@ -8,6 +8,7 @@ import pytest
 
 from rollmesh.checkpoints import copy_check
 from rollmesh.checkpoints.bucket import BucketStore
+from rollmesh.checkpoints.bucket_copies import stored_copies
 from rollmesh.checkpoints.objects import ObjectStore
 
 from .checkpoint_samples import CURSOR, SECRET, make_batch, publish
@@ -60,6 +61,6 @@ def test_copies_over_the_limit_are_named_as_not_read(store: BucketStore, monkeyp
 
 
 def test_a_copy_that_is_pruned_meanwhile_is_no_damage(store: BucketStore) -> None:
-    copies = list(store._copies())
+    copies = list(stored_copies(store, store.manifest))
     store._delete_folder(copies[0].name, first="manifest.json")
     assert copy_check.check_copies(store.objects, copies).damaged == {}

@@ -1,0 +1,154 @@
+"""Policies that a real S3 stores as differences: readers get the same bytes, or a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollmesh.checkpoints.bucket import BucketStore
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.objects import ObjectStore
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.types import PolicyRecord
+
+from ...unit.checkpoints.checkpoint_samples import publish, write_model
+
+ANCHOR_EVERY = 4
+WEIGHTS, DELTA = "model.safetensors", "model.safetensors.delta"
+Node = Callable[..., BucketStore]
+
+
+def write_weights(version: int, changed_share: float = 0.01, largest: int = 8) -> Callable[[Path], None]:
+    """A callable that fills a folder with the version's weights: each version changes low bits of a share of them."""
+
+    def write(folder: Path) -> None:
+        write_model()(folder)
+        weights = np.random.default_rng(0).integers(0, 1 << 16, (256, 512), dtype=np.uint16)
+        for step in range(1, version + 1):
+            noise = np.random.default_rng(step)
+            changed = noise.random(weights.shape) < changed_share
+            weights[changed] ^= noise.integers(1, largest, int(changed.sum()), dtype=np.uint16)
+        save_file({"model.embed_tokens.weight": weights.view(np.int16)}, folder / WEIGHTS)
+
+    return write
+
+
+@pytest.fixture
+def trainer(node: Node) -> BucketStore:
+    return node("trainer", anchor_every_versions=ANCHOR_EVERY)
+
+
+def published(trainer: BucketStore, versions: range) -> list[PolicyRecord]:
+    return [publish(trainer, version, write=write_weights(version)) for version in versions]
+
+
+def stored(store: BucketStore, record: PolicyRecord) -> dict[str, int]:
+    return {key.rpartition("/")[2]: size for key, size in store.objects.sizes(record.path).items()}
+
+
+def weights_of(store: BucketStore, record: PolicyRecord) -> bytes:
+    return (store.open(record).folder / WEIGHTS).read_bytes()
+
+
+def refusal(store: BucketStore, record: PolicyRecord) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        store.open(record)
+    return caught.value
+
+
+def test_every_fourth_version_is_stored_whole_and_the_others_twenty_times_smaller(trainer: BucketStore) -> None:
+    records = published(trainer, range(6))
+    for version, record in enumerate(records):
+        names = stored(trainer, record)
+        assert (WEIGHTS in names, DELTA in names) == (version % ANCHOR_EVERY == 0, version % ANCHOR_EVERY != 0)
+    whole = stored(trainer, records[0])[WEIGHTS]
+    assert stored(trainer, records[1])[DELTA] * 20 < whole
+    assert not list((trainer.root / ".deltas").rglob("*")), "deltas that are uploaded take no space here"
+
+
+def test_a_reader_that_follows_pulls_deltas_only_and_a_late_one_begins_at_the_anchor(
+    node: Node, trainer: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = published(trainer, range(7))
+    follower, late = node("follower"), node("late")
+    follower.open(records[0])
+    pulled: list[str] = []
+    get = ObjectStore.get
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key, path: (pulled.append(key), get(self, key, path))[1])
+    for record in records[1:4]:
+        assert weights_of(follower, record) == weights_of(trainer, record)
+    weights = [key for key in pulled if key.endswith((WEIGHTS, DELTA))]
+    assert weights == [f"{record.path}/{DELTA}" for record in records[1:4]]
+    pulled.clear()
+    assert weights_of(late, records[6]) == weights_of(trainer, records[6])
+    weights = [key for key in pulled if key.endswith((WEIGHTS, DELTA))]
+    assert sorted(weights) == [f"{records[4].path}/{WEIGHTS}", *(f"{r.path}/{DELTA}" for r in records[5:])]
+
+
+def test_weights_that_changed_everywhere_are_stored_whole(trainer: BucketStore) -> None:
+    publish(trainer, 0, write=write_weights(0))
+    record = publish(trainer, 1, write=write_weights(1, changed_share=0.9, largest=1 << 16))
+    assert WEIGHTS in stored(trainer, record)
+
+
+def test_a_trainer_that_starts_again_begins_with_whole_weights(node: Node, trainer: BucketStore) -> None:
+    published(trainer, range(2))
+    again = node("trainer", anchor_every_versions=ANCHOR_EVERY)
+    record = publish(again, 2, session="other", write=write_weights(2))
+    assert WEIGHTS in stored(again, record)
+
+
+def test_a_base_that_is_damaged_at_the_trainer_is_not_built_upon(node: Node, trainer: BucketStore) -> None:
+    (base,) = published(trainer, range(1))
+    file = trainer.root / base.path / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    record = publish(trainer, 1, write=write_weights(1))
+    assert WEIGHTS in stored(trainer, record)
+    assert weights_of(node("generator"), record) == (trainer.root / record.path / WEIGHTS).read_bytes()
+
+
+def test_pruning_keeps_the_chain_of_a_kept_version(node: Node, trainer: BucketStore) -> None:
+    records = published(trainer, range(7))
+    weights = [weights_of(trainer, record) for record in records]
+    for record in records:
+        trainer.mark_announced(record)
+    removed = trainer.prune(records, keep_last=1, keep_versions=[2], session="abc")
+    assert removed == [records[3].path]
+    for version in (2, 6):
+        assert weights_of(node(f"late-{version}"), records[version]) == weights[version]
+
+
+def test_a_chain_that_is_torn_reordered_or_of_other_weights_is_refused(node: Node, trainer: BucketStore) -> None:
+    records = published(trainer, range(4))
+    objects, first, second, third = trainer.objects, *(f"{record.path}/{DELTA}" for record in records[1:])
+    whole = {key: objects.read(key, 1 << 30) for key in (first, second, third)}
+    objects.write(second, whole[second][: len(whole[second]) // 2])
+    assert refusal(node("cut"), records[3]).reason == Reason.TAMPERED
+    objects.write(second, whole[third])
+    objects.write(third, whole[second])
+    assert refusal(node("reordered"), records[3]).reason == Reason.TAMPERED
+    objects.write(second, whole[second])
+    objects.write(third, whole[third])
+    assert weights_of(node("sound"), records[3]) == weights_of(trainer, records[3])
+    manifest = f"{records[1].path}/{MANIFEST_FILE}"
+    objects.write(manifest, objects.read(f"{records[2].path}/{MANIFEST_FILE}", 1 << 20))
+    replaced = refusal(node("replaced"), records[3])
+    assert replaced.reason == Reason.TAMPERED and records[1].path in str(replaced)
+    objects.delete([manifest])
+    assert refusal(node("missing"), records[3]).reason == Reason.MISSING
+    assert weights_of(node("before"), records[0]) == weights_of(trainer, records[0])
+
+
+def test_a_damaged_delta_in_the_bucket_is_found_by_the_comparison_of_copies(trainer: BucketStore) -> None:
+    records = published(trainer, range(3))
+    assert not trainer.check_copies().damaged
+    key = f"{records[2].path}/{DELTA}"
+    content = bytearray(trainer.objects.read(key, 1 << 30))
+    content[20] ^= 1
+    trainer.objects.write(key, bytes(content))
+    assert list(trainer.check_copies().damaged) == [records[2].path]

@@ -1,0 +1,85 @@
+"""Deltas of weight files: exact, small where few weights changed, refused where they do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.checkpoints.delta_chains import without_bases
+from rollmesh.checkpoints.deltas import apply_delta, write_delta
+from rollmesh.checkpoints.durable import sha256_of
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 * MEBIBYTE, 9 * MEBIBYTE + 3])
+def test_a_delta_makes_the_new_file_of_the_old_one(tmp_path: Path, size: int) -> None:
+    noise = np.random.default_rng(size)
+    base, new, delta, result = (tmp_path / name for name in ("base", "new", "delta", "result"))
+    base.write_bytes(noise.bytes(size))
+    new.write_bytes(noise.bytes(size))
+    written = write_delta(base, new, delta)
+    apply_delta(base, delta, result)
+    assert result.read_bytes() == new.read_bytes()
+    assert (written.sha256, written.base_sha256) == (sha256_of(delta), sha256_of(base))
+
+
+def test_a_hundredth_of_changed_bfloat16_weights_is_more_than_twenty_times_smaller(tmp_path: Path) -> None:
+    noise = np.random.default_rng(3)
+    weights = noise.integers(0, 1 << 16, 4 * MEBIBYTE, dtype=np.uint16)
+    changed = weights.copy()
+    places = noise.choice(len(weights), len(weights) // 100, replace=False)
+    changed[places] ^= noise.integers(1, 8, len(places), dtype=np.uint16)
+    (tmp_path / "base").write_bytes(weights.tobytes())
+    (tmp_path / "new").write_bytes(changed.tobytes())
+    write_delta(tmp_path / "base", tmp_path / "new", tmp_path / "delta")
+    assert (tmp_path / "delta").stat().st_size * 20 < weights.nbytes
+
+
+def test_a_delta_that_does_not_fit_its_base_is_refused(tmp_path: Path) -> None:
+    base, new, delta = (tmp_path / name for name in ("base", "new", "delta"))
+    base.write_bytes(b"a" * 100)
+    new.write_bytes(b"b" * 100)
+    write_delta(base, new, delta)
+    whole = delta.read_bytes()
+    for name, damaged in {
+        "cut": whole[:9],
+        "flipped": whole[:8] + bytes([whole[8] ^ 1]) + whole[9:],
+        "no_zstd": b"\0" * 40,
+        "shorter": zstandard.compress(b"\0" * 99),
+        "longer": zstandard.compress(b"\0" * 101),
+    }.items():
+        delta.write_bytes(damaged)
+        with pytest.raises(CheckpointError) as caught:
+            apply_delta(base, delta, tmp_path / name)
+        assert caught.value.reason == Reason.TAMPERED, name
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_pruning_keeps_every_version_that_a_kept_one_is_read_through(
+    count: int, anchor: int, data: st.DataObject
+) -> None:
+    bases = {f"p{v}": None if v % anchor == 0 else f"p{v - 1}" for v in range(count)}
+    removed = data.draw(st.lists(st.sampled_from(sorted(bases)), unique=True))
+    gone = without_bases(list(bases), removed, bases.__getitem__)
+    kept = set(bases) - set(gone)
+    assert set(gone) <= set(removed)
+    assert all(bases[path] is None or bases[path] in kept for path in kept)
+    assert all(
+        any(_reads_through(bases, path, extra) for path in set(bases) - set(removed)) for extra in kept & set(removed)
+    )
+
+
+def _reads_through(bases: dict[str, str | None], path: str | None, other: str) -> bool:
+    while path is not None:
+        path = bases[path]
+        if path == other:
+            return True
+    return False
