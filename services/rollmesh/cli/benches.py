@@ -59,6 +59,7 @@ _PLAIN = {
     "old-logprob-cost": "Measure a train step with loglinear beside recompute, and the difference of their ratios.",
     "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
     "schedules": "Measure the leader's decisions, the choice of a generator, and the reading of a mesh view.",
+    "deltas": "Measure bytes and seconds of a policy version as a delta beside full weights, over a slow link.",
     "reload": "Measure the time from publishing a policy to serving it, and the pause of running calls.",
 }
 """Benches without options of their own."""
