@@ -1,4 +1,4 @@
-"""A whole run whose checkpoints are in a real S3 and whose page cannot listen, audited from the bucket alone."""
+"""A run with its checkpoints in a real S3, most of them deltas, and no page, audited from the bucket alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
+from rollmesh.checkpoints.objects import ObjectStore
+
 from ..integration.checkpoints.conftest import Bucket
-from .audits import assert_rescored
 
 
 def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
@@ -26,7 +27,9 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             line = small_run(
-                checkpoints={**section, "keep_last": 64},
+                checkpoints={**section, "keep_last": 64, "anchor_every_versions": 4},
+                model={"path": "recipe:countdown", "dtype": "bfloat16"},
+                trainer={"learning_rate": 1e-5},  # of large models: most bfloat16 weights then keep their bits
                 evaluation={"before_and_after": False},
                 gateway={"enabled": True, "port": port},
             )
@@ -34,6 +37,10 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
         assert done.returncode == 0, done.stdout + done.stderr
         assert "the run continues without its page" in done.stdout
         assert f"gateway.port={port}" in done.stdout
+        names = {
+            key.rpartition("/")[2] for key in ObjectStore(section["folder"], section["object_store"]).sizes("policies")
+        }
+        assert {"model.safetensors", "model.safetensors.delta"} <= names
         shutil.rmtree(line.folder / "checkpoints")
         again = line.run("audit", str(line.folder), "--json")
         assert again.returncode == 0, again.stdout + again.stderr
@@ -42,5 +49,6 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
         bucket.stop()
     verdict = json.loads(again.stdout)
     assert verdict["green"] and verdict["lost"] == [] and verdict["trained_twice"] == {}
-    assert_rescored(verdict)
+    assert verdict["rescoring"]["tokens"] > 0 and verdict["rescoring"]["dtype"] == "bfloat16"
+    assert not any(version["over_bound"] or version["skipped"] for version in verdict["rescoring"]["versions"])
     assert refused.returncode == 2 and "is an object store: copy it with that store's tools" in refused.stderr
