@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,3 +40,14 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     embedded.start()
     yield embedded
     embedded.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(mount).encode(), b"tmpfs", 0, b"size=8m") != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,14 +40,18 @@ async def held_run(
     at: str,
     step: int,
     fed: int = STEPS,
+    ranks: int = 1,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[TrainerRun]:
     """A run whose trainer is stopped at a point of the publication of ``step``; only its state of step 2 is saved."""
-    config = write_run_file(folder, model, server, trainer={"train_steps": STEPS}, checkpoints={"state_every_steps": 2})
+    config = write_run_file(
+        folder, model, server, **{"trainer": {"train_steps": STEPS}, "checkpoints": {"state_every_steps": 2}} | sections
+    )
     monkeypatch.setenv("HELD_AT", at)
     monkeypatch.setenv("HELD_STEP", str(step))
     os.mkfifo(folder / "release")
     async with opened_run(config) as run:
-        run.start(script="held_process")
+        run.start(ranks, script="held_process")
         async with run.fed(fed):
             await run.until(at, (folder / "held").exists, pause=0.01)
             yield run

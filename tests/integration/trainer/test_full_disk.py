@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,17 +22,6 @@ from .trainer_run import TrainerRun, opened_run, write_run_file
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", str(mount).encode(), b"tmpfs", 0, b"size=8m") != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 @pytest.mark.parametrize("full", ["checkpoints", "run folder", "run folder without checkpoints"])
@@ -63,7 +48,7 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
         async with run.fed(steps):
             await run.until("step 1", lambda: _announced(run, 1), pause=0.001)
             filler = small_disk / "filler"
-            _fill(filler)
+            fill(filler)
             await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
             before = await run.store.policies.latest()
             assert before is not None and before.train_step < steps
@@ -94,7 +79,7 @@ async def test_a_policy_that_cannot_be_marked_as_announced_is_marked_once_there_
 def test_a_line_that_has_no_room_leaves_nothing_of_itself(small_disk: Path) -> None:
     file, filler = small_disk / "metrics.jsonl", small_disk / "filler"
     append_lines(file, [{"train_step": 1}])
-    _fill(filler)
+    fill(filler)
     with pytest.raises(CheckpointError, match="disk full while writing metrics.jsonl, 0 bytes free"):
         append_lines(file, [{"train_step": 2, "text": "x" * 10_000}])
     filler.unlink()
@@ -110,7 +95,7 @@ def test_a_tracker_on_a_full_disk_misses_steps_and_continues_later(small_disk: P
     filler = small_disk / "filler"
     numbers = {f"number/{n}": float(n) for n in range(200)}
     tracker.log(1, numbers)
-    _fill(filler)
+    fill(filler)
     for step in (2, 3):
         tracker.log(step, numbers)
     filler.unlink()
@@ -130,7 +115,7 @@ def test_ranks_whose_disk_is_full_on_one_rank_fail_together_and_save_later(tmp_p
     assert "followed to the end" in follower
 
 
-def _fill(path: Path) -> None:
+def fill(path: Path) -> None:
     """Write until nothing fits any more."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):

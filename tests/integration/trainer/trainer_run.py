@@ -87,6 +87,8 @@ class TrainerRun:
     cuts: list[list[str]] = field(default_factory=list)
     score_of: Callable[[str], Score] = field(default_factory=lambda: _score)
     """Of a trajectory id."""
+    sampled_by: int = 0
+    """Policy version of the tokens that are fed."""
 
     @property
     def folder(self) -> Path:
@@ -172,7 +174,7 @@ class TrainerRun:
         while leased := await self.store.trajectories.lease(session, len(groups) * MEMBERS):
             ids += [item.trajectory.trajectory_id for item in leased]
         assert len(ids) == len(groups) * MEMBERS
-        await self.store.trajectories.finish(session, [finish_of(i) for i in ids])
+        await self.store.trajectories.finish(session, [finish_of(i, self.sampled_by) for i in ids])
         await self.store.trajectories.score(session, [self.score_of(i) for i in ids])
         await self.store.sessions.close(session)
         trained = (await self.store.training.state()).trained_step
@@ -230,7 +232,7 @@ async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
             run.kill()
 
 
-def finish_of(trajectory_id: str) -> Finish:
+def finish_of(trajectory_id: str, policy_version: int = 0) -> Finish:
     """All tokens of a trajectory, which its id determines."""
     group, member = trajectory_id.removeprefix("e0-").split(".")
     noise = np.random.default_rng([int(group), int(member)])
@@ -238,8 +240,8 @@ def finish_of(trajectory_id: str) -> Finish:
     segment = Segment(
         token_ids=noise.integers(0, VOCABULARY, count).astype(np.int32),
         behavior_logprobs=(-3.4 - 0.2 * noise.random(count)).astype(np.float32),
-        policy_version=0,
-        kv_min_version=0,
+        policy_version=policy_version,
+        kv_min_version=policy_version,
     )
     chunks = [slice_segment(segment, 0, 2), slice_segment(segment, 2)]
     return Finish(trajectory_id=trajectory_id, token_offset=0, segments=chunks, finish_reason=FinishReason.STOP)

@@ -104,7 +104,7 @@ class Publisher:
         label = self._progress.label(self._session.token)
         if source is None:
             parent = newest.policy_version if newest else None
-            if newest is not None and newest.train_step == train_step and not published:
+            if newest is not None and not published:  # the first version after a rollback
                 parent = self._progress.rolled_back_to
             source = await self._copied(label, version, train_step, parent)
         self._newest = version

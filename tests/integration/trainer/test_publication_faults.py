@@ -1,0 +1,219 @@
+"""Faults while a publication is in flight: another trainer, an empty Redis, two ranks, a full disk, a rollback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store import EmbeddedServer
+
+from .test_background_publication import held_run, release, uninterrupted, versions, waits
+from .test_full_disk import fill
+from .test_kills import assert_every_batch_counts_once, last_weights
+from .test_parts import SCHEDULE
+from .trainer_run import GROUPS, START_SECONDS, TrainerRun, opened_run, write_run_file
+
+pytestmark = pytest.mark.slow
+
+
+def lines(run: TrainerRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def accumulated_in(run: TrainerRun, step: int) -> bool:
+    """All groups of the batch of this step are in parts."""
+    events = [json.loads(line) for line in run.log().splitlines() if '"part_accumulated"' in line]
+    return any((event["train_step"], event["groups"]) == (step, GROUPS) for event in events)
+
+
+@pytest.mark.parametrize("at", ["before the manifest", "before the announcement"])
+async def test_a_trainer_that_takes_over_publishes_the_version_in_flight_once(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    expected = await uninterrupted({}, tmp_path / "calm", tiny_model, server)
+    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2) as run:
+        older = run.process
+        assert older is not None
+        run.start()
+        await run.until_finished()
+        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+        release(run)
+        assert await asyncio.to_thread(older.wait, 120) == 1
+        assert "two trainers on one run" in run.log()
+        await assert_every_batch_counts_once(run, seen, one_at_a_time=False)
+        assert await last_weights(run) == expected
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("at", ["before the announcement", "before the marker"])
+async def test_a_redis_that_comes_back_empty_learns_the_version_in_flight(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str, killed: bool
+) -> None:
+    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2, fed=2) as run:
+        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+        if killed:
+            run.kill()
+        server.kill()
+        shutil.rmtree(server.folder / "appendonlydir")
+        server.start()
+        if killed:
+            run.start()
+        else:
+            # The session before was opened with a re-assertion too.
+            await run.until("the re-assertion", lambda: run.log().count('"training_reasserted"') == 2, pause=0.05)
+            release(run)
+
+        async def announced() -> bool:
+            return await versions(run) == [0, 1, 2]
+
+        await run.until("the version in flight", announced, pause=0.01)
+        for record in await run.store.policies.announced():
+            assert seen.get(record.policy_version, record) == record
+            run.checkpoints.open(record)
+        assert len(list(run.checkpoints.root.glob("policies/00000002-*/manifest.json"))) == 1
+
+
+async def test_two_ranks_killed_with_a_publication_in_flight_train_like_one(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load(await uninterrupted({}, tmp_path / "calm", tiny_model, server))
+    async with held_run(
+        tmp_path / "run", tiny_model, server, monkeypatch, at="before the manifest", step=2, ranks=2
+    ) as run:
+        await run.until("the next step to be trained", lambda: waits(run, 2), START_SECONDS, pause=0.01)
+        assert await versions(run) == [0, 1]
+        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+        run.kill()
+        run.start(ranks=2)
+        await run.until_finished(START_SECONDS)
+        await assert_every_batch_counts_once(run, seen)
+        found = load(await last_weights(run))
+    for name, weights in expected.items():
+        assert np.abs(found[name] - weights).max() < 2e-4, name
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_snapshot_logprobs_are_of_the_named_version_while_the_next_one_is_in_flight(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    trainer = {"train_steps": 3, "algorithm": {"old_logprobs": "snapshot"}}
+    async with held_run(
+        tmp_path / "run", tiny_model, server, monkeypatch, at="before the pruning", step=2, fed=2, trainer=trainer
+    ) as run:
+        run.sampled_by = 1
+        await run.feed(1)
+        await run.until("the next step to be trained", lambda: waits(run, 2), pause=0.01)
+        if killed:
+            run.kill()
+            run.start()
+        else:
+            release(run)
+        await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
+        policy = lines(run)[2]["policy"]
+        assert policy["old_logprob_fallbacks"] == {}
+        assert policy["ratio"]["mean"] != 1.0, "the old logprobs are of version 1, the new ones of version 2"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_parts_of_the_next_batch_are_accumulated_while_a_version_is_in_flight(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    # A schedule with parts requires a state of every step.
+    sections = {"schedule": SCHEDULE, "trainer": {"train_steps": 2}, "checkpoints": {"state_every_steps": 1}}
+    whole = write_run_file(
+        tmp_path / "whole", tiny_model, server, schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}
+    )
+    async with opened_run(whole) as run:
+        run.start()
+        async with run.fed(2):
+            await run.until_finished()
+        theirs = lines(run)
+    async with held_run(
+        tmp_path / "run", tiny_model, server, monkeypatch, at="before the manifest", step=1, fed=1, **sections
+    ) as run:
+        await run.feed(1)
+        cut = run.cuts.pop()
+        await run.until("the parts", lambda: accumulated_in(run, 2), pause=0.02)
+        assert await versions(run) == [0]
+        run.cuts.append(cut)
+        await run.until("the next step to be trained", lambda: waits(run, 1), pause=0.01)
+        if killed:
+            run.kill()
+            run.start()
+        else:
+            release(run)
+        await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
+        ours = lines(run)
+    assert killed or ours[1]["groups_before_cut"] == GROUPS
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-5, abs=1e-7)
+
+
+async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, small_disk: Path
+) -> None:
+    checkpoints = {"folder": str(small_disk / "checkpoints"), "state_every_steps": 2}
+    async with (
+        held_run(
+            tmp_path / "run",
+            tiny_model,
+            server,
+            monkeypatch,
+            at="before the folder",
+            step=2,
+            checkpoints=checkpoints,
+        ) as run,
+        httpx.AsyncClient(timeout=60.0) as client,
+    ):
+        await run.until("the next step to be trained", lambda: waits(run, 2), pause=0.01)
+        fill(small_disk / "filler")
+        release(run)
+
+        async def waits_for_room() -> bool:
+            (endpoint,) = read_endpoints(run.folder, "trainer")
+            answer = await client.get(f"http://{endpoint.admin}/readyz")
+            return answer.status_code == 503 and answer.json()["reason"] == "disk full: publish"
+
+        await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
+        (refused, *_) = [json.loads(line) for line in run.log().splitlines() if '"disk_full"' in line]
+        assert refused["what"] == "publish"
+        assert str(small_disk / "checkpoints/policies/00000002-") in refused["message"]
+        assert "bytes free" in refused["message"]
+        assert (await run.store.training.state()).trained_step == 2
+        assert await versions(run) == [0, 1]
+        (small_disk / "filler").unlink()
+        await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
+
+
+@pytest.mark.parametrize("at", ["before the folder", "before the manifest", "before the announcement"])
+async def test_a_version_after_a_rollback_names_the_restored_one_although_the_trainer_was_killed(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2, fed=2) as run:
+        await run.store.rollbacks.request(0)
+        await run.until("the rollback to wait", lambda: waits(run, 2), pause=0.01)
+        run.kill()
+        run.start()
+
+        async def done() -> bool:
+            return await run.store.rollbacks.pending() is None
+
+        await run.until("the end of the rollback", done, pause=0.01)
+        records = await run.store.policies.announced()
+        assert [(r.policy_version, r.train_step) for r in records] == [(0, 0), (1, 1), (2, 2)]
+        opened = [run.checkpoints.open(r) for r in records]
+        assert [policy.manifest.parent for policy in opened] == [None, 0, 0]
+        first, _, last = ((policy.folder / "model.safetensors").read_bytes() for policy in opened)
+        assert last == first
