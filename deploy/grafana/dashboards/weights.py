@@ -65,6 +65,17 @@ PAGE = Page(
                 unit="s",
             ),
             curve(
+                "Phases of a reload",
+                "Mean seconds: fetch from an object store; verify and stage at the same time, while the old version "
+                "serves; swap and canary, while decoding is held.",
+                Query(
+                    f"{rate('rollmesh_generator_reload_phase_seconds_sum', 'phase', PROCESS)}"
+                    f" / {rate('rollmesh_generator_reload_phase_seconds_count', 'phase', PROCESS)}",
+                    "{{phase}}",
+                ),
+                unit="s",
+            ),
+            curve(
                 "Wait for a turn",
                 "Share of each generator's time in which a new version waited because others were loading "
                 "(generator.reload_at_once).",
@@ -127,13 +138,21 @@ PAGE = Page(
             ),
             curve(
                 "Publication",
-                "Mean seconds of its phases: canary and copy of the weights; in the background write and announcement.",
+                "Mean seconds of its phases: training waits for canary and copy of the weights (copy_out); write, "
+                "digest and announce are in the background.",
                 Query(
                     f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
                     f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",
                     "{{phase}}",
                 ),
                 unit="s",
+            ),
+            curve(
+                "Wait for publications",
+                "Share of the trainer's time in which training waits for the version in flight.",
+                rule("publication_wait:ratio_rate30m", word="waits"),
+                unit="percentunit",
+                limits=above(0.1, RED),
             ),
             curve(
                 "Writes",

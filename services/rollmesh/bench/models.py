@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +19,15 @@ from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.weight_copy import WeightCopy
-from rollmesh.trainer.learner.weight_file import WEIGHT_FILE, write_weight_file
+from rollmesh.trainer.learner.weight_file import write_weights
 
 CONTEXT = 256
 """Default number of positions of a random model."""
 SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
 """Shape of the demo's model (250,000 parameters, 1 MB)."""
+_LARGE_VOCABULARY, _MLP_WIDTHS = 8192, 3
+_WIDE_BYTES = 256 << 20
+"""Size from which a model has hidden states of 1024 numbers instead of 512."""
 _CANARY_SHAPE = (8, 32)
 """Sequences and tokens of a canary, as in the trainer."""
 
@@ -78,13 +83,51 @@ class RandomModel:
         self._make(0).save_pretrained(folder)
 
     def _make(self, version: int) -> Any:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        return _random_model(self.shape, version)
 
-        _disable_progress_bars()
-        torch.manual_seed(version)
-        heads = {"num_attention_heads": self.shape["hidden_size"] // 32, "num_key_value_heads": 1}
-        fields = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **self.shape}
-        return Qwen2ForCausalLM(Qwen2Config(**fields))
+
+class UpdatedModel:
+    """Qwen2 model of about ``size_bytes`` whose float32 weights all change in every version and are copied out.
+
+    One model serves for all versions, because making a large one takes longer than publishing it.
+    """
+
+    dtype = "float32"
+
+    def __init__(self, size_bytes: int) -> None:
+        hidden = 1024 if size_bytes >= _WIDE_BYTES else 512
+        fixed = _LARGE_VOCABULARY * hidden
+        per_layer = (2 + 3 * _MLP_WIDTHS) * hidden**2 + 64 * hidden
+        shape = {
+            "hidden_size": hidden,
+            "num_hidden_layers": max(1, round((size_bytes / 4 - fixed) / per_layer)),
+            "intermediate_size": _MLP_WIDTHS * hidden,
+            "vocab_size": _LARGE_VOCABULARY,
+        }
+        self._model = _random_model(shape, 0)
+        self._copy = WeightCopy(torch.float32)
+        self.seconds: list[tuple[float, float, float]] = []
+        """Seconds of every policy but the first: canary, copy out, and a plain copy of the same tensors by numpy."""
+
+    @property
+    def vocab_size(self) -> int:
+        return _LARGE_VOCABULARY
+
+    def policy(self, version: int) -> Policy:
+        """Change all weights, score the canary and copy the weights out; return the function that writes the copy."""
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(1.001)
+        started = time.monotonic()
+        canary = _canary(self._model, self.vocab_size)
+        scored = time.monotonic()
+        weights = self._copy.take(self._model, World())
+        copied = time.monotonic()
+        for name, parameter in self._model.named_parameters():
+            np.copyto(weights[name].numpy(), parameter.detach().numpy())
+        if version:  # the first copy allocates its memory
+            self.seconds.append((scored - started, copied - scored, time.monotonic() - copied))
+        return partial(_write_weights, self._model, weights), canary
 
 
 class SavedModel:
@@ -127,12 +170,25 @@ class SavedModel:
             shutil.copyfile(file, target / file.name)
 
 
+def _random_model(shape: Mapping[str, Any], seed: int) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    _disable_progress_bars()
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": shape["hidden_size"] // 32, "num_key_value_heads": 1}
+    fields = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **shape}
+    return Qwen2ForCausalLM(Qwen2Config(**fields))
+
+
 def _write_like_the_trainer(model: Any, folder: Path) -> dict[str, str]:
-    """Write the folder and return the digest of the weights, as a trainer does."""
+    """Write the folder and return the digests of the weights, as a trainer does."""
+    return _write_weights(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, folder)
+
+
+def _write_weights(model: Any, weights: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {WEIGHT_FILE: write_weight_file(folder / WEIGHT_FILE, weights)}
+    return write_weights(folder, weights)
 
 
 def _canary(model: Any, vocab_size: int) -> list[CanarySequence]:

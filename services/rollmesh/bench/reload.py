@@ -12,29 +12,42 @@ mode of ``generator.on_new_version``, policies are published one after the other
 
 Bytes per second are those of the reload (from detection to serving: read, hash, load, canary), with a plain copy of
 the same files as the baseline.
+
+``--size`` measures one model of about that size instead, whose weights all change in every version. Before each version
+its files are copied twice: once flushed to the disk, as a trainer writes, and once as a generator reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from rollmesh.bench.measure import Measure, compared
-from rollmesh.bench.models import SMALL, RandomModel
-from rollmesh.bench.scene import STREAMS, open_scene
+from rollmesh.bench.measure import Measure, at_least, at_most, compared
+from rollmesh.bench.models import SMALL, RandomModel, UpdatedModel
+from rollmesh.bench.scene import STREAMS, open_scene, peak_bytes
+from rollmesh.errors import ConfigError
 
 MODES = ("interrupt", "keep_kv", "drain")
+_SIZE = TypeAdapter(ByteSize)
 _LARGE: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 8192}
 
 
-def run(*, quick: bool = False) -> list[Measure]:
-    """Measure the demo's model (1 MB) in every mode and a model of 120 MB; ``quick``: two reloads, no large model."""
+def run(*, quick: bool = False, size: str | None = None) -> list[Measure]:
+    """Measure the demo's model (1 MB) in every mode and a model of 120 MB; ``quick``: two reloads, no large model.
+
+    ``size``, for example ``1GiB``: measure only a model of about that size. Raises ConfigError unless it is a size.
+    """
     torch.set_num_threads(1)
+    if size is not None:
+        return asyncio.run(_measure_size(size, 1 if quick else 3))
     reloads = 2 if quick else 5
     measures: list[Measure] = []
     for mode in MODES:
@@ -50,7 +63,7 @@ async def _measure(shape: dict[str, Any], size: str, mode: str, reloads: int) ->
         async with open_scene(Path(folder), model, {"on_new_version": mode}) as scene, scene.streams():
             serving, pause, silence, load, published = await scene.reloads(reloads)
             copy_seconds = statistics.median(scene.copy_seconds() for _ in range(reloads))
-            byte_count = sum(file.stat().st_size for file in scene.folder.iterdir())
+            byte_count = float(sum(file.stat().st_size for file in scene.folder.iterdir()))
         stalls = await asyncio.to_thread(model.stall_seconds, reloads)
         stall, copy = (statistics.median(column) for column in zip(*stalls, strict=True))
     title = f"{mode}, {size}"
@@ -64,3 +77,50 @@ async def _measure(shape: dict[str, Any], size: str, mode: str, reloads: int) ->
         ),
         compared(f"reload, {title}", byte_count / load, "bytes/s", "plain file copy", byte_count / copy_seconds),
     ]
+
+
+async def _measure_size(size: str, reloads: int) -> list[Measure]:
+    try:
+        size_bytes = int(_SIZE.validate_python(size))
+    except ValidationError as error:
+        raise ConfigError(f"--size {size}: expected a size such as 64MiB or 1GiB") from error
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+        model = UpdatedModel(size_bytes)
+        results: list[tuple[float, ...]] = []
+        async with open_scene(Path(folder), model, {}) as scene, scene.streams():
+            for version in range(1, reloads + 1):
+                copies = await asyncio.to_thread(scene.two_copies_seconds)
+                before = await scene.phase_seconds()
+                measured = await scene.reload(version)
+                phases = {name: value - before[name] for name, value in (await scene.phase_seconds()).items()}
+                results.append((copies, *measured, phases["canary"], phases["swap"]))
+            peaks = {"trainer": peak_bytes(os.getpid()), "generator": peak_bytes(scene.process.pid)}
+            byte_count = float(sum(file.stat().st_size for file in scene.folder.iterdir()))
+    copies, serving, pause, silence, _, published, canary, swap = _medians(results)
+    stall_canary, copy_out, plain = _medians(model.seconds)
+    two_copies, whole = "two plain file copies", "publish to serving"
+    rates = byte_count / serving, byte_count / copies
+    return [
+        compared(f"publish to serving, {size}", rates[0], "bytes/s", two_copies, rates[1], (at_least("ratio", 0.6),)),
+        compared(f"pause of decoding, {size}", pause, "seconds", whole, serving, (at_most("ratio", 0.02),)),
+        compared(f"swap within the pause, {size}", swap, "seconds", whole, serving),
+        compared(f"canary within the pause, {size}", canary, "seconds", whole, serving),
+        Measure(name=f"longest silence of {STREAMS} streams, {size}", value=silence, unit="seconds"),
+        compared(f"trainer's copy out, {size}", copy_out, "seconds", "copy by numpy", plain, (at_most("ratio", 1.2),)),
+        Measure(name=f"trainer's canary, {size}", value=stall_canary, unit="seconds"),
+        compared(
+            f"trainer's stall, {size}",
+            stall_canary + copy_out,
+            "seconds",
+            "with write, announce",
+            stall_canary + copy_out + published,
+        ),
+        *(
+            compared(f"peak memory of {who}, {size}", peak, "bytes", "weights", byte_count)
+            for who, peak in peaks.items()
+        ),
+    ]
+
+
+def _medians(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))

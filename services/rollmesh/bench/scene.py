@@ -18,11 +18,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollmesh.bench.models import CONTEXT, BenchModel, Policy
 from rollmesh.bench.processes import ONE_THREAD, command, running_redis, write_run_file
 from rollmesh.bench.workloads import make_call, random_ids
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.durable import sync_tree
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
@@ -89,10 +91,11 @@ class Scene:
 
         Return the median seconds to serving, of the pause, of silence, of the load, and of writing and announcing.
         """
-        results = [await self._reload(version) for version in range(1, count + 1)]
+        results = [await self.reload(version) for version in range(1, count + 1)]
         return tuple(statistics.median(column) for column in zip(*results, strict=True))
 
-    async def _reload(self, version: int) -> tuple[float, ...]:
+    async def reload(self, version: int) -> tuple[float, ...]:
+        """Publish one version while streams run; return the seconds that ``reloads`` names."""
         before = await self.metrics()
         policy = await asyncio.to_thread(self.model.policy, version)
         await self._next_token()
@@ -114,10 +117,18 @@ class Scene:
 
     async def metrics(self) -> dict[str, float]:
         """Return the generator's metrics, summed over their labels, by their names without the prefix."""
+        sums = metric_sums(await self._exposition())
+        return {name.removeprefix("rollmesh_generator_"): value for name, value in sums.items()}
+
+    async def phase_seconds(self) -> dict[str, float]:
+        """Return the seconds of the generator's loads so far, by phase."""
+        samples = (s for f in text_string_to_metric_families(await self._exposition()) for s in f.samples)
+        return {s.labels["phase"]: s.value for s in samples if s.name == "rollmesh_generator_reload_phase_seconds_sum"}
+
+    async def _exposition(self) -> str:
         (endpoint,) = read_endpoints(self.run_folder, "generator")
         async with httpx.AsyncClient(timeout=60) as client:
-            text = (await client.get(f"http://{endpoint.admin}/metrics")).text
-        return {name.removeprefix("rollmesh_generator_"): value for name, value in metric_sums(text).items()}
+            return (await client.get(f"http://{endpoint.admin}/metrics")).text
 
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[None]:
@@ -144,6 +155,16 @@ class Scene:
             except (GenerationRefused, EngineError):
                 await asyncio.sleep(0.002)
 
+    def two_copies_seconds(self) -> float:
+        """Measure a copy of the newest policy's files, flushed to disk, and a copy of that copy, not flushed."""
+        with tempfile.TemporaryDirectory(dir=self.run_folder) as target:
+            started = time.monotonic()
+            written, read = Path(target) / "written", Path(target) / "read"
+            shutil.copytree(self.folder, written)
+            sync_tree(written)
+            shutil.copytree(written, read)
+            return time.monotonic() - started
+
     def copy_seconds(self) -> float:
         """Measure a copy of the newest policy's files, flushed to disk."""
         started = time.monotonic()
@@ -154,6 +175,12 @@ class Scene:
                 with copied.open("rb") as handle:
                     os.fsync(handle.fileno())
             return time.monotonic() - started
+
+
+def peak_bytes(pid: int) -> float:
+    """Return the largest resident memory of a process so far, mapped files included."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(1024.0 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ from rollmesh.checkpoints.manifest import (
     parse_manifest,
 )
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, PolicyDraft, VerifiedPolicy
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, FoundManifest, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
@@ -94,13 +94,18 @@ class BucketStore(CheckpointStore):
             raise
         self._deltas.uploaded(record, manifest)
 
-    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
-        """Pull a policy unless it is in the cache, and compare it with its record."""
+    def _fetched(self, record: PolicyRecord) -> FetchedPolicy:
+        """Pull a policy unless it is in the cache."""
         folder = confined(self.root, record.path)
         with self._pulled.locked(folder.name):
             if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
                 self._pull_policy(record, folder)
             self._pulled.evict_old_policies(folder.name)
+        return super()._fetched(record)
+
+    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
+        """Pull a policy unless it is in the cache, and compare it with its record."""
+        folder = self._fetched(record).folder
         try:
             return super()._verified(record)
         except CheckpointError:

@@ -28,6 +28,7 @@ from rollmesh.checkpoints.durable import make_folder
 from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Delta, Manifest
 from rollmesh.checkpoints.policies import (
     BasePolicy,
+    FetchedPolicy,
     FoundManifest,
     PolicyDraft,
     UnsoundPolicy,
@@ -105,15 +106,35 @@ class CheckpointStore:
         policy = self._verified(record)
         if like is not None:
             like.check_compatible(policy.manifest)
-        if policy.manifest.base is None:
-            return policy
-        return replace(policy, base=self._opened_base(policy.manifest.base))
+        return self._with_base(policy)
+
+    def _with_base(self, policy: VerifiedPolicy) -> VerifiedPolicy:
+        base = policy.manifest.base
+        return policy if base is None else replace(policy, base=self._opened_base(base))
 
     def _opened_base(self, base: BaseReference) -> VerifiedPolicy:
         """Verify the base of an adapter, once for all adapters that this store opens above it."""
         if self._base is None or self._base[0] != base or not self._base[1].folder.is_dir():
             self._base = base, self._verified(base.record)
         return self._base[1]
+
+    def fetch(self, record: PolicyRecord, *, like: Manifest | None = None) -> FetchedPolicy:
+        """Bring a published policy to this node, unless it is here, without verifying its files.
+
+        Raises CheckpointError like ``open``.
+        """
+        policy = self._fetched(record)
+        if like is not None:
+            like.check_compatible(policy.manifest)
+        return policy
+
+    def verify(self, policy: FetchedPolicy) -> VerifiedPolicy:
+        """Compare every file of a fetched policy with its manifest. Raises CheckpointError with the ``reason``."""
+        return self._with_base(policies.verify_files(policy))
+
+    def _fetched(self, record: PolicyRecord) -> FetchedPolicy:
+        """Return a policy whose folder is on this node; a shared folder is."""
+        return policies.fetched(self.root, self._secret, record)
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
         """Compare a published policy with its record, byte for byte."""

@@ -70,6 +70,16 @@ class BasePolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedPolicy:
+    """A policy folder on this node whose manifest matches its record; its files are not verified."""
+
+    folder: Path
+    manifest: Manifest
+    inode: int
+    """Inode of the folder, which changes if the folder is replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDraft:
     """Identity of a policy before its publication."""
 
@@ -136,6 +146,11 @@ def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
 
     Raises CheckpointError with the ``reason`` of the first difference.
     """
+    return verify_files(fetched(root, secret, record))
+
+
+def fetched(root: Path, secret: bytes, record: PolicyRecord) -> FetchedPolicy:
+    """Compare the manifest of a published folder with its record. Raises CheckpointError with the ``reason``."""
     folder = confined(root, record.path)
     data = _read_manifest(folder)
     if hashlib.sha256(data).hexdigest() != record.manifest_digest:
@@ -153,10 +168,18 @@ def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
             f"announced as policy_version {record.policy_version} of train step {record.train_step}",
             reason=Reason.MISMATCH,
         )
+    return FetchedPolicy(folder=folder, manifest=manifest, inode=folder.stat().st_ino)
+
+
+def verify_files(policy: FetchedPolicy) -> VerifiedPolicy:
+    """Compare every file with the manifest. Raises CheckpointError with the ``reason`` of the first difference."""
+    folder, manifest = policy.folder, policy.manifest
     check_files(folder, manifest.files)
     listed = {MANIFEST_FILE, ANNOUNCED_FILE, *(f.path for f in manifest.files)}
     if unlisted := [name for name in regular_files(folder) if name not in listed]:
         raise CheckpointError(f"{folder}: files that the manifest does not list: {unlisted}", reason=Reason.TAMPERED)
+    if folder.stat().st_ino != policy.inode:
+        raise CheckpointError(f"{folder}: replaced while it was read", reason=Reason.INVALID)
     return VerifiedPolicy(folder=folder, manifest=manifest)
 
 

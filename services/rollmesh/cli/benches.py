@@ -60,7 +60,6 @@ _PLAIN = {
     "queue": "Measure full lives of trajectories in the queue beside a bare Redis stream.",
     "schedules": "Measure the leader's decisions, the choice of a generator, and the reading of a mesh view.",
     "deltas": "Measure bytes and seconds of a policy version as a delta beside full weights, over a slow link.",
-    "reload": "Measure the time from publishing a policy to serving it, and the pause of running calls.",
 }
 """Benches without options of their own."""
 
@@ -90,6 +89,22 @@ def engine(
     Example: `rollmesh bench engine --quick`
     """
     Output(as_json=as_json, check=check).run("engine", quick=quick, save=save)
+
+
+@app.command()
+def reload(
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+    size: Annotated[
+        str | None, typer.Option(help="Measure one model of about this size instead, for example 1GiB.")
+    ] = None,
+) -> None:
+    """Measure the time from publishing a policy to serving it, and the pause of running calls.
+
+    Example: `rollmesh bench reload --size 64MiB`
+    """
+    Output(as_json=as_json, check=check).run("reload", quick=quick, size=size)
 
 
 @app.command()

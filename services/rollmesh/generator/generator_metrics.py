@@ -22,6 +22,7 @@ CALL_ENDS = (
     "invalid",
     "failed",
 )
+RELOAD_PHASES = ("fetch", "verify", "stage", "swap", "canary")
 RELOAD_FAILURES = (*(r.value for r in Reason), "engine", "canary", "store")
 
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
@@ -74,6 +75,11 @@ class GeneratorMetrics:
         self.reload_bytes = metrics.counter("rollmesh_generator_reload_bytes_total", "Bytes of policies loaded.")
         self.reload_seconds = metrics.histogram(
             "rollmesh_generator_reload_seconds", "Time to load and serve a new version, verification included."
+        )
+        self.phase_seconds = metrics.histogram(
+            "rollmesh_generator_reload_phase_seconds",
+            "Wall time of a load's phases; verify and stage run at the same time while the old version serves.",
+            labels={"phase": RELOAD_PHASES},
         )
         self.pause_seconds = metrics.histogram(
             "rollmesh_generator_reload_pause_seconds", "Time during which a reload held decoding, canary included."

@@ -18,13 +18,13 @@ import time
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
+from rollmesh.generator.policy_staging import PolicyStaging
 from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
@@ -66,7 +66,7 @@ class PolicyWatcher:
     ) -> None:
         self._engine = engine
         self._registry = registry
-        self._checkpoints = checkpoints
+        self._staging = PolicyStaging(engine, checkpoints, metrics)
         self._serving_state = serving_state
         self._metrics = metrics
         self._health = health
@@ -206,11 +206,12 @@ class PolicyWatcher:
     async def _load_now(self, record: PolicyRecord) -> None:
         self._metrics.reloads.inc()
         started = time.monotonic()
-        known: Manifest | None = self._serving.manifest if self._serving is not None else None
-        policy = await asyncio.to_thread(lambda: self._checkpoints.open(record, like=known))
+        known = self._serving.manifest if self._serving is not None else None
         if self._serving_state.started:
+            policy = await self._staging.staged(record, known)
             pause_seconds = await self._replace(policy)
         else:
+            policy = await self._staging.verified(record)
             await self._start(policy)
             pause_seconds = 0.0
         self._serving, self._served = policy, record
@@ -247,7 +248,6 @@ class PolicyWatcher:
     async def _replace(self, policy: VerifiedPolicy) -> float:
         """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
         engine, version = self._engine, policy.manifest.policy_version
-        await engine.stage(policy.folder)
         if self._mode is OnNewVersion.DRAIN:
             self._serving_state.set_reloading(True)
         try:
@@ -258,7 +258,7 @@ class PolicyWatcher:
             # Decoding is held until the canary has passed: no token is sampled from unchecked weights.
             await engine.pause()
             try:
-                await engine.load(policy.folder, version, self._mode)
+                await self._staging.timed("swap", engine.load(policy.folder, version, self._mode))
                 await self._check_or_restore(policy)
                 self._serving_state.put_in_service()
             finally:
@@ -305,7 +305,7 @@ class PolicyWatcher:
     async def _check_canary(self, policy: VerifiedPolicy) -> None:
         manifest = policy.manifest
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        engine = await self._engine.score(sequences)
+        engine = await self._staging.timed("canary", self._engine.score(sequences))
         trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
         scores = CanaryScores(
             policy_version=manifest.policy_version,

@@ -86,3 +86,30 @@ def test_the_reload_bench_measures_every_mode_beside_a_plain_copy() -> None:
         assert (measures[rate]["unit"], measures[rate]["baseline"]) == ("bytes/s", "plain file copy")
         names += [*seconds, stall, whole, rate]
     assert list(measures) == names
+
+
+@pytest.mark.timeout(660)
+def test_the_reload_bench_of_a_size_measures_one_model_beside_two_plain_copies() -> None:
+    measures = measured("reload", "--size", "8MiB")
+    baselines = {name.removesuffix(", 8MiB"): m["baseline"] for name, m in measures.items()}
+    assert baselines == {
+        "publish to serving": "two plain file copies",
+        "pause of decoding": "publish to serving",
+        "swap within the pause": "publish to serving",
+        "canary within the pause": "publish to serving",
+        "longest silence of 16 streams": None,
+        "trainer's copy out": "copy by numpy",
+        "trainer's canary": None,
+        "trainer's stall": "with write, announce",
+        "peak memory of trainer": "weights",
+        "peak memory of generator": "weights",
+    }
+    parts = [measures[f"{part} within the pause, 8MiB"]["value"] for part in ("swap", "canary")]
+    assert sum(map(float, parts)) <= float(measures["pause of decoding, 8MiB"]["value"])
+
+
+def test_a_size_that_is_none_is_refused_by_name() -> None:
+    command = [sys.executable, "-m", "rollmesh.cli.main", "bench", "reload", "--size", "large"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode != 0
+    assert "--size large: expected a size such as 64MiB or 1GiB" in done.stderr

@@ -95,6 +95,12 @@ class Checkpoints:
         manifest = SimpleNamespace(policy_version=record.policy_version, canary=canary, files=[])
         return SimpleNamespace(folder=Path(record.path), manifest=manifest)
 
+    def fetch(self, record: PolicyRecord, like: Any = None) -> Any:
+        return self.open(record, like)
+
+    def verify(self, policy: Any) -> Any:
+        return policy
+
 
 @pytest.fixture
 def engine() -> Engine:

@@ -22,7 +22,7 @@ from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, r
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
 from rollmesh.trainer.learner.token_scores import score_logits, score_tokens
-from rollmesh.trainer.learner.weight_file import WEIGHT_FILE, write_weight_file
+from rollmesh.trainer.learner.weight_file import write_weights
 
 _REPLACED_FILES = (
     "*.safetensors",
@@ -180,7 +180,7 @@ def write_policy_folder(
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    return {WEIGHT_FILE: write_weight_file(folder / WEIGHT_FILE, tensors)}
+    return write_weights(folder, tensors)
 
 
 def _enable_checkpointing(causal_lm: Any) -> None:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -157,29 +157,46 @@ class Publisher:
 
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
         """Copy the weights out; return the function that writes them."""
-        with self._timed("copy_out"):
+        with self._timed("canary"):
             # A policy that no generator can serve fails here, before anything of it is written.
             canary = await self._in_thread(lambda: self._ranks.canary(self._canary))
+        with self._timed("copy_out"):
             weights = await self._in_thread(self._ranks.copy_out)
-        return partial(
-            self._checkpoints.publish,
-            session=session,
-            policy_version=version,
-            train_step=train_step,
-            parent=parent,
-            write=partial(self._ranks.trainer.write_folder, weights=weights),
-            canary=canary,
-        )
+
+        def write() -> PolicyRecord:
+            begun = written = time.monotonic()
+
+            def folder_and_digests(folder: Path) -> Mapping[str, str]:
+                nonlocal written
+                digests = self._ranks.trainer.write_folder(folder, weights)
+                written = time.monotonic()
+                return digests
+
+            record = self._checkpoints.publish(
+                session=session,
+                policy_version=version,
+                train_step=train_step,
+                parent=parent,
+                write=folder_and_digests,
+                canary=canary,
+            )
+            self._observe("write", written - begun)
+            self._observe("digest", time.monotonic() - written)
+            return record
+
+        return write
 
     async def _written(self, write: WritePolicy) -> PolicyRecord:
-        with self._timed("write"):
-            return await self._retry.run("publish", lambda: asyncio.to_thread(write))
+        return await self._retry.run("publish", lambda: asyncio.to_thread(write))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.monotonic()
         yield
-        self._metrics.publication_seconds.labels(phase=phase).observe(time.monotonic() - started)
+        self._observe(phase, time.monotonic() - started)
+
+    def _observe(self, phase: str, seconds: float) -> None:
+        self._metrics.publication_seconds.labels(phase=phase).observe(seconds)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from torch import Tensor
 from rollmesh.errors import EngineError, UnsupportedModel
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.rope import pair_order
+
+_THREADS = 4
+"""Layers that are packed at once; torch and the copy from the file release the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,7 @@ class Weights:
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read and pack the weights in ``folder``; UnsupportedModel names a missing tensor or a wrong shape."""
     read, hidden = _tensor_reader(folder), arch.hidden_size
-    with torch.inference_mode():
+    with torch.inference_mode(), ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
 
         def tensor(name: str, *shape: int) -> Tensor:
             found = read(name)
@@ -71,6 +75,10 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
             # A copy: safetensors may return views of a mapped file that is pruned while the policy serves.
             return packed.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
+        @torch.inference_mode()
+        def layer(number: int) -> Layer:
+            return _pack_layer(arch, f"model.layers.{number}.", tensor, place)
+
         embedding = place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden))
         head = embedding.t()
         if not arch.tied_head:
@@ -78,7 +86,7 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
         root = math.sqrt(hidden)
         return Weights(
             embedding=embedding,
-            layers=tuple(_pack_layer(arch, f"model.layers.{i}.", tensor, place) for i in range(arch.layer_count)),
+            layers=tuple(pool.map(layer, range(arch.layer_count))),
             norm=place(tensor("model.norm.weight", hidden) * root),
             head=head,
         )
