@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rollmesh.report.plots import learning_plots, mesh_plots, style
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import evaluation_points, timeline_series, train_series
+from rollmesh.report.version_lives import version_lives
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +25,8 @@ _CAPTIONS = {
     "correction": "Share of trained tokens sampled from an older policy, and the effect of the importance weights.",
     "drift": "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
     "throughput": "Tokens generated and tokens trained per second of wall time.",
+    "versions": "Seconds from the copy of a version's weights, after which training continues, until it is announced "
+    "and until the first and the last generator serve it.",
     "queue": "Trajectories by state, and groups that are open or ready for a batch.",
 }
 _WIDE = ("in_flight", "queue")
@@ -44,6 +47,7 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
+    lives = version_lives(folder.logs())
     steps, moments = len(train) > 0, len(timeline) > 1
     plots: dict[str, tuple[bool, Callable[[], Figure]]] = {
         "in_flight": (moments, partial(mesh_plots.in_flight_plot, timeline)),
@@ -53,6 +57,7 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
         "correction": (steps, partial(learning_plots.correction_plot, train)),
         "drift": (steps, partial(learning_plots.drift_plot, train)),
         "throughput": (steps or moments, partial(mesh_plots.throughput_plot, train, timeline)),
+        "versions": (bool(lives), partial(mesh_plots.versions_plot, lives)),
         "queue": (moments, partial(mesh_plots.queue_plot, timeline)),
     }
     return tuple(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollmesh.report.plots import style as s
 from rollmesh.report.series import FloatArray, TimelineSeries, TrainSeries, binned, rate, smoothed
+from rollmesh.report.version_lives import VersionLife
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +50,24 @@ def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
     axes.set_title("Throughput")
     s.finish(axes, x=label, y="tokens per second", zero=True)
     s.thousands(axes.yaxis)
+    s.legend(axes)
+    return figure
+
+
+def versions_plot(lives: Sequence[VersionLife]) -> Figure:
+    """Draw the seconds until each version is announced and served."""
+    figure = s.new_figure()
+    (axes,) = s.panels(figure, (1,))
+    version = [life.policy_version for life in lives]
+    lines = {
+        "served by the last generator": (s.GREY, [life.last_served for life in lives]),
+        "served by the first generator": (s.BLUE, [life.first_served for life in lives]),
+        "announced": (s.ORANGE, [life.announced for life in lives]),
+    }
+    for label, (colour, seconds) in lines.items():
+        axes.plot(version, np.array(seconds, np.float64), color=colour, marker=".", label=label)
+    axes.set_title("Life of a version")
+    s.finish(axes, x="policy version", y="seconds", zero=True, integer_x=True)
     s.legend(axes)
     return figure
 

@@ -1,0 +1,64 @@
+"""The life of a version is read from the logs of trainers and generators, and drawn in the report."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from rollmesh.report.plots import plot_specs
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.version_lives import VersionLife, version_lives
+
+
+def write_log(folder: Path, name: str, *events: tuple[str, int, float]) -> None:
+    """A log with these events (name, policy version, seconds), and lines that are none."""
+    lines = [json.dumps({"event": "other", "timestamp": at(0.0)}), "not JSON"]
+    for event, version, seconds in events:
+        lines.append(json.dumps({"event": event, "policy_version": version, "timestamp": at(seconds)}))
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "logs" / name).write_text("\n".join(lines) + "\n")
+
+
+def at(seconds: float) -> str:
+    return datetime.fromtimestamp(1_700_000_000 + seconds, UTC).isoformat()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    write_log(
+        tmp_path,
+        "trainer-0.log",
+        ("policy_announced", 0, 1.0),
+        ("step_trained", 1, 10.0),
+        ("policy_announced", 1, 12.0),
+        ("step_trained", 2, 20.0),
+        ("step_trained", 2, 25.0),
+        ("policy_announced", 2, 26.0),
+        ("step_trained", 3, 30.0),
+    )
+    write_log(tmp_path, "generator-0.log", ("policy_in_service", 0, 2.0), ("policy_in_service", 1, 15.0))
+    write_log(tmp_path, "generator-1.log", ("policy_in_service", 1, 13.5))
+    write_log(tmp_path, "reward-0.log", ("policy_in_service", 1, 99.0))
+    return RecordedRun(tmp_path)
+
+
+def test_a_life_begins_with_the_newest_copy_and_ends_with_the_last_generator(run: RecordedRun) -> None:
+    assert version_lives(run.logs()) == (
+        VersionLife(policy_version=1, announced=2.0, first_served=3.5, last_served=5.0),
+        VersionLife(policy_version=2, announced=1.0, first_served=None, last_served=None),
+    )
+
+
+def test_the_report_draws_the_lives(run: RecordedRun) -> None:
+    (spec,) = plot_specs(run)
+    assert spec.name == "versions"
+    figure = spec.draw()
+    (axes,) = figure.axes
+    drawn = {str(line.get_label()): [float(y) for y in line.get_ydata()] for line in axes.lines}
+    assert drawn["announced"] == [2.0, 1.0]
+    assert drawn["served by the last generator"][0] == 5.0
+    plt.close(figure)
