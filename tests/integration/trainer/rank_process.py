@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollmesh.checkpoints.states import load_state, save_state
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes, join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
@@ -32,8 +33,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # The average is sharded as the policy is.
         "ewma": {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}},
         "recompute_m2po": {"old_logprobs": "recompute", "masks": ("m2po",)},
+        # Snapshots and the reference are scored in the policy's own shards.
+        "adapter_snapshot": {"old_logprobs": "snapshot", "kl_coefficient": 0.05, "kl_reference_version": 0},
+        "adapter_ewma": {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}},
     }
 )
+ADAPTER = AdapterConfig(rank=4, alpha=8)
 
 
 def make_trainer(folder: Path, recipe: str, world: World, versions: Path) -> PolicyTrainer:
@@ -52,6 +57,7 @@ def make_trainer(folder: Path, recipe: str, world: World, versions: Path) -> Pol
         folder,
         config,
         dtype="float64",
+        adapter=ADAPTER if recipe.startswith("adapter") else None,
         world=world,
         compute_dtype=torch.float64,
         policy_folder=lambda version: folder if version == 0 else versions / str(version),

@@ -15,10 +15,11 @@ from rollmesh.trainer.learner.forward_backward import (
     LossRecipe,
     TokenColumns,
     accumulate_gradient,
+    judge_tokens,
 )
 from rollmesh.trainer.learner.optimizer import apply_update
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.step_statistics import effective_sample_size
+from rollmesh.trainer.learner.step_statistics import TokenResults, effective_sample_size
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
 
 
@@ -126,3 +127,19 @@ def _rate_factor(recipe: LossRecipe, batch: TrainBatch, logprobs: Float64Array, 
     size = effective_sample_size((logprobs - batch.behavior_logprobs)[inside], batch.sequence_index[inside])
     count = len(np.unique(batch.sequence_index[inside]))
     return recipe.update_scale(size / count) if count else 1.0
+
+
+def token_results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
+    """Return the results of a step for every token: scores, ratios and clips."""
+    index, judged = judge_tokens(recipe, flat, columns, done.logprobs)
+    ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
+    ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
+    reference = columns.reference_logprobs
+    return TokenResults(
+        logprobs=done.logprobs,
+        entropy=done.entropy,
+        ratio=ratio,
+        clip=clip,
+        before_any_update=done.before_any_update,
+        reference_logprobs=None if reference is None else reference.numpy(),
+    )

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-import structlog
 import torch
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs, loglinear_share
-from rollmesh.errors import CheckpointError
-from rollmesh.trainer.learner.distributed import shard, sum_over_ranks
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_with_entropy
-from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
+from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.policy_versions import PolicyVersions
 from rollmesh.trainer.learner.stage_logprobs import StageRecord
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, TrainBatch
 from rollmesh.trainer.learner.weight_average import WeightAverage
-
-PolicyFolder = Callable[[int], Path | None]
-"""Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank."""
 
 
 @dataclass(eq=False)
@@ -30,9 +23,8 @@ class OldLogprobScorer:
     _model: PolicyModel
     _compute: Compute
     _stage: StageRecord
-    _policy_folder: PolicyFolder | None
+    _versions: PolicyVersions
     _average: WeightAverage
-    _reference: tuple[int, PolicyModel] | None = field(default=None, init=False)
 
     def denominator(
         self,
@@ -67,12 +59,8 @@ class OldLogprobScorer:
 
     def reference(self, batch: TrainBatch, version: int) -> Float64Array:
         """Score a batch under a pinned version, [tokens]. Raises CheckpointError if the version is not kept."""
-        if self._reference is None or self._reference[0] != version:
-            model = self._load(version)
-            if model is None:
-                raise CheckpointError(f"policy_version {version}: kl_reference_version is not kept; pin this version")
-            self._reference = (version, model)
-        return score_batch(self._reference[1], self._compute, batch, np.arange(batch.trajectory_count))
+        with self._versions.reference(version).scoring() as model:
+            return score_batch(model, self._compute, batch, np.arange(batch.trajectory_count))
 
     def _gather(
         self,
@@ -89,11 +77,13 @@ class OldLogprobScorer:
         if trainer_logprobs in (TrainerLogprobs.NONE, TrainerLogprobs.GRADIENT_PASS):
             return zeros, no_token, no_token
         if trainer_logprobs is TrainerLogprobs.AVERAGE:
-            if self._average.model is None:
+            average = self._average.policy
+            if average is None:
                 return zeros, no_token, no_token
             if not self._average.is_current:
                 sequences = np.unique(batch.sequence_index[batch.passed_mask])
-                values = score_batch(self._average.model, self._compute, batch, sequences)
+                with average.scoring() as model:
+                    values = score_batch(model, self._compute, batch, sequences)
                 return values, batch.passed_mask, no_token
             trainer_logprobs = TrainerLogprobs.STEP_START
         now = (
@@ -123,33 +113,11 @@ class OldLogprobScorer:
         for version in np.unique(batch.versions[batch.passed_mask & batch.pure]):
             if version == current_version:
                 continue
-            model = self._load(int(version))
-            if model is None:
+            snapshot = self._versions.load(int(version))
+            if snapshot is None:
                 continue
             of_version = batch.passed_mask & (batch.versions == version)
-            scored = score_batch(model, self._compute, batch, np.unique(batch.sequence_index[of_version]))
+            with snapshot.scoring() as model:
+                scored = score_batch(model, self._compute, batch, np.unique(batch.sequence_index[of_version]))
             values, available = np.where(of_version, scored, values), available | of_version
         return values, available
-
-    def _load(self, version: int) -> PolicyModel | None:
-        """Load a frozen, sharded model of this version. Returns None on every rank if any rank cannot load it."""
-        model = self._read(version)
-        found = sum_over_ranks(torch.tensor([float(model is not None)]), self._compute.world)
-        if model is None or int(found) < self._compute.world.size:
-            return None
-        model.requires_grad_(False)
-        shard(model, model.causal_lm, self._compute.world, mixed=self._compute.mixed_shards)
-        return model
-
-    def _read(self, version: int) -> PolicyModel | None:
-        folder = self._policy_folder(version) if self._policy_folder is not None else None
-        if folder is None:
-            return None
-        dtype = next(self._model.parameters()).dtype
-        try:
-            return load_policy_model(folder, dtype=dtype, device=self._compute.device)
-        except CheckpointError as error:
-            # The version was pruned between the look-up and the read. The source falls back and counts the tokens.
-            log = structlog.get_logger(component="old_logprob_scores")
-            log.warning("policy_not_loaded", policy_version=version, message=str(error))
-            return None

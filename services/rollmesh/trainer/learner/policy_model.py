@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.reasons import Reason
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.trainer.learner.adapter_layers import adapter_off, adapter_parameters, add_adapter, base_parameters
 from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
@@ -46,6 +50,10 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, linear_head: bool) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.adapter: AdapterConfig | None = None
+        """Adapter above the frozen weights; None if all weights are trained."""
+        self.adapter_file: Mapping[str, Any] = {}
+        """Contents of the adapter's ``adapter_config.json``; empty without an adapter."""
         self.linear_head = linear_head
         """True if the logits are the head applied to the hidden states; else the model's own forward computes them."""
         self.limit = length_limit(causal_lm.config)
@@ -55,6 +63,25 @@ class PolicyModel(nn.Module):
     def config(self) -> PretrainedConfig:
         """Hugging Face config of the model."""
         return self.causal_lm.config
+
+    @property
+    def adapted_layers(self) -> tuple[str, ...]:
+        """Names of the adapted layers, sorted; empty without an adapter."""
+        return tuple(self.adapter_file.get("target_modules", ()))
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that training changes, by their names in a published folder; tied ones occur once."""
+        return dict(self.causal_lm.named_parameters()) if self.adapter is None else adapter_parameters(self.causal_lm)
+
+    def base_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the weights without the adapter, by their Hugging Face names; tied ones occur once."""
+        return base_parameters(self.causal_lm)
+
+    @contextmanager
+    def base_only(self) -> Iterator[PolicyModel]:
+        """Switch the adapter off within the block. For passes without a gradient."""
+        with adapter_off(self.causal_lm):
+            yield self
 
     def forward(
         self,
@@ -93,12 +120,45 @@ class PolicyModel(nn.Module):
         return scores
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Source of a policy model: a folder of full weights, and the adapter above them if there is one."""
+
+    folder: Path
+    adapter: AdapterConfig | None = None
+    base_dtype: torch.dtype | None = None
+    """Dtype of the published base: the frozen weights are rounded to it, so that engines apply the adapter to the same
+    weights."""
+
+    def load(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_checkpointing: bool = False,
+        longest: int = 0,
+        precision: Precision = nullcontext,
+    ) -> PolicyModel:
+        """Load the folder as ``load_policy_model`` does, and add a zero adapter. Raises its errors.
+
+        Raises ConfigError for a target that no layer has, and for a rank above the size of a layer.
+        """
+        model = load_policy_model(self.folder, dtype=dtype, device=device, longest=longest, precision=precision)
+        if self.adapter is not None:
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data.to(self.base_dtype or parameter.dtype))
+            model.adapter_file = add_adapter(model.causal_lm, self.adapter)
+            model.adapter = self.adapter
+        if gradient_checkpointing:
+            _enable_checkpointing(model.causal_lm)
+        return model
+
+
 def load_policy_model(
     folder: Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    gradient_checkpointing: bool = False,
     longest: int = 0,
     precision: Precision = nullcontext,
 ) -> PolicyModel:
@@ -109,6 +169,7 @@ def load_policy_model(
     mixes packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
     length), is not causal, or routes tokens to experts.
     """
+    _reject_adapter(folder)
     register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -139,10 +200,16 @@ def load_policy_model(
     causal_lm: PreTrainedModel = loaded[0]
     _reject_other_weights(folder, loaded[1])
     nn.Module.to(causal_lm, device)
-    model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
-    if gradient_checkpointing:
-        _enable_checkpointing(causal_lm)
-    return model
+    return PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
+
+
+def _reject_adapter(folder: Path) -> None:
+    """Raise CheckpointError for an adapter: transformers would load it above a base of its own choice."""
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: contains an adapter ({ADAPTER_CONFIG_FILE}) where full weights are expected; "
+            "merge it into its base with peft's merge_and_unload, and name the merged folder"
+        )
 
 
 def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.trainer.learner.distributed import World, pick_device
 from rollmesh.trainer.learner.forward_backward import Compute
 from rollmesh.trainer.learner.packing import balanced_bins, pack_sequences
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
+from rollmesh.trainer.learner.published_policy import load_published
 from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array
 
 _RESOLUTION_DRAWS = 6
+_TOKENS_PER_MICROBATCH = 4096
 _FLOAT32_ULP = 2.0**-23
 
 
@@ -37,7 +40,7 @@ class PolicyScorer:
         *,
         device: str = "auto",
         dtype: torch.dtype = torch.float32,
-        tokens_per_microbatch: int = 4096,
+        tokens_per_microbatch: int = _TOKENS_PER_MICROBATCH,
     ) -> Self:
         """Load a Hugging Face folder of any dtype in ``dtype``. Raises CheckpointError if it cannot be read.
 
@@ -45,11 +48,19 @@ class PolicyScorer:
         float32, are then computed in float64 too. Rotary tables keep their float32 values, which belong to the policy:
         transformers computes the same ones for every dtype, and the trainer trains with them.
         """
-        world = World()
-        torch_device = pick_device(device, world.local_rank)
-        model = load_policy_model(Path(folder), dtype=dtype, device=torch_device)
+        torch_device = pick_device(device)
+        return cls._of(load_policy_model(Path(folder), dtype=dtype, device=torch_device), tokens_per_microbatch)
+
+    @classmethod
+    def from_policy(cls, policy: VerifiedPolicy, *, device: str = "auto", dtype: torch.dtype = torch.float32) -> Self:
+        """Load a published policy in ``dtype``, an adapter above its base; otherwise as ``from_folder``."""
+        return cls._of(load_published(policy, dtype=dtype, device=pick_device(device)), _TOKENS_PER_MICROBATCH)
+
+    @classmethod
+    def _of(cls, model: PolicyModel, token_budget: int) -> Self:
         model.requires_grad_(False)
-        return cls(model, Compute(device=torch_device, world=world, token_budget=tokens_per_microbatch, autocast=False))
+        device = next(model.parameters()).device
+        return cls(model, Compute(device=device, world=World(), token_budget=token_budget, autocast=False))
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
         """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""

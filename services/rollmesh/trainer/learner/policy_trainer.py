@@ -20,38 +20,37 @@ import torch
 from torch import Tensor
 
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World, pick_device, shard
+from rollmesh.trainer.learner.early_parts import EarlyParts
 from rollmesh.trainer.learner.forward_backward import (
     Compute,
     LossRecipe,
-    TokenColumns,
-    accumulate_gradient,
     judge_tokens,
     score_batch,
 )
 from rollmesh.trainer.learner.fp32_copy import Fp32Copy
-from rollmesh.trainer.learner.method_binding import bind_advantage
-from rollmesh.trainer.learner.minibatches import Updates, finish_parts, run_minibatches
-from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, PolicyFolder
-from rollmesh.trainer.learner.optimizer import build_optimizer, saved_moments, set_hyperparameters
-from rollmesh.trainer.learner.parts import Part, Parts, digests
-from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model, write_policy_folder
+from rollmesh.trainer.learner.minibatches import Updates, run_minibatches, token_results
+from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
+from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
+from rollmesh.trainer.learner.policy_output import PolicyOutput, WriteWeights
 from rollmesh.trainer.learner.policy_scorer import score_sequences
+from rollmesh.trainer.learner.policy_state import PolicyState
+from rollmesh.trainer.learner.policy_versions import PolicyFolder, PolicyVersions
 from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
-from rollmesh.trainer.learner.step_inputs import StepInputs, passed_trajectories, step_inputs, token_columns
+from rollmesh.trainer.learner.step_inputs import StepInputs, flatten, step_inputs
 from rollmesh.trainer.learner.step_report import StepReport
-from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings
+from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings, without_skips
 from rollmesh.trainer.learner.step_statistics import TokenResults, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
-from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches
+from rollmesh.trainer.learner.train_batch import TrainBatch, split_minibatches
 from rollmesh.trainer.learner.weight_average import WeightAverage
-from rollmesh.trainer.learner.weight_copy import WeightCopy
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, Trajectory
 
-_STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
 _NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -64,7 +63,7 @@ class PolicyTrainer:
         config: TrainerConfig,
         compute: Compute,
         *,
-        source: Path,
+        source: ModelSource,
         publish_dtype: torch.dtype,
         max_token_staleness: int | None = None,
         policy_folder: PolicyFolder | None = None,
@@ -74,17 +73,17 @@ class PolicyTrainer:
         self._model = model
         self._config = config
         self._compute = compute
-        self._source = source
-        self._publish_dtype = publish_dtype
         shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
         self._optimizer = build_optimizer(model, config)
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
-        self._parts = Parts()
         self._fp32_copy = Fp32Copy(model, source, compute)
         self._average = WeightAverage(model, source, compute)
-        self._weight_copy = WeightCopy(publish_dtype)
-        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder, self._average)
+        self._state = PolicyState(model, self._optimizer, self._stage, self._average)
+        self._output = PolicyOutput(model, source.folder, publish_dtype, compute.world)
+        versions = PolicyVersions(model, compute, policy_folder)
+        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
+        self._parts = EarlyParts(model, self._optimizer, compute, self._old_logprob_scorer)
 
     @classmethod
     def from_folder(
@@ -93,6 +92,7 @@ class PolicyTrainer:
         config: TrainerConfig,
         *,
         dtype: str = "float32",
+        adapter: AdapterConfig | None = None,
         device: str | None = None,
         world: World | None = None,
         max_token_staleness: int | None = None,
@@ -101,7 +101,7 @@ class PolicyTrainer:
         mixed_precision: bool | None = None,
         longest: int = 0,
     ) -> Self:
-        """Load a policy from a Hugging Face folder.
+        """Load a policy from a Hugging Face folder, which is the frozen base of the ``adapter`` if there is one.
 
         ``dtype`` is the dtype of published weights; the trainer's weights are in ``compute_dtype``. ``mixed_precision``
         runs the passes in bfloat16; None enables it on CUDA. ``device`` overrides ``config.device``.
@@ -119,8 +119,8 @@ class PolicyTrainer:
             autocast=mixed and world.size == 1,
             mixed_shards=mixed and world.size > 1,
         )
-        model = load_policy_model(
-            Path(folder),
+        source = ModelSource(folder=Path(folder), adapter=adapter, base_dtype=getattr(torch, dtype))
+        model = source.load(
             dtype=compute_dtype,
             device=torch_device,
             gradient_checkpointing=config.gradient_checkpointing,
@@ -131,7 +131,7 @@ class PolicyTrainer:
             model,
             config,
             compute,
-            source=Path(folder),
+            source=source,
             publish_dtype=getattr(torch, dtype),
             max_token_staleness=max_token_staleness,
             policy_folder=policy_folder,
@@ -165,16 +165,16 @@ class PolicyTrainer:
         settings = settings or self.settings(batch.train_step)
         recipe = settings.recipe or self._recipe
         loss = loss_recipe(recipe.algorithm)
-        flat = _flatten(batch, train_step_of_version, recipe)
+        flat = flatten(batch, train_step_of_version, recipe)
         self._apply_settings(batch, settings, recipe)
         early = len(self._parts.group_ids)
-        update = self._update_from_parts if early else self._update
-        inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, loss)
+        update = self._parts.update if early else self._update
+        inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, recipe, loss)
         flat, columns, old = inputs.flat, inputs.columns, inputs.old
         clock = time.perf_counter()
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
-        results = _results(loss, flat, columns, done)
+        results = token_results(loss, flat, columns, done)
         reset = self._average_weights(recipe, flat, results)
         again = np.array([group.group_id in replayed for group in batch.groups])[flat.group_index]
         return StepReport(
@@ -212,6 +212,12 @@ class PolicyTrainer:
         if not self._parts.fit(batch, settings):
             self.forget_parts()
         self._keep_average(recipe)
+        self._seed_dropout(batch.train_step, len(self._parts.group_ids))
+
+    def _seed_dropout(self, train_step: int, early_groups: int) -> None:
+        """Seed the dropout of the adapter, if it has one: a replayed step drops the same inputs."""
+        if self._model.adapter is not None and self._model.adapter.dropout:
+            torch.manual_seed(train_step << 16 | early_groups)
 
     @property
     def accumulated_group_ids(self) -> frozenset[str]:
@@ -225,34 +231,16 @@ class PolicyTrainer:
         otherwise it computes the whole batch. Not for several minibatches: the weights must stay fixed. Raises
         DataError; then all parts are dropped.
         """
-        try:
-            self._accumulate(groups, train_step_of_version)
-        except BaseException:
-            # An interrupted pass may have added some of its gradient.
-            self._parts.clear()
-            self._optimizer.zero_grad(set_to_none=True)
-            raise
-
-    def _accumulate(self, groups: Sequence[Group], train_step_of_version: Mapping[int, int]) -> None:
         step = self.train_step + 1
-        settings, begin = self.settings(step), time.perf_counter()
+        settings = self.settings(step)
         recipe = settings.recipe or self._recipe
-        flat = _flatten(Batch(train_step=step, groups=tuple(groups)), train_step_of_version, recipe)
         self._keep_average(recipe)
-        inputs = self._inputs(flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=True)
-        flat, columns, old = inputs.flat, inputs.columns, inputs.old
-        every = np.arange(flat.trajectory_count)
-        loss = loss_recipe(recipe.algorithm)
-        done = accumulate_gradient(self._model, self._compute, loss, flat, columns, every, divisor=1.0)
-        seconds = time.perf_counter() - begin
-        part = Part(digests=digests(groups), flat=flat, columns=columns, old=old, done=done, seconds=seconds)
-        self._parts.add(part, settings)
+        self._seed_dropout(step, len(self._parts.group_ids))
+        self._parts.add(step, groups, train_step_of_version, settings, recipe)
 
     def forget_parts(self) -> None:
         """Drop the gradients of all parts: their batch is not trained on these weights."""
-        if self._parts.group_ids:
-            self._parts.clear()
-            self._optimizer.zero_grad(set_to_none=True)
+        self._parts.forget()
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Score each token given its predecessors: float32 [tokens - 1] per sequence of >= 2 tokens.
@@ -298,8 +286,8 @@ class PolicyTrainer:
         ``settings`` as in ``train``. All minibatches are evaluated like the first one, without the updates between
         them, and ``skip_zero_advantage`` leaves out nothing, so that every token has an old log-probability.
         """
-        recipe = _without_skips((settings and settings.recipe) or self._recipe)
-        flat = _flatten(batch, train_step_of_version, recipe)
+        recipe = without_skips((settings and settings.recipe) or self._recipe)
+        flat = flatten(batch, train_step_of_version, recipe)
         inputs = self._inputs(flat, train_step_of_version, recipe, None, one_minibatch=True)
         flat, columns, denominator = inputs.flat, inputs.columns, inputs.old
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
@@ -309,56 +297,43 @@ class PolicyTrainer:
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> Mapping[str, str]:
-        """Write the policy as a Hugging Face folder in the publishing dtype. Rank 0 writes; every rank must call it.
+        """Write the policy as ``copy_out`` does. Rank 0 writes; every rank must call it.
 
         Returns the digest of the weights, by path.
         """
-        weights = self.copy_out()
-        return self.write_folder(Path(folder), weights) if self._compute.world.leads else {}
+        write = self.copy_out()
+        return write(Path(folder)) if self._compute.world.leads else {}
 
-    def copy_out(self) -> Mapping[str, Tensor]:
-        """Copy the weights to host memory (``WeightCopy.take``). Every rank must call it."""
-        return self._weight_copy.take(self._model.causal_lm, self._compute.world)
+    def copy_out(self, *, base: bool = False) -> WriteWeights:
+        """Copy the weights to host memory; return the function that writes the copy. Every rank must call it.
 
-    def write_folder(self, folder: Path, weights: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """Write ``copy_out`` as a Hugging Face folder, in any thread; return the digest of the weights, by path."""
-        return write_policy_folder(folder, weights, self._publish_dtype, self._source)
+        The result is a Hugging Face folder in the publishing dtype. With an adapter it is a PEFT folder, unless
+        ``base`` asks for the frozen weights.
+        """
+        return self._output.copy_out(base=base)
+
+    def take_weights(self, folder: Path) -> None:
+        """Load the weights of a published policy; reset moments, stage records, parts and average. CheckpointError."""
+        self._state.take(folder)
+        self.forget_unfinished()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.
-
-        With the old-logprob source ``stage_end`` the result includes a copy of the recorded log-probabilities, with
-        ``ewma`` the average of the weights.
-        """
-        recorded = torch.from_numpy(self._stage.values())
-        return self._live_tensors() | self._average.tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+        """Return the tensors of the state (``PolicyState.tensors``)."""
+        return self._state.tensors()
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors to load a state with this ``extra`` into: live ones, and those of stage and average."""
-        recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
-        live = self._live_tensors() | self._average.tensors_to_fill(extra)
-        return live | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
-
-    def _live_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._model.causal_lm.named_parameters():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in saved_moments(self._optimizer, parameter).items():
-                tensors[f"optimizer.{name}.{key}"] = value
-        return tensors
+        """Return the tensors to load a state with this ``extra`` into. Raises ConfigError for other trained weights."""
+        return self._state.tensors_to_fill(extra)
 
     def state_extra(self) -> dict[str, Any]:
         """Return the rest of the state, as JSON values."""
-        layout = self._stage.layout()
-        return {"train_step": self.train_step} | self._average.extra() | ({_STAGE_LAYOUT: layout} if layout else {})
+        return self._state.extra(self.train_step)
 
     def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
         """Restore ``state_extra`` after its ``tensors_to_fill`` are ``filled``."""
         self.train_step = int(extra["train_step"])
         self.forget_parts()
-        self._average.restore(extra)
-        values = filled.get(_STAGE_TENSOR, torch.empty(0))
-        self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
+        self._state.restore(extra, filled)
 
     def forget_unfinished(self) -> None:
         """Drop stage records, parts and the average: after a rollback they are of an abandoned branch."""
@@ -386,10 +361,11 @@ class PolicyTrainer:
         flat: TrainBatch,
         train_step_of_version: Mapping[int, int],
         settings: StepSettings,
+        recipe: StepRecipe,
         loss: LossRecipe,
     ) -> tuple[StepInputs, Updates, float]:
         """Compute old and reference logprobs of a batch, then its updates; the last result is the scoring time."""
-        begin, recipe = time.perf_counter(), settings.recipe or self._recipe
+        begin = time.perf_counter()
         minibatches = split_minibatches(flat, recipe.minibatches)
         inputs = self._inputs(
             flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
@@ -406,27 +382,6 @@ class PolicyTrainer:
             max_grad_norm=recipe.max_grad_norm,
         )
         return inputs, done, scored - begin
-
-    def _update_from_parts(
-        self,
-        batch: Batch,
-        flat: TrainBatch,
-        train_step_of_version: Mapping[int, int],
-        settings: StepSettings,
-        loss: LossRecipe,
-    ) -> tuple[StepInputs, Updates, float]:
-        """Accumulate the groups that are in no part, then update once with the gradient of all parts."""
-        if rest := self._parts.rest(batch):
-            self._accumulate(rest, train_step_of_version)
-        recipe = settings.recipe or self._recipe
-        flat = replace(flat, passed=passed_trajectories(flat, recipe))
-        whole, seconds = self._parts.whole(flat), self._parts.seconds
-        done = finish_parts(
-            self._model, self._optimizer, loss, flat, whole.done, seconds, max_grad_norm=recipe.max_grad_norm
-        )
-        self._parts.clear()
-        columns = token_columns(flat, whole.old, whole.policy_share, whole.reference_logprobs)
-        return StepInputs(flat=flat, columns=columns, old=whole.old), done, 0.0
 
     def _inputs(
         self,
@@ -445,34 +400,3 @@ class PolicyTrainer:
             reference_version=reference_version,
             one_minibatch=one_minibatch,
         )
-
-
-def _without_skips(recipe: StepRecipe) -> StepRecipe:
-    algorithm = recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
-    return recipe.model_copy(update={"algorithm": algorithm})
-
-
-def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:
-    advantage = bind_advantage(recipe.algorithm)
-    known = not (advantage.needs_policy or advantage.needs_reference)
-    return build_train_batch(
-        batch,
-        train_step_of_version,
-        advantage.compute if known else None,
-        max_token_staleness=recipe.max_token_staleness,
-    )
-
-
-def _results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
-    index, judged = judge_tokens(recipe, flat, columns, done.logprobs)
-    ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
-    ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
-    reference = columns.reference_logprobs
-    return TokenResults(
-        logprobs=done.logprobs,
-        entropy=done.entropy,
-        ratio=ratio,
-        clip=clip,
-        before_any_update=done.before_any_update,
-        reference_logprobs=None if reference is None else reference.numpy(),
-    )

@@ -23,9 +23,11 @@ from rollmesh.trainer.learner.train_batch import (
     BoolArray,
     Float64Array,
     TrainBatch,
+    build_train_batch,
     split_minibatches,
     trajectory_columns,
 )
+from rollmesh.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,18 @@ def step_inputs(
     kl = reference if algorithm.kl_coefficient > 0 else None
     columns = token_columns(flat, old, torch.from_numpy(share), None if kl is None else torch.from_numpy(kl))
     return StepInputs(flat=flat, columns=columns, old=old)
+
+
+def flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:
+    """Flatten a batch, with its advantages unless they need a forward pass. Raises DataError."""
+    advantage = bind_advantage(recipe.algorithm)
+    known = not (advantage.needs_policy or advantage.needs_reference)
+    return build_train_batch(
+        batch,
+        train_step_of_version,
+        advantage.compute if known else None,
+        max_token_staleness=recipe.max_token_staleness,
+    )
 
 
 def passed_trajectories(flat: TrainBatch, recipe: StepRecipe) -> BoolArray:

@@ -53,6 +53,12 @@ def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) ->
     return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
 
 
+def without_skips(recipe: StepRecipe) -> StepRecipe:
+    """Return the recipe with ``skip_zero_advantage`` off."""
+    algorithm = recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
+    return recipe.model_copy(update={"algorithm": algorithm})
+
+
 def differing_settings(recorded: StepSettings | None, present: StepSettings) -> dict[str, str]:
     """Return ``recorded -> present`` by name, for every recorded setting that differs from the run file."""
     if recorded is None:

@@ -4,23 +4,23 @@
     Z <- beta Z + 1,   theta_prox <- theta_prox + (theta - theta_prox) / Z
 
 Source: the revised PPO-EWMA of Missing Old Logits (arXiv 2605.12070), after batch-size invariance (arXiv 2110.00641).
-The average costs one more set of (sharded) weights, in memory and in every trainer state.
+The average costs one more set of the trained (sharded) weights, in memory and in every trainer state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollmesh.config.old_logprob_methods import EwmaOptions
-from rollmesh.trainer.learner.distributed import local_part, shard
+from rollmesh.trainer.learner.distributed import local_part
 from rollmesh.trainer.learner.forward_backward import Compute
-from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
+from rollmesh.trainer.learner.frozen_policy import FrozenPolicy, frozen_like
+from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
 
 _PREFIX, _WEIGHT = "ewma.", "ewma_weight"
 
@@ -30,15 +30,15 @@ class WeightAverage:
     """Average of the weights of ``_model``; every rank must make the same calls."""
 
     _model: PolicyModel
-    _source: Path
+    _source: ModelSource
     _compute: Compute
-    _average: PolicyModel | None = field(default=None, init=False)
+    _average: FrozenPolicy | None = field(default=None, init=False)
     _weight: float = field(default=0.0, init=False)
     """Z, the sum of the powers of beta; 0 without an average."""
 
     @property
-    def model(self) -> PolicyModel | None:
-        """Frozen model with the averaged weights; None until ``start``, and after ``drop``."""
+    def policy(self) -> FrozenPolicy | None:
+        """The averaged weights; None until ``start``, and after ``drop``."""
         return self._average if self._weight else None
 
     @property
@@ -72,15 +72,15 @@ class WeightAverage:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live (possibly sharded) average by name; empty without one."""
-        if self.model is None:
+        if self.policy is None:
             return {}
-        return {f"{_PREFIX}{name}": p.detach() for name, p in self.model.causal_lm.named_parameters()}
+        return {f"{_PREFIX}{name}": tensor for name, tensor in self.policy.tensors.items()}
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors to load the average of a state with this ``extra`` into; empty if it has none."""
         if _WEIGHT not in extra:
             return {}
-        return {f"{_PREFIX}{name}": p.detach() for name, p in self._copy().causal_lm.named_parameters()}
+        return {f"{_PREFIX}{name}": tensor for name, tensor in self._copy().tensors.items()}
 
     def extra(self) -> dict[str, Any]:
         """Return the rest of the average, as JSON values."""
@@ -97,13 +97,10 @@ class WeightAverage:
         self._weight = 1.0
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self._copy().parameters(), self._model.parameters(), strict=True)
-        return [(local_part(mean), local_part(current)) for mean, current in pairs]
+        current = self._model.trained_parameters()
+        return [(local_part(mean), local_part(current[name])) for name, mean in self._copy().tensors.items()]
 
-    def _copy(self) -> PolicyModel:
+    def _copy(self) -> FrozenPolicy:
         if self._average is None:
-            dtype = next(self._model.parameters()).dtype
-            self._average = load_policy_model(self._source, dtype=dtype, device=self._compute.device)
-            self._average.requires_grad_(False)
-            shard(self._average, self._average.causal_lm, self._compute.world, mixed=self._compute.mixed_shards)
+            self._average = frozen_like(self._model, self._source, self._compute)
         return self._average

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollmesh.trainer.learner.distributed import World, gathered
 
 
 class WeightCopy:
-    """Full weights in the publishing dtype, by their Hugging Face names; pinned memory if the weights are on a GPU.
+    """Weights in the publishing dtype, by their published names; pinned memory if the weights are on a GPU.
 
-    The memory is reused for every version: fresh pages would cost more time than the copy. Tied weights occur once.
+    The memory is reused for every version: fresh pages would cost more time than the copy.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -21,13 +21,13 @@ class WeightCopy:
         self._weights: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, model: nn.Module, world: World) -> Mapping[str, Tensor]:
+    def take(self, weights: Mapping[str, Tensor], world: World) -> Mapping[str, Tensor]:
         """Copy the current weights and return the copy, which the next call overwrites; empty except on rank 0.
 
         Every rank must call it: the shards of one parameter at a time are gathered.
         """
-        for name, parameter in model.named_parameters():
-            value = gathered(parameter)
+        for name, weight in weights.items():
+            value = gathered(weight)
             if not world.leads:
                 continue
             if name not in self._weights:

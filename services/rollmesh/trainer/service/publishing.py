@@ -161,14 +161,14 @@ class Publisher:
             # A policy that no generator can serve fails here, before anything of it is written.
             canary = await self._in_thread(lambda: self._ranks.canary(self._canary))
         with self._timed("copy_out"):
-            weights = await self._in_thread(self._ranks.copy_out)
+            copied = await self._in_thread(lambda: self._ranks.copy_out(version))
 
         def write() -> PolicyRecord:
             begun = written = time.monotonic()
 
             def folder_and_digests(folder: Path) -> Mapping[str, str]:
                 nonlocal written
-                digests = self._ranks.trainer.write_folder(folder, weights)
+                digests = copied(folder)
                 written = time.monotonic()
                 return digests
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from rollmesh.checkpoints.batch_frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.batches import StepSettings
@@ -21,11 +20,12 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.states import load_weights
 from rollmesh.errors import CheckpointError, TrainingDiverged
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes
+from rollmesh.trainer.learner.policy_output import WriteWeights
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.policy_versions import BASE_VERSION
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.types import Batch, Group, Int32Array, PolicyRecord, Trajectory
@@ -112,10 +112,11 @@ class RankCoordinator:
             for ids, logprobs in zip(sequences, values, strict=True)
         ]
 
-    def copy_out(self) -> Mapping[str, Tensor]:
-        """Copy the current weights to host memory (``PolicyTrainer.copy_out``)."""
-        self._order({"do": "copy_out"})
-        return self.trainer.copy_out()
+    def copy_out(self, policy_version: int) -> WriteWeights:
+        """Copy the weights to publish as this version to host memory (``PolicyTrainer.copy_out``)."""
+        base = policy_version == BASE_VERSION
+        self._order({"do": "copy_out", "base": base})
+        return self.trainer.copy_out(base=base)
 
     def idle(self) -> None:
         """Keep the other ranks alive: without an order their wait for the next one would time out."""
@@ -160,7 +161,7 @@ class RankCoordinator:
             case "canary":
                 self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
             case "copy_out":
-                self.trainer.copy_out()
+                self.trainer.copy_out(base=order["base"])
             case "idle":
                 pass
             case unknown:
@@ -205,13 +206,7 @@ class RankCoordinator:
         return extra
 
     def _take_weights(self, policy_version: int) -> None:
-        folder = self._kept_folder(policy_version)
-        tensors = self.trainer.state_tensors()
-        load_weights(folder, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                tensor.zero_()
-        self.trainer.forget_unfinished()
+        self.trainer.take_weights(self._kept_folder(policy_version))
 
     def _kept_folder(self, policy_version: int) -> Path:
         folder = self.catalog.folder(policy_version)

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +66,9 @@ class ReferenceTrainer:
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Weights of an exported folder, by name, in its own dtype."""
+    adapter = folder / "adapter_model.safetensors"
+    if adapter.is_file():
+        return load_file(adapter)
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
 
 

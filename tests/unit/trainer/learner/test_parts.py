@@ -63,7 +63,7 @@ def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     whole, parts = (trainer_at_step_two(folder, dtype, **algorithm) for _ in range(2))
     if "kl_coefficient" in algorithm:
         for trainer in (whole, parts):
-            trainer._old_logprob_scorer._policy_folder = lambda version: folder
+            trainer._old_logprob_scorer._versions._folder = lambda version: folder
     expected = whole.train(BATCH, VERSIONS)
     parts.accumulate([BATCH.groups[3], BATCH.groups[1]], VERSIONS)
     parts.accumulate([BATCH.groups[0]], VERSIONS)

@@ -16,7 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.forward_backward import Compute
-from rollmesh.trainer.learner.policy_model import load_policy_model
+from rollmesh.trainer.learner.policy_model import ModelSource, load_policy_model
 from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
@@ -115,7 +115,9 @@ def test_canaries_are_scored_in_float32_however_the_gradient_pass_computes(make_
     place = torch.device("cpu")
     model = load_policy_model(folder, dtype=torch.float32, device=place)
     compute = Compute(device=place, world=World(), token_budget=4096, autocast=True)
-    halved = PolicyTrainer(model, TrainerConfig(), compute, source=folder, publish_dtype=torch.float32)
+    halved = PolicyTrainer(
+        model, TrainerConfig(), compute, source=ModelSource(folder=folder), publish_dtype=torch.float32
+    )
     rough = score_sequences(model, compute, ids, 1.0)[0]
     assert np.abs(rough - exact).max() > 1e-4
     assert np.array_equal(halved.logprobs(ids)[0], exact)

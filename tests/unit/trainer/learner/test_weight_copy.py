@@ -19,23 +19,23 @@ def tied_model() -> nn.Module:
 def test_a_copy_keeps_the_weights_of_its_time_in_the_publishing_dtype() -> None:
     model, copy = tied_model(), WeightCopy(torch.float32)
     before = model[0].weight.detach().clone()
-    taken = copy.take(model, World())
+    taken = copy.take(dict(model.named_parameters()), World())
     with torch.no_grad():
         model[0].weight.add_(1.0)
     assert list(taken) == ["0.weight"], "tied weights occur once"
     assert torch.equal(taken["0.weight"], before)
-    assert WeightCopy(torch.bfloat16).take(model, World())["0.weight"].dtype == torch.bfloat16
+    assert WeightCopy(torch.bfloat16).take(dict(model.named_parameters()), World())["0.weight"].dtype == torch.bfloat16
 
 
 def test_the_next_copy_reuses_the_memory_of_the_last_one() -> None:
     model, copy = tied_model(), WeightCopy(torch.float32)
-    place = copy.take(model, World())["0.weight"].data_ptr()
+    place = copy.take(dict(model.named_parameters()), World())["0.weight"].data_ptr()
     with torch.no_grad():
         model[0].weight.mul_(2.0)
-    again = copy.take(model, World())["0.weight"]
+    again = copy.take(dict(model.named_parameters()), World())["0.weight"]
     assert again.data_ptr() == place
     assert torch.equal(again, model[0].weight)
 
 
 def test_only_rank_0_keeps_a_copy() -> None:
-    assert WeightCopy(torch.float32).take(tied_model(), World(rank=1, size=2)) == {}
+    assert WeightCopy(torch.float32).take(dict(tied_model().named_parameters()), World(rank=1, size=2)) == {}
