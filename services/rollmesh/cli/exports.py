@@ -1,4 +1,4 @@
-"""``rollmesh export``: the trained model as a plain Hugging Face folder."""
+"""``rollmesh export`` and ``rollmesh merge``: the trained model as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import typer
 from rollmesh.cli.common import RunFolderArgument, clear_errors, run_of
 from rollmesh.report.model_export import export_model
 
+OutArgument = Annotated[Path, typer.Argument(help="New folder for the model.", metavar="OUT")]
+VersionOption = Annotated[int | None, typer.Option(help="Policy version; the newest by default.", min=0)]
 
-def export(
-    run: RunFolderArgument,
-    out: Annotated[Path, typer.Argument(help="New folder for the model.", metavar="OUT")],
-    version: Annotated[int | None, typer.Option(help="Policy version; the newest by default.", min=0)] = None,
-) -> None:
+
+def export(run: RunFolderArgument, out: OutArgument, version: VersionOption = None) -> None:
     """Write a policy of a run as a plain Hugging Face folder, with tokenizer and model card.
 
-    Works on running, stopped and finished runs, without Redis; policies in an object store are downloaded.
+    Works on running, stopped and finished runs, without Redis; policies in an object store are downloaded. An adapter
+    is merged into its base.
 
     Example: `rollmesh export runs/demo my-model`
     """
@@ -27,3 +27,11 @@ def export(
         exported = export_model(folder.path, out, version)
     typer.echo(f"policy version {exported.policy_version}, train step {exported.train_step}: {exported.folder}")
     typer.echo(f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")')
+
+
+def merge(run: RunFolderArgument, out: OutArgument, version: VersionOption = None) -> None:
+    """Write an adapter of a run, merged into its base, as a plain Hugging Face folder: the same as `rollmesh export`.
+
+    Example: `rollmesh merge runs/adapter --version 20 my-model`
+    """
+    export(run, out, version)

@@ -71,7 +71,15 @@ serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
 _add("Inspection", viewing.view, run_commands.report, run_commands.pin, run_commands.rollback, top.top)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
-_add("Runs", exports.export, replicas.scale, backups.backup, schedule_table.schedules, method_table.methods)
+_add(
+    "Runs",
+    exports.export,
+    exports.merge,
+    replicas.scale,
+    backups.backup,
+    schedule_table.schedules,
+    method_table.methods,
+)
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Inspection")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")

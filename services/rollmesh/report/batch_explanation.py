@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config import RunConfig
 from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.config.trainer import TrainerConfig
@@ -148,7 +149,7 @@ def explained_batch(
     batch = _batch(store, train_step)
     chosen = _chosen(batch, trajectory_id, limit)
     train_steps = known_train_steps(folder, store, None)
-    policy = store.open(_weights_before(store, train_step)).folder
+    policy = store.open(_weights_before(store, train_step))
     config = _config(folder).trainer
     fallbacks: Counter[str] = Counter()
     tokens: dict[str, list[TokenExplanation]] = {trajectory.trajectory_id: [] for trajectory in chosen}
@@ -157,7 +158,7 @@ def explained_batch(
             fallbacks[token.old_logprob_fallback] += 1
         if token.trajectory_id in tokens:
             tokens[token.trajectory_id].append(token)
-    decode = decoder(policy)
+    decode = decoder((policy.base or policy).folder)
     return ExplainedBatch(
         train_step=train_step,
         old_logprobs=config.algorithm.old_logprobs,
@@ -267,7 +268,7 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
 
 
 def _explain(
-    folder: RecordedRun, store: CheckpointStore, policy: Path, batch: Batch, train_steps: Mapping[int, int]
+    folder: RecordedRun, store: CheckpointStore, policy: VerifiedPolicy, batch: Batch, train_steps: Mapping[int, int]
 ) -> Iterator[TokenExplanation]:
     from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
@@ -282,12 +283,15 @@ def _explain(
             return None  # the old-logprob source then falls back to the sampler, as in training
 
     trainer = PolicyTrainer.from_folder(
-        policy,
+        (policy.base or policy).folder,
         config.trainer,
+        adapter=config.model.adapter,
         device="cpu",
         max_token_staleness=folder.max_staleness if folder.mask_old_segments else None,
         policy_folder=folder_of,
     )
+    if policy.base is not None:
+        trainer.take_weights(policy.folder)
     return trainer.explain(batch, train_steps, store.batch_footer(batch.train_step).settings)
 
 

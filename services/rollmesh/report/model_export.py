@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
@@ -36,8 +37,9 @@ class ExportedModel:
 def export_model(run_folder: Path, out: Path, version: int | None = None) -> ExportedModel:
     """Copy a policy (None: the newest) with a model card into the new folder ``out``, atomically.
 
-    Every byte is verified before it is copied. Raises ConfigError when ``out`` exists or the version is not there,
-    DataError or CheckpointError for a run without policies.
+    An adapter is merged into its base: the folder has full weights. Every byte is verified before it is copied. Raises
+    ConfigError when ``out`` exists or the version is not there, DataError or CheckpointError for a run without
+    policies.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"OUT={out}: exists already; name a new folder, or delete this one")
@@ -71,6 +73,11 @@ def trained_model_lines(run_folder: Path) -> list[str]:
         place = f"{store.objects.url}/{newest.path}"
         return [f"trained model: {place} (policy version {newest.policy_version})", f"to download it: {export}"]
     folder = store.root / newest.path
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        return [
+            f"trained adapter: {folder} (policy version {newest.policy_version}), in PEFT form above policy version 0",
+            f"to write the full model, with a model card: rollmesh merge {run_folder} OUT",
+        ]
     return [
         f"trained model: {folder} (policy version {newest.policy_version})",
         f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
@@ -92,13 +99,21 @@ def _record(run: RecordedRun, store: CheckpointStore, version: int | None) -> Po
 
 
 def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
-    for file in policy.manifest.files:
-        target = folder / file.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(policy.folder / file.path, target)
+    manifest = policy.manifest
+    if policy.base is None:
+        for file in manifest.files:
+            target = folder / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(policy.folder / file.path, target)
+    else:
+        from rollmesh.trainer.learner.published_policy import write_merged
+
+        write_merged(policy, folder)
+        full = policy.base.manifest
+        manifest = manifest.model_copy(update={"parameter_count": full.parameter_count, "dtype": full.dtype})
     _copy_sampling_defaults(folder, run)
     digest = hashlib.sha256((run.config_text or "").encode()).hexdigest()
-    (folder / CARD_FILE).write_text(model_card(run, policy.manifest, digest), encoding="utf-8")
+    (folder / CARD_FILE).write_text(model_card(run, manifest, digest), encoding="utf-8")
 
 
 def _copy_sampling_defaults(folder: Path, run: RecordedRun) -> None:

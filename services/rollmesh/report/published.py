@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.policies import UnsoundPolicy
+from rollmesh.checkpoints.policies import UnsoundPolicy, VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
@@ -42,8 +41,8 @@ class PublishedPolicies:
         newer = sum(other > version for other in _complete(self._store))
         return self._keep_last is not None and newer >= self._keep_last
 
-    def open(self, version: int) -> Path | None:
-        """Return the verified folder of a version; None if it is missing.
+    def open(self, version: int) -> VerifiedPolicy | None:
+        """Return a verified version; None if it is missing.
 
         Raises CheckpointError for a damaged folder, or one that differs from the announcement in the registry.
         """
@@ -51,7 +50,7 @@ class PublishedPolicies:
         record = announced or complete
         if record is not None:
             try:
-                return self._store.open(record).folder
+                return self._store.open(record)
             except CheckpointError as error:
                 # A folder that still exists was not pruned: one of its files is missing.
                 if error.reason != Reason.MISSING or _complete(self._store).get(version) == record:

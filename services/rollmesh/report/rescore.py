@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit_result import (
     GAP_BOUNDS,
@@ -97,14 +97,14 @@ def rescore(
     for version in sorted(trained.pure_segments):
         measured, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), ""
         try:
-            folder = published.open(version)
-            if folder is None:
+            policy = published.open(version)
+            if policy is None:
                 skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
-                exact = partial(_load_exact, folder) if dtype == "float32" else None
+                exact = partial(_load_exact, policy) if dtype == "float32" else None
                 batches = (read_batch(step) for step in sorted(trained.pure_segments[version]))
                 trajectories = (t for batch in batches for group in batch.groups for t in group.trajectories)
-                measured = gaps_of_version(_load(folder), version, trajectories, exact)
+                measured = gaps_of_version(_load(policy), version, trajectories, exact)
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
@@ -226,16 +226,16 @@ def pure_segments(trajectory: Trajectory, version: int) -> list[PureSegment]:
     return segments
 
 
-def _load(policy: Path) -> PolicyScorer:
+def _load(policy: VerifiedPolicy) -> PolicyScorer:
     with many_imports():
         from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
-    return PolicyScorer.from_folder(policy)
+    return PolicyScorer.from_policy(policy)
 
 
-def _load_exact(policy: Path) -> PolicyScorer:
+def _load_exact(policy: VerifiedPolicy) -> PolicyScorer:
     import torch
 
     from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
-    return PolicyScorer.from_folder(policy, dtype=torch.float64)
+    return PolicyScorer.from_policy(policy, dtype=torch.float64)

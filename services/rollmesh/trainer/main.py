@@ -30,6 +30,7 @@ from rollmesh.trainer.records.run_log import StepRecords
 from rollmesh.trainer.records.samples import decoder
 from rollmesh.trainer.records.trackers import build_trackers
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.adapter_base import check_published, model_folder
 from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
 from rollmesh.trainer.service.part_source import PartSource
@@ -74,12 +75,13 @@ def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordina
     """Join the process group and load the initial model."""
     world = join_world(pick_device(config.trainer.device).type)
     catalog = PolicyCatalog(checkpoints)
-    schedule = Schedule.from_config(config)
+    schedule, folder = Schedule.from_config(config), model_folder(config, checkpoints)
     try:
         trainer = PolicyTrainer.from_folder(
-            resolve_model(config.model.path),
+            folder,
             config.trainer,
             dtype=config.model.dtype,
+            adapter=config.model.adapter,
             world=world,
             max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
             policy_folder=catalog.folder,
@@ -187,6 +189,8 @@ async def _take_over(
     progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, ranks, checkpoints)
     await session.begin(ranks.trainer.train_step)
     await asyncio.to_thread(check_reference, config.trainer.algorithm, ranks.catalog)
+    if ranks.trainer.adapter is not None:
+        await asyncio.to_thread(check_published, ranks.trainer.adapter, ranks.catalog)
     get_logger("trainer").info(
         "trainer_takes_over",
         train_step=ranks.trainer.train_step,

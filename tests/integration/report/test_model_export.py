@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,10 +14,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.cli.main import app
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.report.model_export import trained_model_lines
 from rollmesh.text import Tokenizer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 from .made_checkpoints import STEPS, MadeRun, make_audited_run
 
@@ -104,3 +110,38 @@ def test_a_finished_run_tells_where_its_model_is_and_how_it_is_loaded(run: MadeR
     assert f'from_pretrained("{folder}")' in load
     assert torch.equal(weights(Path(folder)), weights(run.folder / "checkpoints" / "latest"))
     assert copy.endswith(f"rollmesh export {run.folder} OUT")
+
+
+def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder, symlinks=True)
+    store = MadeRun(folder).store
+    base = store.complete_policies()[0]
+    trainer = PolicyTrainer.from_folder(
+        store.open(base).folder, TrainerConfig(), adapter=AdapterConfig(rank=4, alpha=8), device="cpu"
+    )
+    torch.manual_seed(0)
+    for name, tensor in trainer.state_tensors().items():
+        if name.endswith("lora_B.weight"):
+            tensor.normal_(std=0.1)
+    record = store.publish(
+        session="s8",
+        policy_version=NEWEST + 1,
+        train_step=STEPS,
+        parent=0,
+        write=trainer.copy_out(),
+        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
+        base=BasePolicy(record=base, manifest=store.open(base).manifest),
+    )
+    store.mark_announced(record)
+    place, merge = trained_model_lines(folder)
+    assert place.endswith("in PEFT form above policy version 0")
+    assert merge.endswith(f"rollmesh merge {folder} OUT")
+    done = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])
+    assert done.exit_code == 0, done.output
+    ids = np.arange(1, 20, dtype=np.int32)
+    (merged,) = PolicyScorer.from_folder(tmp_path / "out", device="cpu").logprobs([ids])
+    assert merged == pytest.approx(trainer.logprobs([ids])[0], abs=1e-5)
+    assert not np.allclose(merged, PolicyScorer.from_folder(store.open(base).folder).logprobs([ids])[0], atol=1e-3)
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "out").parameters())
+    assert f"| Parameters | {parameters:,} (F32) |" in (tmp_path / "out" / "README.md").read_text()

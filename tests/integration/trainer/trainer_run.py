@@ -54,7 +54,7 @@ def write_tiny_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def write_run_file(folder: Path, model: Path, server: EmbeddedServer, **sections: dict[str, Any]) -> RunConfig:
+def write_run_file(folder: Path, model: Path, server: EmbeddedServer, /, **sections: dict[str, Any]) -> RunConfig:
     """The run file of ``folder``; keyword arguments replace values of its sections."""
     folder.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {

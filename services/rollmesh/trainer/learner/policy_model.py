@@ -51,7 +51,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.adapter: AdapterConfig | None = None
-        """Adapter above the frozen weights; None if all weights are trained."""
+        """Adapter above the frozen weights, with its layers by name; None if all weights are trained."""
         self.adapter_file: Mapping[str, Any] = {}
         """Contents of the adapter's ``adapter_config.json``; empty without an adapter."""
         self.linear_head = linear_head
@@ -63,11 +63,6 @@ class PolicyModel(nn.Module):
     def config(self) -> PretrainedConfig:
         """Hugging Face config of the model."""
         return self.causal_lm.config
-
-    @property
-    def adapted_layers(self) -> tuple[str, ...]:
-        """Names of the adapted layers, sorted; empty without an adapter."""
-        return tuple(self.adapter_file.get("target_modules", ()))
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that training changes, by their names in a published folder; tied ones occur once."""
@@ -148,7 +143,7 @@ class ModelSource:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(self.base_dtype or parameter.dtype))
             model.adapter_file = add_adapter(model.causal_lm, self.adapter)
-            model.adapter = self.adapter
+            model.adapter = self.adapter.model_copy(update={"target": tuple(model.adapter_file["target_modules"])})
         if gradient_checkpointing:
             _enable_checkpointing(model.causal_lm)
         return model

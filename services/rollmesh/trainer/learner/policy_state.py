@@ -84,7 +84,7 @@ class PolicyState:
             reset_adapter(self._model.causal_lm)
         else:
             if adapter is not None:
-                _require_equal(folder, read_adapter_settings(folder), self._model)
+                _require_equal(folder, read_adapter_settings(folder), adapter)
             load_weights(folder, {name: p.detach() for name, p in self._model.trained_parameters().items()})
         for parameter in self._model.trained_parameters().values():
             for value in saved_moments(self._optimizer, parameter).values():
@@ -103,17 +103,12 @@ class PolicyState:
         adapter = self._model.adapter
         if adapter is None:
             return None
-        return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(self._model.adapted_layers)}
+        return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(adapter.target)}
 
 
-def _require_equal(folder: Path, found: AdapterConfig, model: PolicyModel) -> None:
-    assert model.adapter is not None
-    pairs = {
-        "rank": (found.rank, model.adapter.rank),
-        "alpha": (found.alpha, model.adapter.alpha),
-        "target": (tuple(found.target), model.adapted_layers),
-    }
-    for name, (theirs, ours) in pairs.items():
+def _require_equal(folder: Path, found: AdapterConfig, adapter: AdapterConfig) -> None:
+    for name in ("rank", "alpha", "target"):
+        theirs, ours = getattr(found, name), getattr(adapter, name)
         if theirs != ours:
             raise CheckpointError(
                 f"{folder}: the adapter has {name} {theirs}, but model.adapter.{name} is {ours}",
@@ -124,4 +119,4 @@ def _require_equal(folder: Path, found: AdapterConfig, model: PolicyModel) -> No
 def _named(adapter: Mapping[str, Any] | None) -> str:
     if adapter is None:
         return "null (full weights)"
-    return ", ".join(f"{name} {value}" for name, value in adapter.items())
+    return ", ".join(f"{name} {adapter[name]}" for name in ("rank", "alpha", "target"))

@@ -142,6 +142,11 @@ class PolicyTrainer:
         """Number of parameters of the policy; tied parameters count once."""
         return sum(p.numel() for p in self._model.parameters())
 
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        """Adapter that is trained, with its layers by name; None if all weights are trained."""
+        return self._model.adapter
+
     def settings(self, train_step: int) -> StepSettings:
         """Return the settings of the run file for a train step."""
         return step_settings(self._config, self._recipe, train_step)

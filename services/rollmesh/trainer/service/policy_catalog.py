@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
@@ -23,7 +24,7 @@ class PolicyCatalog:
         self._checkpoints = checkpoints
         self._records: dict[int, PolicyRecord] = {}
         self._pruned: dict[int, int] = {}
-        self._verified: dict[int, Path] = {}
+        self._verified: dict[int, VerifiedPolicy] = {}
         self._log = get_logger("policy_catalog")
 
     def update(self, records: Iterable[PolicyRecord]) -> None:
@@ -75,15 +76,24 @@ class PolicyCatalog:
             return None
 
     def open(self, policy_version: int) -> Path:
-        """Return the verified folder of a version; raise CheckpointError with the reason if there is none.
+        """Return the verified folder of a version; raise CheckpointError with the reason if there is none."""
+        return self.policy(policy_version).folder
 
-        A folder is verified once. Each call checks that it exists, because it may have been pruned since.
+    def policy(self, policy_version: int) -> VerifiedPolicy:
+        """Return a verified version; raise CheckpointError with the reason if there is none.
+
+        A version is verified once. Each call checks that its folder exists, because it may have been pruned since.
         """
         verified = self._verified.pop(policy_version, None)
-        if verified is None or not (verified / MANIFEST_FILE).is_file():
+        if verified is None or not (verified.folder / MANIFEST_FILE).is_file():
             record = self._records.get(policy_version)
             if record is None:
                 raise CheckpointError(f"policy version {policy_version} is not registered", reason=Reason.MISSING)
-            verified = self._checkpoints.open(record).folder
+            verified = self._checkpoints.open(record)
         self._verified[policy_version] = verified
         return verified
+
+    def base(self, policy_version: int) -> BasePolicy:
+        """Return a version as the base of adapters; raise CheckpointError with the reason if it is damaged."""
+        manifest = self.policy(policy_version).manifest
+        return BasePolicy(record=self._records[policy_version], manifest=manifest)

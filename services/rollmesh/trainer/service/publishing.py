@@ -157,6 +157,7 @@ class Publisher:
 
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
         """Copy the weights out; return the function that writes them."""
+        base = await self._in_thread(lambda: self._ranks.base_of(version))
         with self._timed("canary"):
             # A policy that no generator can serve fails here, before anything of it is written.
             canary = await self._in_thread(lambda: self._ranks.canary(self._canary))
@@ -179,6 +180,7 @@ class Publisher:
                 parent=parent,
                 write=folder_and_digests,
                 canary=canary,
+                base=base,
             )
             self._observe("write", written - begun)
             self._observe("digest", time.monotonic() - written)

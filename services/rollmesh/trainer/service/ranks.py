@@ -19,6 +19,7 @@ from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, TrainingDiverged
 from rollmesh.runtime.logging import get_logger
@@ -117,6 +118,11 @@ class RankCoordinator:
         base = policy_version == BASE_VERSION
         self._order({"do": "copy_out", "base": base})
         return self.trainer.copy_out(base=base)
+
+    def base_of(self, policy_version: int) -> BasePolicy | None:
+        """Return the base that this version is published above; None for full weights. Raises CheckpointError."""
+        adapted = self.trainer.adapter is not None and policy_version != BASE_VERSION
+        return self.catalog.base(BASE_VERSION) if adapted else None
 
     def idle(self) -> None:
         """Keep the other ranks alive: without an order their wait for the next one would time out."""
