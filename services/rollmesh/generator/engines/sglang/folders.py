@@ -5,14 +5,13 @@ SGLang reports weights that do not fit only after it has replaced some of them, 
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import EngineError, UnsupportedModel
+from rollmesh.errors import UnsupportedModel
+from rollmesh.generator.engines.stored_tensors import read_object, read_shapes
 
 _ARCHITECTURE_KEYS = (
     "architectures",
@@ -38,7 +37,6 @@ _ARCHITECTURE_KEYS = (
     "layer_types",
     "hidden_act",
 )
-_LONGEST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +54,9 @@ class PolicyFolder:
 
 def read_folder(path: Path) -> PolicyFolder:
     """Read config.json and the headers of the weight files; EngineError names the invalid file or field."""
-    config = _read_json(path / "config.json")
+    config = read_object(path / "config.json")
     _refuse_ambiguous(config, path)
-    tensors: dict[str, tuple[int, ...]] = {}
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UnsupportedModel(f"{path}: no *.safetensors file")
-    for file in files:
-        tensors.update(_read_header(file))
+    tensors = read_shapes(path)
     try:
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
@@ -102,29 +95,3 @@ def difference(running: PolicyFolder, other: PolicyFolder) -> str:
             return f"{name} has shape {list(other.tensors[name])}, the running policy has {list(shape)}"
     surplus = sorted(set(other.tensors) - set(running.tensors))
     return f"tensor {surplus[0]}, which the running policy does not have" if surplus else ""
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise UnsupportedModel(f"{file}: expected a JSON object")
-    return data
-
-
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Read shapes by name from a safetensors header, which must account for every byte of the file."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _LONGEST_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if (size := file.stat().st_size) != 8 + length + end:
-            raise ValueError(f"{size} bytes, its header describes {8 + length + end}")
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise EngineError(f"{file} cannot be read: {error}") from error

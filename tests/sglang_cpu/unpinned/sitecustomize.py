@@ -1,0 +1,20 @@
+"""Lets the adapter code of the SGLang server run on a CPU; put on PYTHONPATH of the server.
+
+Its layers ask for pinned memory, which torch only has next to an accelerator. A CPU copies from any memory.
+"""
+
+import functools
+
+import torch
+
+
+def _without_pinning(function):
+    @functools.wraps(function)
+    def unpinned(*args, pin_memory=False, **kwargs):
+        return function(*args, **kwargs)
+
+    return unpinned
+
+
+torch.tensor = _without_pinning(torch.tensor)
+torch.Tensor.pin_memory = lambda tensor, device=None: tensor
