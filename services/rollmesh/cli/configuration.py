@@ -42,6 +42,7 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         memory = model_memory(config)
         notes = [
             memory.sentence(),
+            *filter(None, [memory.adapter_sentence()]),
             memory.largest_models(),
             *check_inputs(config),
             *run_hints(config, memory.parameter_count),

@@ -75,7 +75,20 @@ def up(
         raise typer.Exit(run_to_report(config, output_console(), inline=inline))
 
 
-def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
+_ADAPTER_DEMO = (
+    *("name=demo-adapter", "folder=runs/demo-adapter"),
+    # About ten times the rate of the demo, as for larger models.
+    *("model.adapter={rank: 16, alpha: 32}", "trainer.learning_rate=4.0e-3"),
+)
+
+
+def demo(
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Train a low-rank adapter (rank 16) instead of all weights.")
+    ] = False,
+    set_: SetOption = None,
+    folder: FolderOption = None,
+) -> None:
     """Train a small model on a real task with the whole mesh, on two CPU cores, in minutes.
 
     The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
@@ -85,7 +98,8 @@ def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
     from rollmesh.config.recipes import recipe_file
 
     with clear_errors():
-        config = load_run_config(recipe_file("countdown", "demo.yaml"), _overrides(set_, folder))
+        overrides = [*(_ADAPTER_DEMO if adapter else ()), *_overrides(set_, folder)]
+        config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
         raise typer.Exit(run_to_report(config, output_console()))
 
 

@@ -11,11 +11,14 @@ from rollmesh.checkpoints.describe import describe_folder, read_json
 from rollmesh.config import RunConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
+from rollmesh.generator.engines.adapter_folder import adapted_layers
+from rollmesh.generator.engines.stored_tensors import read_shapes
 from rollmesh.scheduling import Schedule
 
 _WEIGHT_AND_GRADIENT = 4 + 4
 _MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 _AVERAGE_BYTES = 4
+_FROZEN_BYTES = 4
 _GPU_GIGABYTES = (24, 80, 141)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SMALL_MODEL = 10_000_000
@@ -39,24 +42,44 @@ class ModelMemory:
     """Of each generator."""
     cache_bytes: int
     """Key-value cache of each generator when it is full."""
+    adapter_parameters: int | None = None
+    """Trained parameters, if they are those of an adapter: the others are frozen weights of 4 bytes."""
+    version_bytes: int = 0
+    """Weights of a published version after the first one."""
 
     @property
     def trainer_bytes(self) -> int:
         """Bytes of each trainer rank."""
-        return self.parameter_bytes * self.parameter_count // self.trainer_processes
+        trained = self.parameter_count if self.adapter_parameters is None else self.adapter_parameters
+        frozen = 0 if self.adapter_parameters is None else _FROZEN_BYTES * self.parameter_count
+        return (self.parameter_bytes * trained + frozen) // self.trainer_processes
+
+    def adapter_sentence(self) -> str:
+        """Describe what is trained and published, in one line; empty for full weights."""
+        if self.adapter_parameters is None:
+            return ""
+        share = self.adapter_parameters / self.parameter_count
+        return (
+            f"adapter: {_parameters(self.adapter_parameters)} are trained ({share:.1%} of the model's); a version has "
+            f"{self.version_bytes:,} bytes of weights instead of {self.weight_bytes:,}"
+        )
 
     def sentence(self) -> str:
         """Describe the memory in one line."""
         return (
             f"model: {_parameters(self.parameter_count)}; memory without activations: each trainer rank "
-            f"{_size(self.trainer_bytes)} ({self.parameter_bytes} bytes a parameter, shared by the ranks), each "
-            f"generator {_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
+            f"{_size(self.trainer_bytes)} ({self.parameter_bytes} bytes a trained parameter, shared by the ranks), "
+            f"each generator {_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
         )
 
     def largest_models(self) -> str:
-        """Name the largest model whose training fits on GPUs of common sizes, in one line."""
+        """Name the largest model whose training fits on GPUs of common sizes, in one line.
+
+        An adapter is taken to have the same share of a larger model's parameters.
+        """
+        per_parameter = self.trainer_bytes * self.trainer_processes / self.parameter_count
         fits = [
-            f"{_parameters(size * 10**9 * self.trainer_processes // self.parameter_bytes)} in {size} GB"
+            f"{_parameters(int(size * 10**9 * self.trainer_processes / per_parameter))} in {size} GB"
             for size in _GPU_GIGABYTES
         ]
         ranks = f"{self.trainer_processes} trainer ranks" if self.trainer_processes > 1 else "the trainer"
@@ -64,19 +87,27 @@ class ModelMemory:
 
 
 def model_memory(config: RunConfig) -> ModelMemory:
-    """Compute the memory from the headers of the weights and the sizes of the run file."""
+    """Compute the memory from the headers of the weights and the sizes of the run file.
+
+    Raises ConfigError for a target of the adapter that no layer has.
+    """
     folder = resolve_model(config.model.path)
     described, raw = describe_folder(folder), read_json(folder / "config.json")
     shape, element = described.architecture, _DTYPE_BYTES[config.model.dtype]
     head_size = int(raw.get("head_dim") or shape.hidden_size // shape.head_count)
     average = _AVERAGE_BYTES if config.trainer.algorithm.old_logprobs == "ewma" else 0
     per_token = 2 * shape.layer_count * shape.kv_head_count * head_size * element
+    trained, adapter = described.parameter_count, config.model.adapter
+    if adapter is not None:
+        trained = sum(map(math.prod, adapted_layers(read_shapes(folder), adapter).tensors.values()))
     return ModelMemory(
         parameter_count=described.parameter_count,
         parameter_bytes=_WEIGHT_AND_GRADIENT + _MOMENT_BYTES[config.trainer.optimizer] + average,
         trainer_processes=config.launcher.trainer_processes,
         weight_bytes=element * described.parameter_count,
         cache_bytes=per_token * config.generator.kv_tokens,
+        adapter_parameters=None if adapter is None else trained,
+        version_bytes=element * trained,
     )
 
 

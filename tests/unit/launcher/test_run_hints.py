@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.user_code import CODE_FOLDER
 
@@ -43,6 +44,23 @@ def test_the_largest_models_follow_from_the_bytes_of_the_optimizer() -> None:
     assert small.parameter_bytes == 10 and "2.4 billion parameters in 24 GB" in small.largest_models()
     average = {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "ewma"}}
     assert model_memory(run(trainer=average)).parameter_bytes == 20
+
+
+def test_with_an_adapter_the_moments_are_those_of_the_adapter() -> None:
+    model = {"path": "recipe:countdown", "adapter": {"rank": 2, "target": ["q_proj", "down_proj"]}}
+    memory = model_memory(run(model=model))
+    # 3 layers: q_proj from 96 to 96, down_proj from 192 to 96
+    assert memory.adapter_parameters == 3 * 2 * (96 + 96 + 192 + 96)
+    assert memory.trainer_bytes == 4 * 249_984 + 16 * memory.adapter_parameters
+    assert memory.version_bytes == 4 * memory.adapter_parameters
+    assert memory.adapter_sentence() == (
+        "adapter: 2,880 parameters are trained (1.2% of the model's); a version has 11,520 bytes of weights instead of "
+        "999,936"
+    )
+    assert model_memory(run()).adapter_sentence() == ""
+    unknown = {"path": "recipe:countdown", "adapter": {"target": ["query"]}}
+    with pytest.raises(ConfigError, match="model.adapter.target: the base has no linear layer query; it has down_proj"):
+        model_memory(run(model=unknown))
 
 
 def test_a_small_model_with_the_default_rate_gets_a_hint_that_names_another() -> None:
