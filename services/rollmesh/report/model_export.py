@@ -74,8 +74,10 @@ def trained_model_lines(run_folder: Path) -> list[str]:
         return [f"trained model: {place} (policy version {newest.policy_version})", f"to download it: {export}"]
     folder = store.root / newest.path
     if (folder / ADAPTER_CONFIG_FILE).is_file():
+        adapter, full = _weight_bytes(folder), _weight_bytes(store.root / records[0].path)
         return [
             f"trained adapter: {folder} (policy version {newest.policy_version}), in PEFT form above policy version 0",
+            f"a version has {adapter:,} bytes of weights, full weights have {full:,} ({full / adapter:.1f} times)",
             f"to write the full model, with a model card: rollmesh merge {run_folder} OUT",
         ]
     return [
@@ -83,6 +85,10 @@ def trained_model_lines(run_folder: Path) -> list[str]:
         f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
         f"to copy it with a model card: {export}",
     ]
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _record(run: RecordedRun, store: CheckpointStore, version: int | None) -> PolicyRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
         base=BasePolicy(record=base, manifest=store.open(base).manifest),
     )
     store.mark_announced(record)
-    place, merge = trained_model_lines(folder)
+    place, size, merge = trained_model_lines(folder)
+    assert re.fullmatch(r"a version has [\d,]+ bytes of weights, full weights have [\d,]+ \(\d\.\d times\)", size)
     assert place.endswith("in PEFT form above policy version 0")
     assert merge.endswith(f"rollmesh merge {folder} OUT")
     done = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])

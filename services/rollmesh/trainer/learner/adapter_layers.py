@@ -36,7 +36,8 @@ def add_adapter(causal_lm: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
 
     names = target_names(causal_lm, adapter)
     config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules=names)
-    contents = config.to_dict() | {
+    defaults: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
+    contents = defaults | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": names,

@@ -58,7 +58,8 @@ class PolicyVersions:
         try:
             return load_policy_model(folder, dtype=dtype, device=self._compute.device)
         except CheckpointError as error:
-            return _log_missing(version, error)
+            _log_missing(version, error)
+            return None
 
     def _read_adapter(self, version: int) -> FrozenAdapter | None:
         folder = self._find(version)
@@ -68,7 +69,8 @@ class PolicyVersions:
         try:
             load_weights(folder, adapter.tensors)  # fails on all ranks together
         except CheckpointError as error:
-            return _log_missing(version, error)
+            _log_missing(version, error)
+            return None
         return adapter
 
     def _find(self, version: int) -> Path | None:
