@@ -19,6 +19,12 @@ def resolve_model(path: str) -> Path:
     Raises ConfigError when the folder does not exist or contains no config.json.
     """
     folder = recipe_file(path.removeprefix(_SCHEME), "model") if path.startswith(_SCHEME) else Path(path)
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.path={path}: {folder} contains an adapter (adapter_config.json), and a run starts from full "
+            "weights; merge it into its base with peft's merge_and_unload (of a run: rollmesh merge), and name the "
+            "merged folder"
+        )
     if not (folder / "config.json").is_file():
         name = folder.name
         remedy = (

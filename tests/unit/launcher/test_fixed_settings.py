@@ -72,6 +72,7 @@ def test_every_setting_is_either_fixed_for_a_reason_or_may_change() -> None:
     [
         ({"seed": 1}, "seed", "order of prompts"),
         ({"model": {"path": "models/other"}}, "model.path", "descends from it"),
+        ({"model": {"path": "models/tiny", "adapter": {"rank": 8}}}, "model.adapter", "descends from it"),
         ({"data": {"source": {"type": "countdown", "max_numbers": 9}}}, "data.source.max_numbers", "order of prompts"),
         ({"reward": {"options": {"pattern": "a"}}}, "reward.options.pattern", "defines the score of an answer"),
         ({"rollout": {"max_new_tokens": 64}}, "rollout.max_new_tokens", "defines a rollout"),
@@ -90,6 +91,13 @@ def test_what_the_data_of_a_run_depends_on_is_refused_by_name_and_with_the_reaso
     (found,) = refused_changes(config(), config(changes)).items()
     assert found[0] == field
     assert reason in found[1]
+
+
+@pytest.mark.parametrize("now", [None, {"rank": 16}, {"rank": 8, "alpha": 16}, {"rank": 8, "target": ["q_proj"]}])
+def test_an_adapter_of_a_run_never_changes(now: dict[str, Any] | None) -> None:
+    before = config({"model": {"path": "models/tiny", "adapter": {"rank": 8}}})
+    ((field, _),) = refused_changes(before, config({"model": {"path": "models/tiny", "adapter": now}})).items()
+    assert field.startswith("model.adapter")
 
 
 @pytest.mark.parametrize(

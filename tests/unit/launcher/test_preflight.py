@@ -95,6 +95,15 @@ def test_a_run_that_cannot_start_is_refused_by_field(sections: dict[str, Any], m
         check_run(run(**sections))
 
 
+def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ConfigError, match="contains an adapter .*; merge it into its base with peft's merge_and_unload"
+    ):
+        check_run(run(model={"path": str(tmp_path)}))
+
+
 def test_a_folder_with_a_config_but_no_weights_or_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="contains no \\*.safetensors"):
