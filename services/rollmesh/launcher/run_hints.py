@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.describe import describe_folder, read_json
 from rollmesh.config import RunConfig
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.generator.engines.adapter_folder import adapted_layers
@@ -18,7 +19,7 @@ from rollmesh.scheduling import Schedule
 _WEIGHT_AND_GRADIENT = 4 + 4
 _MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 _AVERAGE_BYTES = 4
-_FROZEN_BYTES = 4
+_FROZEN_BYTES, _HALF_BYTES = 4, 2
 _GPU_GIGABYTES = (24, 80, 141)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SMALL_MODEL = 10_000_000
@@ -43,7 +44,9 @@ class ModelMemory:
     cache_bytes: int
     """Key-value cache of each generator when it is full."""
     adapter_parameters: int | None = None
-    """Trained parameters, if they are those of an adapter: the others are frozen weights of 4 bytes."""
+    """Trained parameters, if they are those of an adapter."""
+    frozen_bytes: int = 0
+    """Frozen weights below an adapter, shared by the ranks of the trainer."""
     version_bytes: int = 0
     """Weights of a published version after the first one."""
 
@@ -51,8 +54,7 @@ class ModelMemory:
     def trainer_bytes(self) -> int:
         """Bytes of each trainer rank."""
         trained = self.parameter_count if self.adapter_parameters is None else self.adapter_parameters
-        frozen = 0 if self.adapter_parameters is None else _FROZEN_BYTES * self.parameter_count
-        return (self.parameter_bytes * trained + frozen) // self.trainer_processes
+        return (self.parameter_bytes * trained + self.frozen_bytes) // self.trainer_processes
 
     def adapter_sentence(self) -> str:
         """Describe what is trained and published, in one line; empty for full weights."""
@@ -97,9 +99,14 @@ def model_memory(config: RunConfig) -> ModelMemory:
     head_size = int(raw.get("head_dim") or shape.hidden_size // shape.head_count)
     average = _AVERAGE_BYTES if config.trainer.algorithm.old_logprobs == "ewma" else 0
     per_token = 2 * shape.layer_count * shape.kv_head_count * head_size * element
-    trained, adapter = described.parameter_count, config.model.adapter
+    adapter, trained, frozen = config.model.adapter, described.parameter_count, 0
     if adapter is not None:
-        trained = sum(map(math.prod, adapted_layers(read_shapes(folder), adapter).tensors.values()))
+        tensors = read_shapes(folder)
+        trained = sum(map(math.prod, adapted_layers(tensors, adapter).tensors.values()))
+        frozen = _FROZEN_BYTES * described.parameter_count
+        if _halves_base(config):
+            layers = adapted_layers(tensors, AdapterConfig()).layers.values()
+            frozen -= (_FROZEN_BYTES - _HALF_BYTES) * sum(map(math.prod, layers))
     return ModelMemory(
         parameter_count=described.parameter_count,
         parameter_bytes=_WEIGHT_AND_GRADIENT + _MOMENT_BYTES[config.trainer.optimizer] + average,
@@ -107,8 +114,15 @@ def model_memory(config: RunConfig) -> ModelMemory:
         weight_bytes=element * described.parameter_count,
         cache_bytes=per_token * config.generator.kv_tokens,
         adapter_parameters=None if adapter is None else trained,
+        frozen_bytes=frozen,
         version_bytes=element * trained,
     )
+
+
+def _halves_base(config: RunConfig) -> bool:
+    """Tell whether a trainer on a GPU keeps the frozen linear layers in bfloat16."""
+    alone = config.launcher.trainer_processes == 1
+    return alone and config.model.dtype == "bfloat16" and config.trainer.device != "cpu"
 
 
 def run_hints(config: RunConfig, parameter_count: int) -> list[str]:

@@ -53,6 +53,9 @@ def test_with_an_adapter_the_moments_are_those_of_the_adapter() -> None:
     assert memory.adapter_parameters == 3 * 2 * (96 + 96 + 192 + 96)
     assert memory.trainer_bytes == 4 * 249_984 + 16 * memory.adapter_parameters
     assert memory.version_bytes == 4 * memory.adapter_parameters
+    half = model_memory(run(model=model | {"dtype": "bfloat16"}))
+    layers = 3 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 192)
+    assert half.trainer_bytes == memory.trainer_bytes - 2 * layers, "on a GPU the layers of the blocks are in bfloat16"
     assert memory.adapter_sentence() == (
         "adapter: 2,880 parameters are trained (1.2% of the model's); a version has 11,520 bytes of weights instead of "
         "999,936"

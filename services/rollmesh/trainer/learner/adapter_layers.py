@@ -60,13 +60,10 @@ def target_names(causal_lm: nn.Module, adapter: AdapterConfig) -> list[str]:
 
     Raises ConfigError for a name that no linear layer of the transformer blocks has, and for a rank above their size.
     """
-    blocks = set(getattr(causal_lm, "_no_split_modules", None) or ())
     sizes: dict[str, int] = {}
-    for block in (module for module in causal_lm.modules() if type(module).__name__ in blocks):
-        for name, layer in block.named_modules():
-            if isinstance(layer, nn.Linear):
-                last = name.rpartition(".")[2]
-                sizes[last] = min(layer.in_features, layer.out_features, sizes.get(last, layer.in_features))
+    for name, layer in _block_layers(causal_lm):
+        last = name.rpartition(".")[2]
+        sizes[last] = min(layer.in_features, layer.out_features, sizes.get(last, layer.in_features))
     known = ", ".join(sorted(sizes)) or "none"
     wanted = sorted(sizes) if adapter.target == "all_linear" else sorted(adapter.target)
     missing = [name for name in wanted if name not in sizes]
@@ -116,6 +113,18 @@ def reset_adapter(causal_lm: nn.Module) -> None:
         parameter.copy_(value)
 
 
+def halve_base(causal_lm: nn.Module) -> None:
+    """Keep the frozen linear layers of the transformer blocks in bfloat16, for passes under bfloat16 autocast.
+
+    Autocast rounds them to it for every pass, so the results are the same. The published base must be in bfloat16, so
+    that no weight is rounded; other passes compute in the dtype of their inputs.
+    """
+    for _, layer in _block_layers(causal_lm):
+        if not layer.weight.requires_grad:
+            layer.weight.data = layer.weight.data.to(torch.bfloat16)
+            layer.__class__ = _HalfLinear
+
+
 @contextmanager
 def adapter_off(causal_lm: nn.Module) -> Iterator[None]:
     """Compute with the base alone within the block. For passes without a gradient."""
@@ -139,6 +148,13 @@ def merge_adapter(causal_lm: nn.Module) -> None:
         layer.merge(safe_merge=True)
 
 
+def _block_layers(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of the transformer blocks, with those of an adapter."""
+    blocks = set(getattr(causal_lm, "_no_split_modules", None) or ())
+    for block in (module for module in causal_lm.modules() if type(module).__name__ in blocks):
+        yield from ((name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear))
+
+
 def _train(causal_lm: nn.Module) -> None:
     for parameter in adapter_parameters(causal_lm).values():
         parameter.requires_grad_(True)
@@ -148,6 +164,15 @@ def _layers(causal_lm: nn.Module) -> Iterator[Any]:
     from peft.tuners.lora import LoraLayer
 
     return (module for module in causal_lm.modules() if isinstance(module, LoraLayer))
+
+
+class _HalfLinear(nn.Linear):
+    """Linear layer in bfloat16 that computes in the dtype of its inputs, or as autocast does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        return F.linear(input, self.weight.to(input.dtype), self.bias)
 
 
 class _GradientDropout(nn.Module):

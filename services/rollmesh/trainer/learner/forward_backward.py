@@ -13,7 +13,8 @@ from rollmesh.algorithms.aggregation import Aggregation, aggregate
 from rollmesh.algorithms.kl import k3
 from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
 from rollmesh.algorithms.update_scale import UpdateScale
-from rollmesh.trainer.learner.distributed import World, sum_over_ranks
+from rollmesh.config.trainer import TrainerConfig
+from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
@@ -40,6 +41,24 @@ class Compute:
         bins = balanced_bins(batch.lengths[sequences].tolist(), self.token_budget, self.world.size)
         bins_of_rank = bins[self.world.rank :: self.world.size]
         return [pack(batch, sequences[indices].tolist(), self.device) for indices in bins_of_rank]
+
+
+def compute_of(
+    config: TrainerConfig, world: World, device: str | None = None, mixed_precision: bool | None = None
+) -> Compute:
+    """Return device and precision of a trainer; ``device`` overrides the run file's.
+
+    ``mixed_precision`` runs the passes in bfloat16; None enables it on CUDA.
+    """
+    place = pick_device(device or config.device, world.local_rank)
+    mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
+    return Compute(
+        device=place,
+        world=world,
+        token_budget=config.tokens_per_microbatch,
+        autocast=mixed and world.size == 1,
+        mixed_shards=mixed and world.size > 1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

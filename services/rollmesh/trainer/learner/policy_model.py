@@ -21,7 +21,13 @@ from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.trainer.learner.adapter_layers import adapter_off, adapter_parameters, add_adapter, base_parameters
+from rollmesh.trainer.learner.adapter_layers import (
+    adapter_off,
+    adapter_parameters,
+    add_adapter,
+    base_parameters,
+    halve_base,
+)
 from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
@@ -124,6 +130,8 @@ class ModelSource:
     base_dtype: torch.dtype | None = None
     """Dtype of the published base: the frozen weights are rounded to it, so that engines apply the adapter to the same
     weights."""
+    half_base: bool = False
+    """Keep the frozen weights in bfloat16 (``halve_base``)."""
 
     def load(
         self,
@@ -143,6 +151,8 @@ class ModelSource:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(self.base_dtype or parameter.dtype))
             model.adapter_file = add_adapter(model.causal_lm, self.adapter)
+            if self.half_base:
+                halve_base(model.causal_lm)
             model.adapter = self.adapter.model_copy(update={"target": tuple(model.adapter_file["target_modules"])})
         if gradient_checkpointing:
             _enable_checkpointing(model.causal_lm)

@@ -24,14 +24,9 @@ from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.trainer.learner.distributed import World, pick_device, shard
+from rollmesh.trainer.learner.distributed import World, shard
 from rollmesh.trainer.learner.early_parts import EarlyParts
-from rollmesh.trainer.learner.forward_backward import (
-    Compute,
-    LossRecipe,
-    judge_tokens,
-    score_batch,
-)
+from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, compute_of, judge_tokens, score_batch
 from rollmesh.trainer.learner.fp32_copy import Fp32Copy
 from rollmesh.trainer.learner.minibatches import Updates, run_minibatches, token_results
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
@@ -109,30 +104,27 @@ class PolicyTrainer:
         ``snapshot`` and the KL reference. ``longest`` is the number of tokens of the longest sequence of the run;
         packing is checked at this length. Raises CheckpointError or ConfigError.
         """
-        world = world or World()
-        torch_device = pick_device(device or config.device, world.local_rank)
-        mixed = torch_device.type == "cuda" if mixed_precision is None else mixed_precision
-        compute = Compute(
-            device=torch_device,
-            world=world,
-            token_budget=config.tokens_per_microbatch,
-            autocast=mixed and world.size == 1,
-            mixed_shards=mixed and world.size > 1,
+        compute = compute_of(config, world or World(), device, mixed_precision)
+        publish_dtype: torch.dtype = getattr(torch, dtype)
+        source = ModelSource(
+            folder=Path(folder),
+            adapter=adapter,
+            base_dtype=publish_dtype,
+            half_base=compute.autocast and publish_dtype == torch.bfloat16,
         )
-        source = ModelSource(folder=Path(folder), adapter=adapter, base_dtype=getattr(torch, dtype))
         model = source.load(
             dtype=compute_dtype,
-            device=torch_device,
+            device=compute.device,
             gradient_checkpointing=config.gradient_checkpointing,
             longest=longest,
-            precision=replace(compute, autocast=mixed).precision,
+            precision=replace(compute, autocast=compute.autocast or compute.mixed_shards).precision,
         )
         return cls(
             model,
             config,
             compute,
             source=source,
-            publish_dtype=getattr(torch, dtype),
+            publish_dtype=publish_dtype,
             max_token_staleness=max_token_staleness,
             policy_folder=policy_folder,
         )

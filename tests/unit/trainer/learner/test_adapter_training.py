@@ -249,3 +249,24 @@ def test_the_base_is_trained_above_as_it_is_published(make_model: ModelMaker, tm
     trainer.copy_out(base=True)(tmp_path)
     published = PolicyScorer.from_folder(tmp_path).logprobs(IDS)
     assert all(np.array_equal(a, b) for a, b in zip(trainer.logprobs(IDS), published, strict=True))
+
+
+def test_a_base_in_half_precision_changes_no_bit_of_training_and_scores(make_model: ModelMaker) -> None:
+    def trainer(half: bool) -> PolicyTrainer:
+        with pytest.MonkeyPatch.context() as context:
+            if not half:
+                context.setattr("rollmesh.trainer.learner.policy_model.halve_base", lambda _: None)
+            return PolicyTrainer.from_folder(
+                make_model("qwen2"),
+                TrainerConfig(learning_rate=3e-2),
+                adapter=ADAPTER,
+                dtype="bfloat16",
+                device="cpu",
+                mixed_precision=True,
+            )
+
+    half, single = trained(trainer(True)), trained(trainer(False))
+    layers = [p for n, p in half._model.base_parameters().items() if n.endswith("_proj.weight")]
+    assert {p.dtype for p in layers} == {torch.bfloat16}
+    assert same(half.state_tensors(), single.state_tensors())
+    assert all(np.array_equal(a, b) for a, b in zip(half.logprobs(IDS), single.logprobs(IDS), strict=True))
