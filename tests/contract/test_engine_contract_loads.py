@@ -235,7 +235,7 @@ async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_sti
     shutil.copytree(models[1], folder)
     damage(folder)
     with pytest.raises(EngineError):
-        await engine.stage(folder)
+        await engine.stage(folder, 1)
     with pytest.raises(EngineError):
         await engine.load(folder, 1, OnNewVersion.INTERRUPT)
     for rollout in await running.end():

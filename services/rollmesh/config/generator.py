@@ -30,8 +30,9 @@ class GeneratorConfig(Section):
     """Maximum length of prompt plus response; longer requests are rejected."""
     kv_token_capacity: int | None = Field(default=None, ge=1)
     """Tokens of KV cache; null is slots * max_context_tokens."""
-    on_new_version: Literal["interrupt", "keep_kv", "drain"] = "interrupt"
-    """Effect of a new policy version on running calls."""
+    on_new_version: Literal["interrupt", "keep_kv", "drain", "next_slice"] = "interrupt"
+    """Effect of a new policy version on running calls. next_slice is for adapters, and the only value and the default
+    with model.adapter: nothing pauses, running calls finish on their version, later ones use the new one."""
     reload_at_once: int | None = Field(default=None, ge=1)
     """Generators that load a new version at the same time (DART: 1); the others serve their old version until it is
     their turn. null: no limit. A generator that may not keep its version loads at once: it starts, is pinned, or its

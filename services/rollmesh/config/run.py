@@ -89,6 +89,17 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _adapters_have_their_own_reload(cls, data: Any) -> Any:
+        """Load adapters beside each other by default; ``_generator_problems`` refuses every other way."""
+        if not isinstance(data, dict):
+            return data
+        model, generator = data.get("model"), data.get("generator") or {}
+        if not isinstance(model, dict) or model.get("adapter") is None or not isinstance(generator, dict):
+            return data
+        return {**data, "generator": {"on_new_version": "next_slice", **generator}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _agents_are_not_evaluated(cls, data: Any) -> Any:
         """Disable evaluation by default for external agents, which the mesh cannot run."""
         if not isinstance(data, dict) or not isinstance(data.get("rollout"), dict):
@@ -100,10 +111,35 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:
-        problems = chain(_algorithm_problems(self), sampler_problems(self), _size_problems(self))
+        problems = chain(
+            _algorithm_problems(self), sampler_problems(self), _size_problems(self), _adapter_problems(self)
+        )
         if (problem := next(problems, None)) is not None:
             raise ValueError(problem)
         return self
+
+
+def _adapter_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the settings of the generator that exclude adapters, or that need them."""
+    mode, adapter = config.generator.on_new_version, config.model.adapter
+    if adapter is None and mode == "next_slice":
+        yield (
+            "generator.on_new_version=next_slice: is for adapters, because an engine holds full weights of one version "
+            "only; set model.adapter, or interrupt, keep_kv or drain"
+        )
+    if adapter is None:
+        return
+    if mode != "next_slice":
+        yield (
+            f"generator.on_new_version={mode}: with model.adapter a new version is loaded beside the others, so no "
+            "call must be interrupted, drained or share its cache with another version; leave it out (next_slice)"
+        )
+    joint = {"q_proj", "k_proj", "v_proj"} & set(adapter.target)
+    if config.generator.engine == "sglang" and joint and not joint >= {"q_proj", "v_proj"}:
+        yield (
+            f"model.adapter.target={list(adapter.target)}: SGLang computes q_proj, k_proj and v_proj as one layer and "
+            "needs q_proj and v_proj of an adapter that has one of the three; add them"
+        )
 
 
 def _algorithm_problems(config: RunConfig) -> Iterator[str]:

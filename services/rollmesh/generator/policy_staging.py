@@ -17,6 +17,7 @@ from typing import TypeVar
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.generator_metrics import GeneratorMetrics
@@ -33,25 +34,26 @@ class PolicyStaging:
         self._checkpoints = checkpoints
         self._metrics = metrics
 
-    async def verified(self, record: PolicyRecord) -> VerifiedPolicy:
-        """Verify a policy before the engine reads it, for an engine that serves nothing yet. Raises CheckpointError."""
-        return await self.timed("verify", asyncio.to_thread(self._checkpoints.open, record))
+    async def verified(self, record: PolicyRecord, like: Manifest | None = None) -> VerifiedPolicy:
+        """Verify a policy before the engine reads it. Raises CheckpointError."""
+        return await self.timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
 
     async def staged(self, record: PolicyRecord, like: Manifest | None) -> VerifiedPolicy:
-        """Verify a policy while the engine stages it; the engine serves the old one.
+        """Verify full weights while the engine stages them; the engine serves the old ones.
 
         Raises CheckpointError if the policy cannot be verified, EngineError if the engine cannot serve it.
         """
         fetched = await self.timed("fetch", asyncio.to_thread(self._checkpoints.fetch, record, like=like))
+        refuse_adapter(fetched.manifest)
         verified, failure = await asyncio.gather(
             self.timed("verify", asyncio.to_thread(self._checkpoints.verify, fetched)),
-            self.timed("stage", self._engine.stage(fetched.folder)),
+            self.timed("stage", self._engine.stage(fetched.folder, record.policy_version)),
             return_exceptions=True,
         )
         if isinstance(verified, CheckpointError):
             # A damaged copy of an object store's policy is pulled again; in a shared folder this raises the error.
             policy = await self.timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
-            await self.timed("stage", self._engine.stage(policy.folder))
+            await self.timed("stage", self._engine.stage(policy.folder, record.policy_version))
             return policy
         if isinstance(verified, BaseException):
             raise verified
@@ -65,3 +67,13 @@ class PolicyStaging:
         result = await work
         self._metrics.phase_seconds.labels(phase=phase).observe(time.monotonic() - started)
         return result
+
+
+def refuse_adapter(manifest: Manifest) -> None:
+    """Raise CheckpointError for an adapter, for an engine that was started for full weights."""
+    if manifest.base is not None:
+        raise CheckpointError(
+            f"policy_version {manifest.policy_version}: is an adapter, but the run file has no model.adapter; start "
+            "the generator with the run file of the run that trained it",
+            reason=Reason.FOREIGN_ARCHITECTURE,
+        )

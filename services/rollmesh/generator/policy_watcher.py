@@ -5,6 +5,9 @@
     waits for    a version that the rules want (scheduling/next_policy.py), or its turn to load it
     unblocked by the trainer's announcement, a pin, the leader's version floor, the end of another generator's load
 
+An adapter is loaded above its base, the policy that the engine starts with, and beside the adapters in use: its canary
+is scored while they decode, so nothing pauses and nothing must be restored if it fails.
+
 If a policy cannot be served, the old weights keep serving and the reason is logged and counted. If the old weights are
 lost too, the generator ends its calls and stays paused and out of rotation until a version passes.
 """
@@ -24,7 +27,7 @@ from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavai
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.policy_staging import PolicyStaging
+from rollmesh.generator.policy_staging import PolicyStaging, refuse_adapter
 from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
@@ -78,6 +81,8 @@ class PolicyWatcher:
         self._serving: VerifiedPolicy | None = None
         self._served: PolicyRecord | None = None
         """Announcement of ``_serving``."""
+        self._base: VerifiedPolicy | None = None
+        """Policy that the engine was started with; adapters are applied above it."""
         self._unchecked = False
         """True while the engine holds weights that passed no canary: it stays paused and out of rotation."""
         self._settled: PolicyRecord | None = None
@@ -207,13 +212,19 @@ class PolicyWatcher:
         self._metrics.reloads.inc()
         started = time.monotonic()
         known = self._serving.manifest if self._serving is not None else None
-        if self._serving_state.started:
+        pause_seconds = 0.0
+        if not self._serving_state.started:
+            policy = await self._staging.verified(record)
+            if self._mode is not OnNewVersion.NEXT_SLICE:
+                refuse_adapter(policy.manifest)
+            await self._start(policy)
+        elif self._mode is OnNewVersion.NEXT_SLICE:
+            # An adapter is small, and a server that stages it keeps it: its bytes are verified first.
+            policy = await self._staging.verified(record, known)
+            await self._load_beside(policy)
+        else:
             policy = await self._staging.staged(record, known)
             pause_seconds = await self._replace(policy)
-        else:
-            policy = await self._staging.verified(record)
-            await self._start(policy)
-            pause_seconds = 0.0
         self._serving, self._served = policy, record
         seconds = time.monotonic() - started
         self._metrics.reload_seconds.observe(seconds)
@@ -234,16 +245,50 @@ class PolicyWatcher:
         return same and not self._unchecked
 
     async def _start(self, policy: VerifiedPolicy) -> None:
-        await self._engine.start(policy.folder, policy.manifest.policy_version)
+        first = policy.base or policy
+        await self._engine.start(first.folder, first.manifest.policy_version)
+        self._base = first
         try:
-            await self._check_canary(policy)
+            await self._check_canary(first)
         except EngineLost:
             raise
         except EngineError as error:
             # There is no older policy to restore. The engine keeps these weights until a version passes.
             self._serving_state.take_out_of_service(str(error))
             raise
+        self._serving = first
+        if policy is first:
+            self._serving_state.put_in_service()
+        else:
+            self._serving_state.take_out_of_service("the newest adapter has not been loaded yet")
+            await self._load_beside(policy)
+
+    async def _load_beside(self, policy: VerifiedPolicy) -> None:
+        """Load an adapter, or return to the base, while calls run; it goes into service once its canary has passed."""
+        self._check_base(policy)
+        version = policy.manifest.policy_version
+        await self._staging.timed("stage", self._engine.stage(policy.folder, version))
+        try:
+            await self._check_canary(policy, version)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            self._serving_state.take_out_of_service(str(error))
+            raise
+        await self._engine.load(policy.folder, version, self._mode)
         self._serving_state.put_in_service()
+
+    def _check_base(self, policy: VerifiedPolicy) -> None:
+        """Raise CheckpointError unless the policy is the base in the engine, or an adapter above it."""
+        assert self._base is not None
+        wanted, found = self._base.manifest, (policy.base or policy).manifest
+        if (found.policy_version, found.files) != (wanted.policy_version, wanted.files):
+            raise CheckpointError(
+                f"policy_version {policy.manifest.policy_version}: its base is policy version {found.policy_version}, "
+                f"but the engine was started with policy version {wanted.policy_version} of other files; restart the "
+                "generator, and train the adapter above the initial policy of its run",
+                reason=Reason.FOREIGN_ARCHITECTURE,
+            )
 
     async def _replace(self, policy: VerifiedPolicy) -> float:
         """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
@@ -302,10 +347,10 @@ class PolicyWatcher:
             return False
         return True
 
-    async def _check_canary(self, policy: VerifiedPolicy) -> None:
+    async def _check_canary(self, policy: VerifiedPolicy, adapter_version: int | None = None) -> None:
         manifest = policy.manifest
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        engine = await self._staging.timed("canary", self._engine.score(sequences))
+        engine = await self._staging.timed("canary", self._engine.score(sequences, adapter_version))
         trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
         scores = CanaryScores(
             policy_version=manifest.policy_version,

@@ -148,6 +148,11 @@ def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> S
 
 def _fleet(config: RunConfig, setup: SimulationSetup, roofline: Roofline, prompts: SimulatedPrompts) -> FleetSettings:
     generator = config.generator
+    if generator.on_new_version == "next_slice":
+        raise ConfigError(
+            "generator.on_new_version=next_slice: adapters are not simulated; set model.adapter=null and "
+            "generator.on_new_version=interrupt, keep_kv or drain for the simulation"
+        )
     longest = _longest_call(config, prompts.lengths, prompts.prompt_tokens)
     return FleetSettings(
         count=generator.replicas,

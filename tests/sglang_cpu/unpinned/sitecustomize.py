@@ -16,5 +16,6 @@ def _without_pinning(function):
     return unpinned
 
 
-torch.tensor = _without_pinning(torch.tensor)
+for _name in ("tensor", "empty", "zeros", "ones", "arange", "full"):
+    setattr(torch, _name, _without_pinning(getattr(torch, _name)))
 torch.Tensor.pin_memory = lambda tensor, device=None: tensor

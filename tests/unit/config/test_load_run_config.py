@@ -95,6 +95,15 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
             {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
             ["old_logprobs=recompute", "on_new_version=interrupt"],
         ),
+        (
+            {"model": {"path": "model", "adapter": {}}, "generator": {"on_new_version": "drain"}},
+            ["generator.on_new_version=drain", "with model.adapter", "leave it out (next_slice)"],
+        ),
+        ({"generator": {"on_new_version": "next_slice"}}, ["on_new_version=next_slice", "set model.adapter"]),
+        (
+            {"model": {"path": "model", "adapter": {"target": ["k_proj"]}}, "generator": {"engine": "sglang"}},
+            ["model.adapter.target=['k_proj']", "needs q_proj and v_proj"],
+        ),
         ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
         ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
         ({"name": "Not A Name"}, ["name", "'Not A Name'"]),

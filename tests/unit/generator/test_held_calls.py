@@ -218,7 +218,7 @@ async def test_a_drain_waits_for_a_held_call_but_not_for_ever(engine_of, model_f
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0 if acknowledged else 0.05)
     engine = await engine_of()
     folder = model_folder("qwen2", seed=1)
-    await engine.stage(folder)
+    await engine.stage(folder, 1)
     held = await Reader(engine, limited("h", max_new_token_count=LIMIT + 8)).held()
     load = asyncio.create_task(engine.load(folder, 1, OnNewVersion.DRAIN))
     waiting = asyncio.create_task(collect(engine, make_call("w")))

@@ -36,6 +36,7 @@ class Engine:
     start_error: RollmeshError | None = None
     score_error: EngineError | None = None
     paused: bool = False
+    staged: int | None = None
 
     async def start(self, folder: Path, version: int) -> None:
         assert not self.told, "started twice"
@@ -43,8 +44,8 @@ class Engine:
             raise self.start_error
         self.told.append(f"start {version}")
 
-    async def stage(self, folder: Path) -> None:
-        pass
+    async def stage(self, folder: Path, version: int) -> None:
+        self.staged = version
 
     async def pause(self) -> None:
         self.paused = True
@@ -58,9 +59,11 @@ class Engine:
         self.told.append(f"load {version}")
         return 0.0
 
-    async def score(self, sequences: list[Any]) -> list[Any]:
+    async def score(self, sequences: list[Any], version: int | None = None) -> list[Any]:
         if self.score_error is not None:
             raise self.score_error
+        if version is not None:
+            self.told.append(f"score {version}")
         return [np.zeros(len(ids) - 1, np.float32) for ids in sequences]
 
     def status(self) -> Any:
@@ -92,13 +95,24 @@ class Checkpoints:
 
     def open(self, record: PolicyRecord, like: Any = None) -> Any:
         canary = [SimpleNamespace(token_ids=[1, 2, 3], logprobs=[0.0, 0.0])]
-        manifest = SimpleNamespace(policy_version=record.policy_version, canary=canary, files=[])
-        return SimpleNamespace(folder=Path(record.path), manifest=manifest)
+        manifest = SimpleNamespace(policy_version=record.policy_version, canary=canary, files=[], base=None)
+        return SimpleNamespace(folder=Path(record.path), manifest=manifest, base=None)
 
     def fetch(self, record: PolicyRecord, like: Any = None) -> Any:
         return self.open(record, like)
 
     def verify(self, policy: Any) -> Any:
+        return policy
+
+
+class Adapters(Checkpoints):
+    """Version 0 is the base of every other version; version 9 has another one."""
+
+    def open(self, record: PolicyRecord, like: Any = None) -> Any:
+        policy = super().open(record)
+        if record.policy_version > 0:
+            policy.base = super().open(PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest=""))
+            policy.base.manifest.files = ["other"] if record.policy_version == 9 else []
         return policy
 
 
@@ -123,12 +137,20 @@ def rules() -> ReloadRules:
 
 
 @pytest.fixture
-def watcher(engine: Engine, serving_state: ServingState, registry: Registry, rules: ReloadRules) -> PolicyWatcher:
+def mode() -> OnNewVersion:
+    return OnNewVersion.INTERRUPT
+
+
+@pytest.fixture
+def watcher(
+    engine: Engine, serving_state: ServingState, registry: Registry, rules: ReloadRules, mode: OnNewVersion
+) -> PolicyWatcher:
     metrics = GeneratorMetrics(Metrics("generator"))
-    parts: tuple[Any, ...] = (engine, registry, Checkpoints(), serving_state, metrics)
+    checkpoints = Adapters() if mode is OnNewVersion.NEXT_SLICE else Checkpoints()
+    parts: tuple[Any, ...] = (engine, registry, checkpoints, serving_state, metrics)
     limits: dict[str, Any] = {"canary": Canary(threshold=0.1, min_change=1e-6), "max_context_tokens": 64}
     turns = ReloadTurns(None, "g", metrics, at_once=None, ttl=30.0)  # type: ignore[arg-type]
-    return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, rules=rules, turns=turns, **limits)
+    return PolicyWatcher(*parts, Health(), mode=mode, rules=rules, turns=turns, **limits)
 
 
 async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, serving_state):
@@ -236,3 +258,63 @@ async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watch
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+_ADAPTERS = pytest.mark.parametrize("mode", [OnNewVersion.NEXT_SLICE])
+
+
+@_ADAPTERS
+async def test_a_generator_that_starts_late_loads_the_base_and_the_newest_adapter_above_it(
+    watcher, engine, serving_state
+):
+    engine.may_load.set()
+    await watcher.load_version(5)
+    assert engine.told == ["start 0", "score 5", "load 5"]
+    assert not serving_state.reason
+
+
+@_ADAPTERS
+async def test_an_adapter_serves_once_its_canary_passed_and_decoding_never_pauses(watcher, engine, serving_state):
+    await watcher.load_version(0)
+    asked = asyncio.create_task(watcher.load_version(1))
+    async with asyncio.timeout(60):
+        while engine.told[-1] != "score 1":
+            await asyncio.sleep(0.001)
+    assert not engine.paused and not serving_state.reason
+    engine.may_load.set()
+    await asked
+    await watcher.load_version(0)  # back to the base
+    assert engine.told == ["start 0", "score 1", "load 1", "score 0", "load 0"]
+    assert not engine.paused
+
+
+@_ADAPTERS
+async def test_an_adapter_that_fails_its_canary_never_serves_and_the_generator_leaves_the_rotation_until_one_passes(
+    watcher, engine, serving_state
+):
+    engine.may_load.set()
+    await watcher.load_version(1)
+    engine.score_error = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        await watcher.load_version(2)
+    assert "load 2" not in engine.told and "out of memory" in serving_state.reason
+    engine.score_error = None
+    await watcher.load_version(3)
+    assert engine.told[-2:] == ["score 3", "load 3"] and not serving_state.reason
+
+
+@_ADAPTERS
+async def test_an_adapter_above_another_base_is_refused_and_the_old_one_serves_on(watcher, engine, serving_state):
+    engine.may_load.set()
+    await watcher.load_version(1)
+    with pytest.raises(CheckpointError, match="policy_version 9: its base is policy version 0, but .* of other files"):
+        await watcher.load_version(9)
+    assert engine.staged == 1 and not serving_state.reason
+
+
+async def test_an_adapter_in_a_run_of_full_weights_is_refused(watcher, engine, monkeypatch):
+    engine.may_load.set()
+    monkeypatch.setattr(watcher, "_checkpoints", Adapters())
+    with pytest.raises(CheckpointError, match="is an adapter, but the run file has no model.adapter"):
+        await watcher.load_version(1)
+    assert engine.told == []

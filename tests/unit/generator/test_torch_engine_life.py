@@ -118,7 +118,7 @@ async def test_a_staged_policy_is_swapped_without_being_read_again(engine_of, mo
     engine = await engine_of()
     folder = tmp_path / "policy"
     shutil.copytree(model_folder("qwen2", seed=1), folder)
-    await engine.stage(folder)
+    await engine.stage(folder, 1)
     shutil.rmtree(folder)
     await engine.load(folder, 1, OnNewVersion.INTERRUPT)
     scores = (await engine.score([prompt_ids(0, 30)]))[0]

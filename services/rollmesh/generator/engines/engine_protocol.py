@@ -23,6 +23,9 @@ class OnNewVersion(StrEnum):
     tokens of a newer version than the new one ends as ``interrupted``: the versions of one call never decrease."""
     DRAIN = "drain"
     """New calls wait; weights are swapped once the running calls have finished."""
+    NEXT_SLICE = "next_slice"
+    """Adapters only: running calls (torch) or slices of calls (SGLang) finish on the version they began with, later
+    ones use the new version. Nothing pauses, and no cache is shared between versions."""
 
 
 class EngineLost(EngineError):
@@ -83,10 +86,11 @@ class Engine(Protocol):
         after ``backlog.hold_seconds``, and immediately if a running call needs its cache.
         """
 
-    async def stage(self, folder: Path) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> None:
         """Read the weights in ``folder`` while calls run, so that ``load`` only swaps them.
 
-        Raises EngineError if they do not fit. An engine without staging does nothing.
+        An adapter is also loaded beside those in use: ``score`` can then name its version, and ``load`` puts it in
+        service. Raises EngineError if the weights do not fit. An engine without staging does nothing.
         """
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
@@ -95,10 +99,11 @@ class Engine(Protocol):
         Raises EngineError if the weights do not fit the running architecture; the old ones keep serving.
         """
 
-    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+    async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence.
 
-        The canary and the audit use it.
+        The canary and the audit use it. ``policy_version`` names an adapter that is loaded; None is the policy that
+        calls use.
         """
 
     async def pause(self) -> None:

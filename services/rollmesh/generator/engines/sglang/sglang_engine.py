@@ -98,7 +98,7 @@ class SglangEngine:
                 server_call.backlog.acknowledge(count)
                 server_call.changed.set()
 
-    async def stage(self, folder: Path) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> None:
         """Check that the weights fit; EngineError if they do not. The server reads them in ``load``."""
         self._state.serving()
         await asyncio.to_thread(self._read_fitting, folder)
@@ -122,7 +122,7 @@ class SglangEngine:
                 state.draining = False
                 self._queue.wake_all()
 
-    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+    async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._state.serving().vocab_size, self._options.generator.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:

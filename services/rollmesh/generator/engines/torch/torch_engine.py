@@ -106,7 +106,7 @@ class TorchEngine:
         if thread is not None:
             thread.post(lambda: thread.acknowledge(context_token_counts))
 
-    async def stage(self, folder: Path) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> None:
         running = self._serving().batch.model.arch
         async with self._load_lock:
             self._staged = None
@@ -125,7 +125,7 @@ class TorchEngine:
             self._post(thread, lambda: thread.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
 
-    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+    async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._serving().batch.model.arch.vocab_size, self._config.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
