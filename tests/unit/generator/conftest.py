@@ -109,9 +109,9 @@ async def engine_of(model_folder: ModelMaker) -> AsyncIterator[Callable[..., obj
     engines: list[TorchEngine] = []
 
     async def make(name: str = "qwen2", seed: int = 0, version: int = 0, **options: object) -> TorchEngine:
-        dtype = str(options.pop("dtype", "float32"))
+        dtype, adapter = str(options.pop("dtype", "float32")), options.pop("adapter", None)
         settings: dict[str, object] = {"slots": 8, "max_context_tokens": 256, "device": "cpu", **options}
-        engine = TorchEngine(GeneratorConfig(**settings), dtype)  # type: ignore[arg-type]
+        engine = TorchEngine(GeneratorConfig(**settings), dtype, adapter)  # type: ignore[arg-type]
         engines.append(engine)
         await engine.start(model_folder(name, seed), version)
         return engine

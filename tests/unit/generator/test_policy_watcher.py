@@ -314,7 +314,7 @@ async def test_an_adapter_above_another_base_is_refused_and_the_old_one_serves_o
 
 async def test_an_adapter_in_a_run_of_full_weights_is_refused(watcher, engine, monkeypatch):
     engine.may_load.set()
-    monkeypatch.setattr(watcher, "_checkpoints", Adapters())
+    monkeypatch.setattr(watcher._staging, "_checkpoints", Adapters())
     with pytest.raises(CheckpointError, match="is an adapter, but the run file has no model.adapter"):
         await watcher.load_version(1)
     assert engine.told == []

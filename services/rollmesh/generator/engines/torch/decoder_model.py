@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.multiply import Multiply, NumpyMultiply, Operand, fastest_multiply
 from rollmesh.generator.engines.torch.plan import StepPlan, TierPlan
 from rollmesh.generator.engines.torch.rope import rotate_, rotation_table
+from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
 from rollmesh.generator.engines.torch.weights import Layer, Weights
 
 _LOGIT_ROWS = 1024
@@ -40,10 +43,21 @@ class DecoderModel:
     """Forward pass over packed weights; the caller owns the caches. Not safe for concurrent use."""
 
     def __init__(
-        self, arch: Architecture, weights: Weights, positions: int, device: torch.device, *, swap_in_place: bool
+        self,
+        arch: Architecture,
+        weights: Weights,
+        positions: int,
+        device: torch.device,
+        *,
+        swap_in_place: bool,
+        adapters: AdapterStack | None = None,
     ) -> None:
-        """Bind the weights; with ``swap_in_place``, ``swap`` copies into the tensors in use."""
+        """Bind the weights; with ``swap_in_place``, ``swap`` copies into the tensors in use.
+
+        ``adapters`` are applied above the weights, each to the rows that use it.
+        """
         self.arch = arch
+        self.adapters = adapters
         self._swap_in_place = swap_in_place
         self.device = device
         self.weights = weights
@@ -71,7 +85,8 @@ class DecoderModel:
 
     def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
         """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""
-        multiply, x = self.multiply, plan.states
+        multiply, x, adapters = self.multiply, plan.states, self.adapters
+        unused = None if adapters is None else adapters.rows_in_order(len(x))
         torch.index_select(self.weights.embedding, 0, tokens, out=x)
         rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
         for tier in plan.tiers:
@@ -79,6 +94,7 @@ class DecoderModel:
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
             unit_norm(x, self._floor, plan.normed)
             multiply(plan.normed_op, qkv, plan.qkv_op)
+            self._adapt_(plan.qkv, number, "qkv", plan.normed, unused)
             if layer.qkv_bias is not None:
                 plan.qkv.add_(layer.qkv_bias)
             self._norm_heads_(plan.heads, layer)
@@ -89,21 +105,26 @@ class DecoderModel:
             for tier in plan.tiers:
                 self._attend(tier, number)
             multiply(plan.attended_op, output, plan.change_op)
+            self._adapt_(plan.change, number, "output", plan.attended, unused)
             x.add_(plan.change)
             if layer.output_bias is not None:
                 x.add_(layer.output_bias)
             unit_norm(x, self._floor, plan.normed)
             multiply(plan.normed_op, gate_up, plan.gate_up_op)
+            self._adapt_(plan.gate_up, number, "gate_up", plan.normed, unused)
             torch.mul(F.silu(plan.gate), plan.up, out=plan.gated)
             multiply(plan.gated_op, down, plan.change_op)
+            self._adapt_(plan.change, number, "down", plan.gated, unused)
             x.add_(plan.change)
         plan.counters.add_(1)
         unit_norm(x, self._floor, plan.normed).mul_(self.weights.norm)
         multiply(plan.normed_op, self._head, plan.logits_op)
         return plan.logits
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def prefill(self, tokens: Tensor, places: Int64Array | None = None) -> tuple[Tensor, Tensor]:
         """Compute the cache of right-padded contexts, tokens int64 [batch, length].
+
+        ``places`` [batch] are the places of the contexts' adapters; None is the base.
 
         Returns keys [layers, batch, kv_heads, head_size, length] and values [layers, batch, kv_heads, length,
         head_size]; positions after a context's end are undefined.
@@ -111,13 +132,16 @@ class DecoderModel:
         arch, like, (batch, length) = self.arch, self.weights.embedding, tokens.shape
         keys = like.new_empty((arch.layer_count, batch, arch.kv_head_count, arch.head_size, length))
         values = like.new_empty((arch.layer_count, batch, arch.kv_head_count, length, arch.head_size))
-        self._forward(tokens, into=(keys, values))
+        self._forward(tokens, places, into=(keys, values))
         return keys, values
 
-    def score(self, tokens: Tensor) -> Tensor:
-        """Compute log_softmax at T=1 of each token after the first, float32 [batch, length - 1]."""
-        x = self._forward(tokens)
+    def score(self, tokens: Tensor, place: int = BASE) -> Tensor:
+        """Compute log_softmax at T=1 of each token after the first, float32 [batch, length - 1].
+
+        ``place`` is the place of an adapter.
+        """
         batch, length = tokens.shape
+        x = self._forward(tokens, np.full(batch, place))
         states = unit_norm(x, self._floor).mul_(self.weights.norm).view(batch, length, -1)[:, :-1].flatten(0, 1)
         targets = tokens[:, 1:].flatten()
         parts = []
@@ -139,15 +163,27 @@ class DecoderModel:
         self.multiply(self.multiply.operand(x), matrix, self.multiply.operand(out))
         return out
 
-    def _forward(self, tokens: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def _adapt_(self, out: Tensor, block: int, matrix: str, x: Tensor, unused: Tensor | None) -> None:
+        """Add the adapters' share of a product; ``unused`` is None without adapters."""
+        if self.adapters is not None and unused is not None:
+            self.adapters.add_(out, block, matrix, x, unused)
+
+    def _forward(
+        self, tokens: Tensor, places: Int64Array | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Return the last hidden states [batch * length, hidden]; with ``into``, stop at the last keys and values."""
         arch = self.arch
         batch, length = tokens.shape
         kv, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
+        unused = None
+        if self.adapters is not None and places is not None and (places != BASE).any():
+            unused = self.adapters.select(np.repeat(places, length))
         x = self.weights.embedding.index_select(0, tokens.flatten())
         rotations = self._rotations[:length].repeat(batch, 1, 1).unsqueeze(1)
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
-            mixed = self._product(unit_norm(x, self._floor), qkv, kv * (group + 2) * size)
+            normed = unit_norm(x, self._floor)
+            mixed = self._product(normed, qkv, kv * (group + 2) * size)
+            self._adapt_(mixed, number, "qkv", normed, unused)
             if layer.qkv_bias is not None:
                 mixed.add_(layer.qkv_bias)
             mixed = mixed.view(batch * length, kv, group + 2, size)
@@ -161,11 +197,19 @@ class DecoderModel:
                     break
             attended = self._attend_causally(heads[:, :, :group], keys, values)
             mixed = attended.permute(0, 3, 1, 2, 4).reshape(batch * length, -1)
-            x.add_(self._product(mixed, output, arch.hidden_size))
+            change = self._product(mixed, output, arch.hidden_size)
+            self._adapt_(change, number, "output", mixed, unused)
+            x.add_(change)
             if layer.output_bias is not None:
                 x.add_(layer.output_bias)
-            gate, up = self._product(unit_norm(x, self._floor), gate_up, 2 * arch.mlp_size).chunk(2, dim=-1)
-            x.add_(self._product(F.silu(gate).mul_(up), down, arch.hidden_size))
+            normed = unit_norm(x, self._floor)
+            mixed = self._product(normed, gate_up, 2 * arch.mlp_size)
+            self._adapt_(mixed, number, "gate_up", normed, unused)
+            gate, up = mixed.chunk(2, dim=-1)
+            gated = F.silu(gate).mul_(up)
+            change = self._product(gated, down, arch.hidden_size)
+            self._adapt_(change, number, "down", gated, unused)
+            x.add_(change)
         return x
 
     def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -126,6 +126,12 @@ class ModelThread:
                 call.backlog.acknowledge(count)
         self.batch.release_unblocked()
 
+    def serve_adapter(self, version: int, kept_versions: int) -> None:
+        """Let calls that start from now on use a version that is loaded, and keep the newest ones ready."""
+        waiting = (c.adapter_version for c in self.waiting if c.adapter_version is not None)
+        newest = sorted(self.batch.adapters.versions)[-kept_versions:] if self.batch.adapters is not None else []
+        self.batch.serve_adapter(version, {*newest, *waiting})
+
     def request_swap(self, swap: Swap) -> None:
         """Put a policy in service now, or as soon as the running calls have finished (drain)."""
         self._swaps.append(swap)

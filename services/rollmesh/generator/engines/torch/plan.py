@@ -62,8 +62,10 @@ class StepPlan:
     qkv_op: Operand
     heads: Tensor  # [rows, kv_heads, g + 1, d], queries and keys
     pairs: Tensor | None  # the same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only
-    attended_op: Operand  # [rows, heads * d]
-    gate_up_op: Operand  # [rows, 2 * mlp]
+    attended: Tensor  # [rows, heads * d]
+    attended_op: Operand
+    gate_up: Tensor  # [rows, 2 * mlp]
+    gate_up_op: Operand
     gate: Tensor  # [rows, mlp]
     up: Tensor  # [rows, mlp]
     gated: Tensor  # [rows, mlp]
@@ -151,6 +153,7 @@ class Planner:
             count += share.rows
         qkv, gate_up, gated = self._qkv[:count], self._gate_up[:count], self._gated[:count]
         normed, change, logits = self._normed[:count], self._change[:count], self._logits[:count]
+        attended = self._attended[:count].view(count, -1)
         flat, rotated = qkv.view(count, -1), qkv[:, :, : arch.heads_per_kv + 1]
         return StepPlan(
             step_count=step_count,
@@ -164,7 +167,9 @@ class Planner:
             qkv_op=op(flat),
             heads=rotated,
             pairs=as_pairs(rotated) if rotated.dtype == torch.float32 else None,
-            attended_op=op(self._attended[:count].view(count, -1)),
+            attended=attended,
+            attended_op=op(attended),
+            gate_up=gate_up,
             gate_up_op=op(gate_up),
             gate=gate_up[:, : arch.mlp_size],
             up=gate_up[:, arch.mlp_size :],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
+from rollmesh.generator.engines.torch.adapter_weights import Factors
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier
 from rollmesh.generator.engines.torch.prefill_admission import prefill_batches
@@ -56,6 +58,7 @@ class RunningBatch:
         policy_version: int,
     ) -> None:
         self.model = model
+        self.adapters = model.adapters
         self.cache = cache
         self.policy_version = policy_version
         self.counters = Counters()
@@ -74,8 +77,9 @@ class RunningBatch:
         """Slots of all rows of the cache, in order, while ``_order`` is valid."""
         self._held: dict[RunningCall, float] = {}
         """Calls held because their callers are late to save, with the start of the hold (monotonic seconds)."""
-        self._donors: dict[bytes, set[int]] = {}
-        self._donated: dict[int, bytes] = {}
+        self._donors: dict[tuple[int, bytes], set[int]] = {}
+        """Slots whose cache begins with a context, by policy version and context."""
+        self._donated: dict[int, tuple[int, bytes]] = {}
 
     @property
     def running_count(self) -> int:
@@ -96,15 +100,20 @@ class RunningBatch:
         """Prefill calls and put them into slots; the caller has checked free slots and cache room."""
         self._write_back()
         contexts = {c: c.context_ids() for c in calls}
-        prefilled: dict[bytes, RunningCall] = {}
+        prefilled: dict[tuple[int, bytes], RunningCall] = {}
         copies: list[tuple[RunningCall, int]] = []
         for call in calls:
             context = contexts[call]
             cached = len(context) - 1
-            slot = self.slots.occupy(call, int(context[-1]), cached)
+            place = BASE
+            if self.adapters is not None:
+                if call.adapter_version is None:
+                    call.adapter_version = self.policy_version
+                place = self.adapters.place_of(call.adapter_version)
+            slot = self.slots.occupy(call, int(context[-1]), cached, place)
             self.cache.add(slot, cached)
-            call.kv_min_version = call.newest_version = self.policy_version
-            key = context.tobytes()
+            version = call.kv_min_version = call.newest_version = self._version_of(call)
+            key = version, context.tobytes()
             donor = next(iter(self._donors.get(key, ())), None)
             if donor is None:
                 prefilled[key] = call
@@ -131,7 +140,8 @@ class RunningBatch:
                 tokens[row, : len(context) - 1] = context[:-1]
                 self.counters.prefill_tokens += len(context) - 1
                 self.counters.reprefill_tokens += max(0, len(context) - 1 - call.request.prompt_token_count)
-            keys, values = self.model.prefill(torch.from_numpy(tokens).to(self.model.device))
+            places = self.slots.places[[call.slot for call, _ in chosen]]
+            keys, values = self.model.prefill(torch.from_numpy(tokens).to(self.model.device), places)
             for row, (call, context) in enumerate(chosen):
                 count = len(context) - 1
                 self.cache.write(call.slot, keys[:, row, ..., :count], values[:, row, :, :count])
@@ -209,6 +219,34 @@ class RunningBatch:
         self._donors.clear()
         self._donated.clear()
 
+    def put_adapter(self, version: int, factors: Factors) -> None:
+        """Load an adapter beside the others; no call uses it until it is in service."""
+        adapters = self._adapters()
+        if any(call.adapter_version == version for call in self.slots.running()):
+            return  # it is the same adapter: a version is never published twice
+        if version not in adapters.versions and len(adapters.versions) == adapters.place_count:
+            self._write_back()
+            adapters.reserve(2 * adapters.place_count)
+            self.cache.views.clear()
+        adapters.put(version, factors)
+
+    def serve_adapter(self, version: int, kept: Collection[int]) -> None:
+        """Let calls that start from now on use a version; drop the versions that are not ``kept`` and not in use."""
+        adapters = self._adapters()
+        self.policy_version = version
+        used = {version, *kept, *(call.adapter_version for call in self.slots.running())}
+        for old in [v for v in adapters.versions if v not in used]:
+            adapters.drop(old)
+
+    def _adapters(self) -> AdapterStack:
+        if self.adapters is None:
+            raise EngineError("the engine was started without model.adapter")
+        return self.adapters
+
+    def _version_of(self, call: RunningCall) -> int:
+        """Return the version that samples for a running call."""
+        return self.policy_version if call.adapter_version is None else call.adapter_version
+
     def make_room(self) -> list[RunningCall]:
         """Move rows that have outgrown their tier; returns the calls preempted for lack of cache.
 
@@ -245,9 +283,9 @@ class RunningBatch:
         return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _cut_chunk(self, call: RunningCall, reason: FinishReason | None = None) -> None:
-        chunk = self.slots.take_chunk(call, self.policy_version, reason)
+        chunk = self.slots.take_chunk(call, self._version_of(call), reason)
         if len(chunk.token_ids):
-            call.newest_version = self.policy_version
+            call.newest_version = chunk.policy_version
             call.backlog.add(len(chunk.token_ids))
         self.outbox.append((call, chunk))
 
@@ -259,7 +297,7 @@ class RunningBatch:
 
     def _fail(self, call: RunningCall) -> None:
         name = call.request.trajectory_id
-        error = EngineError(f"the logits of {name} are not finite under policy version {self.policy_version}")
+        error = EngineError(f"the logits of {name} are not finite under policy version {self._version_of(call)}")
         self.outbox.append((call, error))
         self.remove(call)
 
@@ -293,5 +331,5 @@ class RunningBatch:
             self._order = self.slots.arrange(slots)
             self._tokens = torch.from_numpy(self.slots.last_tokens[slots]).to(self.model.device)
         if self._planned_steps <= 0:
-            self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows))
+            self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
         return self._order

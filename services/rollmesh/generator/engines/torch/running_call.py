@@ -29,6 +29,8 @@ class RunningCall:
     written: list[Int32Array] = field(default_factory=list)
     """Delivered tokens, for a new prefill after a preemption."""
     written_count: int = 0
+    adapter_version: int | None = None
+    """Version of the adapter that the call began with and finishes on; None before that, and without adapters."""
     kv_min_version: int = 0
     newest_version: int = -1
     """Newest policy version of the call's tokens and cache; later tokens never have an older version."""

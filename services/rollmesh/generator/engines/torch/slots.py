@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollmesh.generator.engines.torch.adapter_stack import BASE
 from rollmesh.generator.engines.torch.running_call import RunningCall
 from rollmesh.generator.engines.torch.sampled_tokens import CAPACITY, Int64Array, SampledTokens
 from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array, uniforms
@@ -83,19 +84,22 @@ class SlotTable:
         self._due_at = np.zeros(count, np.int64)
         """Number of tokens at which the next chunk is due."""
         self._budgets = np.zeros(count, np.int64)
+        self.places = np.full(count, BASE)
+        """Places of the calls' adapters in the stack."""
 
     def running(self) -> list[RunningCall]:
         """Return the running calls in slot order."""
         return [c for c in self.calls if c is not None]
 
-    def occupy(self, call: RunningCall, last_token: int, cached: int) -> int:
-        """Take a free slot for a call whose first ``cached`` tokens are in the cache."""
+    def occupy(self, call: RunningCall, last_token: int, cached: int, place: int = BASE) -> int:
+        """Take a free slot for a call whose first ``cached`` tokens are in the cache, with the adapter in ``place``."""
         slot = self.free.pop()
         sampling = call.request.sampling
         call.slot = slot
         self.calls[slot] = call
         self._sampled.reset(slot)
         self.last_tokens[slot] = last_token
+        self.places[slot] = place
         self.cached_total += cached
         self._prefilled[slot] = cached
         self._keys[slot] = call.noise_key

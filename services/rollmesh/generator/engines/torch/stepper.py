@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollmesh.generator.engines.torch.adapter_stack import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.graphs import GraphPool
 from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
@@ -33,10 +34,11 @@ _MAX_STEPS = 64
 class Stepper(Protocol):
     """Decoder of the rows of a cache, in the order of its tiers."""
 
-    def prepare(self, lengths: Int64Array) -> int:
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
         """Prepare steps for the active rows; returns the number of steps for which this is valid.
 
-        ``lengths`` [rows] are the cached tokens of all rows in order, including held rows.
+        ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
+        places of their adapters; None without adapters.
         """
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -63,8 +65,12 @@ class PlainStepper:
         self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding)
         self._plan: StepPlan | None = None
 
-    def prepare(self, lengths: Int64Array) -> int:
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
         self._plan = self._planner.plan(self._cache, lengths)
+        if self._model.adapters is not None and places is not None:
+            starts = np.cumsum([0, *(len(tier.slots) for tier in self._cache.tiers)])
+            active = [places[s : s + t.active_count] for s, t in zip(starts, self._cache.tiers, strict=False)]
+            self._model.adapters.arrange(np.concatenate(active))
         return self._plan.step_count
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -94,9 +100,9 @@ class BucketedStepper:
         self._live: Tensor | None = None
         """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
 
-    def prepare(self, lengths: Int64Array) -> int:
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
         shares: list[tuple[int, TierShare]] = []
-        padded_lengths, live = [], []
+        padded_lengths, padded_places, live = [], [], []
         steps, start, active, padded_start = self._cache.longest, 0, 0, 0
         for number, tier in enumerate(self._cache.tiers):
             first, start, used = start, start + len(tier.slots), tier.active_count
@@ -106,12 +112,17 @@ class BucketedStepper:
             # Held rows used as padding are written only after their tokens.
             here = lengths[first:start][:rows]
             steps = min(steps, tier.width - int(here.max()))
-            padded_lengths.append(np.pad(here, (0, rows - len(here))))
+            padding = (0, rows - len(here))
+            padded_lengths.append(np.pad(here, padding))
+            if places is not None:
+                padded_places.append(np.pad(places[first:start][:rows], padding, constant_values=BASE))
             live.append(np.arange(padded_start, padded_start + used))
             shares.append((number, TierShare(tier=tier, rows=rows, span=tier.width)))
             active, padded_start = active + used, padded_start + rows
         self._current = self._step_of(shares)
         self._current.place(self._planner.counters(np.concatenate(padded_lengths)))
+        if self._model.adapters is not None and padded_places:
+            self._model.adapters.arrange(np.concatenate(padded_places))
         self._live = None
         if active < padded_start:
             self._live = torch.from_numpy(np.concatenate(live)).to(self._model.device)

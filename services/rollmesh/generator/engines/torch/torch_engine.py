@@ -13,8 +13,11 @@ import torch
 
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.call_checks import check_call, check_ids
 from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersion
+from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
+from rollmesh.generator.engines.torch.adapter_weights import AdapterReader
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_widths, tier_widths
@@ -36,9 +39,12 @@ class TorchEngine:
     A model thread decodes; the asyncio thread only queues calls and receives chunks.
     """
 
-    def __init__(self, config: GeneratorConfig, dtype: str = "float32") -> None:
-        """Create an engine that computes in ``dtype``, the value of ``model.dtype``."""
+    def __init__(self, config: GeneratorConfig, dtype: str = "float32", adapter: AdapterSettings | None = None) -> None:
+        """Create an engine that computes in ``dtype``, the value of ``model.dtype``, and serves such adapters."""
         self._config = config
+        self._adapter = adapter
+        self._adapter_reader: AdapterReader | None = None
+        self._base_version = -1
         self._device = torch_device(config.device)
         self._dtype = TORCH_DTYPES[dtype]
         self._thread: ModelThread | None = None
@@ -60,6 +66,10 @@ class TorchEngine:
                 f"max_position_embeddings={arch.max_positions}"
             )
         weights = await asyncio.to_thread(load_weights, folder, arch, self._dtype, self._device)
+        self._base_version = policy_version
+        if self._adapter is not None:
+            config = self._adapter.config
+            self._adapter_reader = await asyncio.to_thread(AdapterReader.of_base, folder, arch, config, self._dtype)
         batch = self._make_batch(arch, weights, policy_version)
         self._thread = ModelThread(batch, self._config, asyncio.get_running_loop())
         self._thread.start()
@@ -75,9 +85,25 @@ class TorchEngine:
             widths=coarse_tier_widths if graphs else tier_widths,
         )
         in_place = graphs or self._device.type != "cpu"
-        model = DecoderModel(arch, weights, config.max_context_tokens, self._device, swap_in_place=in_place)
+        model = DecoderModel(
+            arch,
+            weights,
+            config.max_context_tokens,
+            self._device,
+            swap_in_place=in_place,
+            adapters=self._make_stack(),
+        )
         stepper = make_stepper(model, cache, config.slots, graphs=graphs)
         return RunningBatch(model, cache, stepper, config.slots, forward_tokens(self._device), policy_version)
+
+    def _make_stack(self) -> AdapterStack | None:
+        if self._adapter is None or self._adapter_reader is None:
+            return None
+        # Padding less than doubles the rows of a step.
+        rows = 2 * self._config.slots
+        stack = AdapterStack(self._adapter_reader.shapes(), self._dtype, self._device, rows=rows)
+        stack.reserve(self._adapter.kept_versions + 1)
+        return stack
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         thread = self._serving()
@@ -109,13 +135,27 @@ class TorchEngine:
     async def stage(self, folder: Path, policy_version: int) -> None:
         running = self._serving().batch.model.arch
         async with self._load_lock:
+            if self._adapter_reader is not None:
+                await self._load_adapter(self._adapter_reader, folder, policy_version)
+                return
             self._staged = None
             self._staged = folder, await asyncio.to_thread(self._read_compatible, folder, running)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; unless it is staged, its weights are read while calls run."""
         thread = self._serving()
+        if (mode is OnNewVersion.NEXT_SLICE) != (self._adapter is not None):
+            raise EngineError(
+                f"generator.on_new_version={mode}: an engine {'with' if self._adapter else 'without'} model.adapter "
+                "cannot; leave it out"
+            )
         async with self._load_lock:
+            if self._adapter is not None and self._adapter_reader is not None:
+                if not self._is_loaded(policy_version):
+                    await self._load_adapter(self._adapter_reader, folder, policy_version)
+                kept = self._adapter.kept_versions
+                await self._call(lambda thread: thread.serve_adapter(policy_version, kept))
+                return 0.0
             staged, self._staged = self._staged, None
             if staged is not None and staged[0] == folder:
                 weights = staged[1]
@@ -125,13 +165,26 @@ class TorchEngine:
             self._post(thread, lambda: thread.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
 
+    async def _load_adapter(self, reader: AdapterReader, folder: Path, version: int) -> None:
+        """Read an adapter and load it beside the others; the base has none."""
+        if version == self._base_version:
+            return
+        factors = await asyncio.to_thread(reader.read, folder)
+        await self._call(lambda thread: thread.batch.put_adapter(version, factors))
+
+    def _is_loaded(self, version: int) -> bool:
+        adapters = self._serving().batch.adapters
+        return version == self._base_version or (adapters is not None and version in adapters.versions)
+
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._serving().batch.model.arch.vocab_size, self._config.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
             check_ids(ids, vocab_size, f"sequences[{number}]")
-        return await self._call(lambda thread: self._score(thread.batch.model, sequences))
+        if policy_version is not None and not self._is_loaded(policy_version):
+            raise EngineError(f"policy version {policy_version} is not loaded; stage it before it is scored")
+        return await self._call(lambda thread: self._score(thread.batch, sequences, policy_version))
 
     async def pause(self) -> None:
         await self._call(lambda thread: thread.set_paused(True))
@@ -210,7 +263,13 @@ class TorchEngine:
         self._post(thread, command)
         return await asyncio.wrap_future(done)
 
-    def _score(self, model: DecoderModel, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+    def _score(
+        self, batch_in_use: RunningBatch, sequences: Sequence[Int32Array], version: int | None
+    ) -> list[Float32Array]:
+        model, adapters = batch_in_use.model, batch_in_use.adapters
+        place = BASE
+        if adapters is not None:
+            place = adapters.place_of(batch_in_use.policy_version if version is None else version)
         results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
         for batch in prefill_batches([len(ids) for ids in sequences], forward_tokens(self._device)):
             width = len(sequences[batch[0]])
@@ -219,7 +278,7 @@ class TorchEngine:
             tokens = np.zeros((len(batch), width), np.int64)
             for row, index in enumerate(batch):
                 tokens[row, : len(sequences[index])] = sequences[index]
-            logprobs = model.score(torch.from_numpy(tokens).to(self._device)).cpu().numpy()
+            logprobs = model.score(torch.from_numpy(tokens).to(self._device), place).cpu().numpy()
             for row, index in enumerate(batch):
                 results[index] = logprobs[row, : len(sequences[index]) - 1].copy()
         return results

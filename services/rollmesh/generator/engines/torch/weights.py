@@ -62,7 +62,7 @@ class Weights:
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read and pack the weights in ``folder``; UnsupportedModel names a missing tensor or a wrong shape."""
-    read, hidden = _tensor_reader(folder), arch.hidden_size
+    read, hidden = tensor_reader(folder), arch.hidden_size
     with torch.inference_mode(), ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
 
         def tensor(name: str, *shape: int) -> Tensor:
@@ -98,20 +98,15 @@ def _pack_layer(
     hidden, size, kv, group = arch.hidden_size, arch.head_size, arch.kv_head_count, arch.heads_per_kv
     order = pair_order(size)
 
-    def by_kv_head(kind: str, *width: int) -> Tensor:
-        # Per key-value head: its queries, its key, its value, [kv, group + 2, size, ...]. A row of the projection is
-        # then a stack of multi-query heads, and attention needs no case for grouped heads.
-        def heads(name: str, count: int) -> Tensor:
-            rows = tensor(f"{prefix}self_attn.{name}_proj.{kind}", kv * count * size, *width)
-            return rows.view(kv, count, size, *width)
-
-        queries, keys, values = heads("q", group), heads("k", 1), heads("v", 1)
-        return torch.cat((queries[:, :, order], keys[:, :, order], values), dim=1).flatten(0, 2)
+    def joined(kind: str, *width: int) -> Tensor:
+        counts = {"q": kv * group, "k": kv, "v": kv}
+        rows = (tensor(f"{prefix}self_attn.{n}_proj.{kind}", count * size, *width) for n, count in counts.items())
+        return by_kv_head(arch, *rows)
 
     input_norm = tensor(f"{prefix}input_layernorm.weight", hidden) * math.sqrt(hidden)
     qkv_bias = qk_norm = output_bias = None
     if arch.qkv_bias:
-        qkv_bias = place(by_kv_head("bias"))
+        qkv_bias = place(joined("bias"))
     if arch.qk_norm:
         q_norm = tensor(f"{prefix}self_attn.q_norm.weight", size)[order]
         k_norm = tensor(f"{prefix}self_attn.k_norm.weight", size)[order]
@@ -122,7 +117,7 @@ def _pack_layer(
     gate = tensor(f"{prefix}mlp.gate_proj.weight", arch.mlp_size, hidden)
     up = tensor(f"{prefix}mlp.up_proj.weight", arch.mlp_size, hidden)
     return Layer(
-        qkv=place((by_kv_head("weight", hidden) * input_norm).t()),
+        qkv=place((joined("weight", hidden) * input_norm).t()),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         output=place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size).t()),
@@ -132,7 +127,21 @@ def _pack_layer(
     )
 
 
-def _tensor_reader(folder: Path) -> Callable[[str], Tensor]:
+def by_kv_head(arch: Architecture, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Order the rows of q, k and v per key-value head: its queries, its key, its value, [kv, group + 2, size, ...].
+
+    A row of the projection is then a stack of multi-query heads, and attention needs no case for grouped heads.
+    """
+    size, kv, order = arch.head_size, arch.kv_head_count, pair_order(arch.head_size)
+
+    def heads(rows: Tensor, count: int) -> Tensor:
+        return rows.view(kv, count, size, *rows.shape[1:])
+
+    parts = (heads(queries, arch.heads_per_kv)[:, :, order], heads(keys, 1)[:, :, order], heads(values, 1))
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def tensor_reader(folder: Path) -> Callable[[str], Tensor]:
     """Return ``read(name) -> Tensor`` over the single or sharded safetensors of a folder."""
     shards = _shard_of_each_tensor(folder)
     handles: dict[str, Any] = {}

@@ -1,0 +1,206 @@
+"""Adapters in the torch engine: rows of several versions in one batch, each exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.config.adapter import AdapterConfig
+from rollmesh.errors import ConfigError, EngineError
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.types import Chunk, FinishReason, GenerationCall
+
+from ...adapters import ALL_LINEAR, ALPHA, RANK, change_tensors, merge, write_adapter
+from .conftest import CONFIGS, ModelMaker, Rollout, collect, hf_logprobs, make_call, prompt_ids
+
+_LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+
+
+class Versions:
+    """Adapters above a base, by version, and full folders that compute the same."""
+
+    def __init__(self, root: Path, base: Path, targets: tuple[str, ...] = ALL_LINEAR) -> None:
+        self.base = base
+        self._root, self._targets = root, targets
+
+    def folder(self, version: int) -> Path:
+        path = self._root / f"adapter-{version}"
+        return path if path.exists() else write_adapter(path, self.base, version, targets=self._targets)
+
+    def merged(self, version: int) -> Path:
+        if version == 0:
+            return self.base
+        path = self._root / f"merged-{version}"
+        return path if path.exists() else merge(path, self.base, self.folder(version))
+
+    async def serve(self, engine: TorchEngine, version: int) -> None:
+        folder = self.folder(version) if version else self.base
+        await engine.stage(folder, version)
+        await engine.load(folder, version, OnNewVersion.NEXT_SLICE)
+
+    def check(self, call: GenerationCall, rollout: Rollout, version: int) -> None:
+        """Every token is of this version, with its log-probability recomputed from scratch."""
+        assert {(c.policy_version, c.kv_min_version) for c in rollout.chunks if len(c.token_ids)} == {
+            (version, version)
+        }
+        wanted = hf_logprobs(self.merged(version), np.concatenate((call.context_ids, rollout.tokens)))
+        np.testing.assert_allclose(rollout.logprobs, wanted[len(call.context_ids) - 1 :], atol=2e-4)
+
+
+@pytest.fixture
+def versions(tmp_path: Path, model_folder: ModelMaker) -> Versions:
+    return Versions(tmp_path, model_folder("qwen3"))
+
+
+@pytest.fixture
+def adapter_engine(engine_of: Callable[..., Any]) -> Callable[..., Any]:
+    """``await adapter_engine("qwen3")``: an engine that was started with the base as version 0."""
+
+    async def make(name: str = "qwen3", *, target: Any = "all_linear", kept: int = 2, **options: Any) -> Any:
+        config = AdapterConfig(rank=RANK, alpha=ALPHA, target=target)
+        return await engine_of(name, adapter=AdapterSettings(config=config, kept_versions=kept), **options)
+
+    return make
+
+
+async def _first_chunk(engine: TorchEngine, call: GenerationCall) -> tuple[list[Chunk], asyncio.Task[None]]:
+    """Start a call and return once it has delivered a chunk, with the task that reads the others."""
+    chunks: list[Chunk] = []
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async for chunk in engine.generate(call):
+            chunks.append(chunk)
+            begun.set()
+
+    task = asyncio.create_task(read())
+    async with asyncio.timeout(60):
+        await begun.wait()
+    return chunks, task
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
+async def test_an_adapter_computes_what_its_merged_weights_compute(
+    adapter_engine, model_folder, tmp_path, name, targets
+):
+    versions = Versions(tmp_path, model_folder(name), targets)
+    engine = await adapter_engine(name, target="all_linear" if targets == ALL_LINEAR else targets)
+    await versions.serve(engine, 1)
+    ids = prompt_ids(3, 40)
+    (scores,) = await engine.score([ids])
+    np.testing.assert_allclose(scores, hf_logprobs(versions.merged(1), ids), atol=2e-4)
+    assert np.abs(scores - hf_logprobs(versions.base, ids)).max() > 0.1
+    call = make_call()
+    versions.check(call, await collect(engine, call), 1)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_others(adapter_engine, versions, graphs):
+    engine = await adapter_engine(cuda_graphs=graphs)
+    context = prompt_ids(4, 30)  # the same for all: a cache shared between versions would show
+    running = []
+    for version in range(6):  # three more than there are places at first
+        if version:
+            await versions.serve(engine, version)
+        call = make_call(f"v{version}", context, max_new_token_count=200)
+        running.append((version, call, *await _first_chunk(engine, call)))
+    assert engine.status().running_count == 6
+    for version, call, chunks, task in running:
+        await task
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        versions.check(call, Rollout(chunks), version)
+
+
+async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_version(adapter_engine, versions):
+    engine = await adapter_engine(kv_token_capacity=600)
+    # Admission expects too little of the long calls: it has seen nothing but short responses.
+    await asyncio.gather(*(collect(engine, make_call(f"s{i}", max_new_token_count=20)) for i in range(8)))
+    calls = [make_call(f"t{i}", prompt_ids(i, 6 + i), max_new_token_count=180 + 5 * i) for i in range(8)]
+    running = [(0, call, *await _first_chunk(engine, call)) for call in calls[:4]]
+    await versions.serve(engine, 1)
+    late = [(call, asyncio.create_task(collect(engine, call))) for call in calls[4:]]
+    for version, call, chunks, task in running:
+        await task
+        versions.check(call, Rollout(chunks), version)
+    for call, task in late:
+        versions.check(call, await task, 1)
+    assert engine.status().preemption_total > 0
+
+
+async def test_a_version_is_scored_before_it_serves_and_while_others_decode(adapter_engine, versions):
+    engine = await adapter_engine()
+    await versions.serve(engine, 1)
+    call = make_call(max_new_token_count=200)
+    chunks, task = await _first_chunk(engine, call)
+    await engine.stage(versions.folder(2), 2)
+    ids = prompt_ids(3, 40)
+    for version in (0, 1, 2):
+        (scores,) = await engine.score([ids], version)
+        np.testing.assert_allclose(scores, hf_logprobs(versions.merged(version), ids), atol=2e-4)
+    assert engine.status().policy_version == 1
+    fresh = make_call("fresh")
+    versions.check(fresh, await collect(engine, fresh), 1)
+    await task
+    versions.check(call, Rollout(chunks), 1)
+    with pytest.raises(EngineError, match="policy version 3 is not loaded"):
+        await engine.score([ids], 3)
+
+
+async def test_the_base_serves_again_and_unused_old_versions_are_dropped(adapter_engine, versions):
+    engine = await adapter_engine(kept=2)
+    for version in range(1, 6):
+        await versions.serve(engine, version)
+    await versions.serve(engine, 0)
+    call = make_call()
+    versions.check(call, await collect(engine, call), 0)
+    for version, loaded in ((3, False), (4, True), (5, True)):
+        if loaded:
+            await engine.score([prompt_ids(0)], version)
+        else:
+            with pytest.raises(EngineError, match="is not loaded"):
+                await engine.score([prompt_ids(0)], version)
+    await versions.serve(engine, 3)  # a pin
+    versions.check(call, await collect(engine, call), 3)
+
+
+async def test_an_adapter_that_is_not_numbers_is_refused_and_running_calls_stay_exact(adapter_engine, versions):
+    engine = await adapter_engine()
+    await versions.serve(engine, 1)
+    broken = write_adapter(versions.base.parent / "broken", versions.base, 7)
+    change_tensors(broken, {_LAYER: torch.full((48, RANK), float("nan"))})
+    call = make_call()
+    with pytest.raises(EngineError, match=r"down_proj\.lora_B\.weight has values that are not finite"):
+        await engine.stage(broken, 2)
+    versions.check(call, await collect(engine, call), 1)
+
+
+async def test_an_adapter_whose_numbers_overflow_leaves_the_other_versions_exact(adapter_engine, versions, tmp_path):
+    engine = await adapter_engine()
+    await versions.serve(engine, 1)
+    huge = write_adapter(tmp_path / "huge", versions.base, 7, size=1e30)
+    await engine.stage(huge, 2)
+    assert not np.isfinite((await engine.score([prompt_ids(0, 20)], 2))[0]).all()
+    call = make_call()
+    versions.check(call, await collect(engine, call), 1)
+
+
+async def test_what_an_engine_cannot_load_with_adapters_is_named(adapter_engine, engine_of, versions, model_folder):
+    engine = await adapter_engine()
+    with pytest.raises(EngineError, match="on_new_version=interrupt: an engine with model.adapter cannot"):
+        await engine.load(versions.folder(1), 1, OnNewVersion.INTERRUPT)
+    with pytest.raises(EngineError, match="adapter_config.json cannot be read"):
+        await engine.stage(model_folder("qwen3", seed=1), 1)
+    plain = await engine_of("qwen3")
+    with pytest.raises(EngineError, match="on_new_version=next_slice: an engine without model.adapter cannot"):
+        await plain.load(versions.folder(1), 1, OnNewVersion.NEXT_SLICE)
+    with pytest.raises(ConfigError, match="no linear layer qkv_proj"):
+        await adapter_engine(target=("qkv_proj",))
