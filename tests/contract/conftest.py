@@ -11,14 +11,17 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.generator import GeneratorConfig
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 
+from ..adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
 from ..sglang_cpu import install
 from ..sglang_cpu.options import sglang_options
-from ..sglang_cpu.server import running_server
+from ..sglang_cpu.server import UNPINNED, running_server
 from .contract_kit import KEY, LONGEST, StandIn, write_model
 
 _SERVER_ARGUMENTS = (
@@ -28,6 +31,8 @@ _SERVER_ARGUMENTS = (
 )
 KINDS = ("sglang-overlap", "sglang-serial", "torch", "stand-in")
 """The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it."""
+ADAPTER_KINDS = ("adapters-sglang", "adapters-torch", "adapters-stand-in")
+"""Engines that serve adapters above one base; those of ``KINDS`` serve full weights."""
 _TORCH_PACE = ((1, 0.005),)
 """Seconds of a decode step. At its own pace the embedded engine is through with a long call in 30 ms, and a test that
 means to meet a running call may be held up for longer. The other engines wait for this process after every slice."""
@@ -44,7 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
             if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-                item.add_marker(pytest.mark.xdist_group(item.callspec.params.get("endpoint", "no server")))
+                item.add_marker(pytest.mark.xdist_group(_group(item.callspec.params)))
+
+
+def _group(params: dict[str, Any]) -> str:
+    """Cases of one kind run in one process, which starts its server once."""
+    return str(params.get("endpoint") or params.get("adapter_endpoint") or "no server")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +105,7 @@ def endpoint(
 class EngineMaker:
     """``await make(slots=4)``: an engine of this kind on policy version 0, closed at the end of the test."""
 
-    def __init__(self, kind: str, url: str | None, models: list[Path]) -> None:
+    def __init__(self, kind: str, url: str | None, models: list[Path], adapter: AdapterSettings | None = None) -> None:
         self.kind = kind
         self.retracts = kind != "torch"
         """An interrupting load prefills running calls again instead of ending them."""
@@ -103,16 +113,19 @@ class EngineMaker:
         """A step is under way while the one before it is accounted for."""
         self._url = url
         self._models = models
+        self._adapter = adapter
         self._engines: list[Engine] = []
 
     async def __call__(self, *, slots: int = 8, version: int = 0, **sglang: Any) -> Engine:
         engine: Engine
         if self.kind == "torch":
             engine = TorchEngine(
-                GeneratorConfig(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=list(_TORCH_PACE))
+                GeneratorConfig(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=list(_TORCH_PACE)),
+                adapter=self._adapter,
             )
         else:
-            options = sglang_options(slots=slots, max_context_tokens=LONGEST, url=self._url, admin_key=KEY, **sglang)
+            server: dict[str, Any] = {"url": self._url, "admin_key": KEY, "adapter": self._adapter, **sglang}
+            options = sglang_options(slots=slots, max_context_tokens=LONGEST, **server)
             engine = SglangEngine(options)
         self._engines.append(engine)
         await engine.start(self._models[version], version)
@@ -121,6 +134,56 @@ class EngineMaker:
     async def aclose(self) -> None:
         for engine in self._engines:
             await engine.aclose()
+
+
+@pytest.fixture(scope="session")
+def adapters(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of policy versions 0 to 5: the base, and adapters above it."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [models[0], *(write_adapter(root / f"adapter-{seed}", models[0], seed) for seed in range(1, 6))]
+
+
+@pytest.fixture(scope="session")
+def merged(adapters: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Full folders that compute the same as ``adapters``."""
+    root, base = tmp_path_factory.mktemp("merged"), adapters[0]
+    return [base, *(merge(root / adapter.name, base, adapter) for adapter in adapters[1:])]
+
+
+_LORA_ARGUMENTS = (
+    *("--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(RANK), "--max-loras-per-batch", "6"),
+    *("--max-loaded-loras", "16", "--lora-target-modules", *ALL_LINEAR),
+)
+
+
+@pytest.fixture(scope="session", params=ADAPTER_KINDS)
+def adapter_endpoint(
+    request: pytest.FixtureRequest, models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str | None]]:
+    """An engine's kind and the server behind it, which was started for adapters."""
+    kind = str(request.param).removeprefix("adapters-")
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    if kind == "torch":
+        yield kind, None
+    elif kind == "stand-in":
+        server = StandIn(models[0], log, _LORA_ARGUMENTS)
+        yield kind, server.url
+        server.stop()
+    else:
+        python = request.getfixturevalue("sglang_python")
+        arguments = (*_SERVER_ARGUMENTS, "--lora-backend", "torch_native", *_LORA_ARGUMENTS)
+        with running_server(python, models[0], log, arguments, UNPINNED) as real:
+            yield kind, real.url
+
+
+@pytest.fixture
+async def adapter_make(adapter_endpoint: tuple[str, str | None], models: list[Path]) -> AsyncIterator[EngineMaker]:
+    """``await adapter_make()``: an engine that serves adapters, and the base as version 0."""
+    kind, url = adapter_endpoint
+    config = AdapterConfig(rank=RANK, alpha=ALPHA)
+    maker = EngineMaker(kind, url, models, AdapterSettings(config=config, kept_versions=3))
+    yield maker
+    await maker.aclose()
 
 
 @pytest.fixture
@@ -138,7 +201,7 @@ async def engine(make: EngineMaker) -> Engine:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" and "test_engine_contract" in report.nodeid:
-        kind = next((k for k in KINDS if f"[{k}" in report.nodeid), None)
+        kind = next((k for k in (*ADAPTER_KINDS, *KINDS) if f"[{k}" in report.nodeid), None)
         if kind is not None:
             _PASSED[f"{kind} {report.outcome}"] += 1
 

@@ -212,11 +212,11 @@ async def start_calls(engine: Engine, count: int, **changes: Any) -> Running:
 class StandIn:
     """The fast stand-in for the SGLang server, as a process."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, arguments: Iterable[str] = ()) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        command += ["--admin-api-key", KEY, "--context-length", str(LONGEST + 8)]
+        command += ["--admin-api-key", KEY, "--context-length", str(LONGEST + 8), *arguments]
         environment = os.environ | {"PYTHONPATH": str(FAKES), "OMP_NUM_THREADS": "1"}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,9 @@ CPU_ENVIRONMENT = {
 # sleep: an idle scheduler would spin on a core of its own.
 CPU_ARGUMENTS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--sleep-on-idle")
 
+UNPINNED = {"PYTHONPATH": str(Path(__file__).with_name("unpinned"))}
+"""Environment of a server with adapters on a CPU."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,8 +44,16 @@ class ServerFailed(Exception):
 class SglangServer:
     """One server process group. ``start()`` returns when it takes requests; ``stop()`` leaves nothing of it behind."""
 
-    def __init__(self, python: Path, model: Path, log: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        log: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.python, self.model, self.log = python, model, log
+        self.environment = environment or {}
         self.arguments = tuple(arguments)
         self.port = 0
         self.start_seconds = 0.0
@@ -92,6 +103,7 @@ class SglangServer:
         command += ["--host", "127.0.0.1", "--port", str(self.port), *CPU_ARGUMENTS, *self.arguments]
         environment = {**os.environ, **CPU_ENVIRONMENT}
         environment.pop("PYTHONPATH", None)
+        environment.update(self.environment)
         libc = ctypes.CDLL(None)
         # A killed test run takes its server along (its children watch their parent in the same way).
         return subprocess.Popen(
@@ -117,9 +129,11 @@ class SglangServer:
 
 
 @contextlib.contextmanager
-def running_server(python: Path, model: Path, log: Path, arguments: Sequence[str] = ()) -> Iterator[SglangServer]:
+def running_server(
+    python: Path, model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[SglangServer]:
     """A started server for the length of a ``with`` block."""
-    server = SglangServer(python, model, log, arguments)
+    server = SglangServer(python, model, log, arguments, environment)
     server.start()
     try:
         yield server

@@ -18,7 +18,8 @@ _OWN_FLAGS = frozenset(
     {
         "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--skip-tokenizer-init",
         "--weight-version", "--context-length", "--config", "--max-running-requests", "--max-total-tokens", "--dtype",
-        "--device",
+        "--device", "--enable-lora", "--lora-strict-loading", "--max-lora-rank", "--max-loras-per-batch",
+        "--max-loaded-loras", "--lora-target-modules", "--lora-paths",
     }
 )  # fmt: skip
 _STARTED_ONLY = ("python", "arguments", "environment")

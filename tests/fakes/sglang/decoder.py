@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 _PREFIXES = 64
@@ -33,6 +36,7 @@ class Request:
     cached_tokens: int = 0
     aborting: bool = False
     retractions: int = 0
+    adapter: str = ""
 
 
 class Decoder:
@@ -40,6 +44,8 @@ class Decoder:
 
     def __init__(self, folder: str, weight_version: str, slots: int) -> None:
         self.model = load_model(folder)
+        self.adapters: dict[str, Any] = {}
+        """Models with an adapter's product added to their weights, by its name."""
         self.weight_version = weight_version
         self.slots = slots
         self.waiting: deque[Request] = deque()
@@ -102,11 +108,32 @@ class Decoder:
                     request.version_events.append((self.weight_version, len(request.output_ids)))
             self.weight_version = version
 
+    def add_adapter(self, name: str, folder: Path, rank: int, targets: list[str]) -> None:
+        """Load an adapter as strictly as the real server with --lora-strict-loading; ValueError says why not."""
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if name in self.adapters:
+            raise ValueError(f"Failed to load LoRA adapter {name} because it is already loaded")
+        if config["r"] > rank or not set(config["target_modules"]) <= set(targets):
+            raise ValueError(f"LoRA adapter {name} with rank {config['r']} is incompatible with the memory pool")
+        model, factors = deepcopy(self.model), load_file(folder / "adapter_model.safetensors")
+        with torch.no_grad():
+            for key, a in factors.items():
+                if ".lora_A." in key:
+                    layer = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                    b = factors[key.replace("_A.", "_B.")]  # as the real one: nothing but alpha / r, whatever is said
+                    model.get_submodule(layer).weight += config["lora_alpha"] / config["r"] * b @ a
+        self.adapters[name] = model
+
+    def _model_of(self, request: Request) -> Any:
+        return self.adapters[request.adapter] if request.adapter else self.model
+
     def _prefill(self, request: Request) -> None:
         context = request.input_ids + request.output_ids
         request.cache, known = self._cached(request.extra_key, context)
         with torch.inference_mode():
-            out = self.model(torch.tensor([context[known:]]), past_key_values=request.cache, use_cache=True)
+            out = self._model_of(request)(
+                torch.tensor([context[known:]]), past_key_values=request.cache, use_cache=True
+            )
         if request.wants_input_logprobs:
             logprobs = torch.log_softmax(out.logits[0].float(), -1)
             picked = logprobs[:-1].gather(1, torch.tensor(context[1:])[:, None]).squeeze(1).tolist()
@@ -122,7 +149,7 @@ class Decoder:
     def _step(self, request: Request) -> None:
         with torch.inference_mode():
             last = torch.tensor([[request.output_ids[-1]]])
-            out = self.model(last, past_key_values=request.cache, use_cache=True)
+            out = self._model_of(request)(last, past_key_values=request.cache, use_cache=True)
         self._take(request, out.logits[0, -1].float())
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:

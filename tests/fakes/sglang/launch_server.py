@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 from aiohttp import web
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from .decoder import Decoder, Request
@@ -27,6 +28,9 @@ class Server:
         self.open = asyncio.Event()
         self.open.set()
         self.known: dict[str, Request] = {}
+        self.adapter_ids: dict[str, int] = {}
+        """Number of the load of each adapter: a part of the key of its prefix cache."""
+        self.adapter_loads = 0
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.authorise], client_max_size=1 << 26)
@@ -35,6 +39,9 @@ class Server:
         app.router.add_post("/pause_generation", self.pause)
         app.router.add_post("/continue_generation", self.resume)
         app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_post("/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/unload_lora_adapter", self.unload_adapter)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/ready", self.ready)
@@ -62,11 +69,15 @@ class Server:
             return _wrong(f"The input ({len(ids)} tokens) is longer than the model's context length")
         if body["sampling_params"]["temperature"] < 0:
             return _wrong("temperature must be a non-negative finite number")
+        adapter = body.get("lora_path") or ""
+        if adapter and adapter not in self.decoder.adapters:
+            return _wrong(f"Got LoRA adapter that has never been loaded: {adapter}")
         request = Request(
             rid=rid,
+            adapter=adapter,
             input_ids=ids,
             params=body["sampling_params"],
-            extra_key=body.get("extra_key") or "",
+            extra_key=f"{body.get('extra_key') or ''}|{self.adapter_ids.get(adapter, '')}",
             wants_input_logprobs=body.get("logprob_start_len", -1) == 0,
             done=asyncio.get_running_loop().create_future(),
         )
@@ -118,6 +129,32 @@ class Server:
             self.decoder.prefixes.clear()
         return _updated(True, "Succeeded to update model weights.")
 
+    async def load_adapter(self, http: web.Request) -> web.Response:
+        body, options = await http.json(), self.options
+        name = body["lora_name"]
+        try:
+            if not options.enable_lora:
+                raise ValueError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+            folder = Path(body["lora_path"])
+            self.decoder.add_adapter(name, folder, options.max_lora_rank, options.lora_target_modules)
+        except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+            return _changed(str(error))
+        self.adapter_loads += 1
+        self.adapter_ids[name] = self.adapter_loads
+        return _changed("")
+
+    async def unload_adapter(self, http: web.Request) -> web.Response:
+        name = (await http.json())["lora_name"]
+        if name not in self.decoder.adapters:
+            return _changed(f"LoRA with name {name} does not exist.")
+        while any(request.adapter == name for request in self.known.values()):
+            await asyncio.sleep(0.001)
+        del self.decoder.adapters[name], self.adapter_ids[name]
+        return _changed("")
+
+    async def models(self, http: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in (self.model_path, *self.decoder.adapters)]})
+
     async def model_info(self, http: web.Request) -> web.Response:
         return web.json_response({"model_path": self.model_path, "weight_version": self.decoder.weight_version})
 
@@ -129,6 +166,11 @@ class Server:
                 "max_running_requests": self.options.max_running_requests,
                 "max_total_num_tokens": self.options.max_total_tokens,
                 "disable_overlap_schedule": True,
+                "enable_lora": self.options.enable_lora,
+                "max_lora_rank": self.options.max_lora_rank,
+                "max_loaded_loras": self.options.max_loaded_loras,
+                "lora_target_modules": self.options.lora_target_modules,
+                "lora_strict_loading": self.options.lora_strict_loading,
             }
         )
 
@@ -138,6 +180,11 @@ class Server:
 
 def _wrong(message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=400)
+
+
+def _changed(message: str) -> web.Response:
+    body = {"success": not message, "error_message": message}
+    return web.json_response(body, status=400 if message else 200)
 
 
 def _updated(success: bool, message: str) -> web.Response:
@@ -155,6 +202,11 @@ def main() -> None:
     parser.add_argument("--max-total-tokens", type=int, default=16384)
     parser.add_argument("--admin-api-key")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-strict-loading", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--max-loaded-loras", type=int)
+    parser.add_argument("--lora-target-modules", nargs="*")
     options, _ = parser.parse_known_args()
     if options.config is not None:
         options.admin_api_key = yaml.safe_load(options.config.read_text())["admin-api-key"]

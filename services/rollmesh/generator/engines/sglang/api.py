@@ -20,6 +20,7 @@ _IDLE_CONNECTION_SECONDS = 3.0
 """Keep-alive time of a connection; the server closes an idle connection after 5 s."""
 _CONTROL_SECONDS = 60.0
 _WRONG_CALL = frozenset({400, 413, 422})
+_MESSAGE_KEYS = ("error", "message", "error_message", "detail")
 _BUSY = frozenset({429, 503})
 
 
@@ -88,6 +89,28 @@ class SglangApi:
             return error.message or "no reason given"
         return "" if answer.get("success") else str(answer.get("message") or "no reason given")
 
+    async def load_adapter(self, name: str, folder: str, seconds: float) -> str:
+        """POST /load_lora_adapter; returns an empty string, or the server's error message."""
+        return await self._change_adapter("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds)
+
+    async def unload_adapter(self, name: str, seconds: float) -> str:
+        """POST /unload_lora_adapter; returns an empty string, or the server's error message."""
+        return await self._change_adapter("/unload_lora_adapter", {"lora_name": name}, seconds)
+
+    async def _change_adapter(self, path: str, body: Mapping[str, Any], seconds: float) -> str:
+        try:
+            answer = await self._json("POST", path, body, seconds)
+        except HttpError as error:
+            if error.status != 400:
+                raise
+            return error.message or "no reason given"
+        return "" if answer.get("success") else str(answer.get("error_message") or "no reason given")
+
+    async def model_names(self) -> list[str]:
+        """GET /v1/models: the names of the model and of its adapters."""
+        answer = await self._json("GET", "/v1/models", None, _CONTROL_SECONDS)
+        return [str(model.get("id")) for model in answer.get("data") or ()]
+
     async def model_info(self, seconds: float) -> dict[str, Any]:
         """GET /model_info; a running server answers it even while paused."""
         return await self._json("GET", "/model_info", None, seconds)
@@ -153,7 +176,7 @@ def _message(answer: bytes) -> str:
     except ValueError:
         return text[:500]
     if isinstance(data, dict):
-        data = data.get("error", data.get("message", data.get("detail", data)))
+        data = next((data[key] for key in _MESSAGE_KEYS if data.get(key)), data)
         if isinstance(data, dict):
             data = data.get("message", data)
     return str(data)[:500]

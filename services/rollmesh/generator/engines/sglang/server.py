@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class SglangServer:
         self._updating = False
         self.clock = RunningClock()
         """Clock of the request deadlines; stopped while the server is paused."""
+        self.adapter_targets: Sequence[str] = ()
+        """Names of the layers that adapters change."""
         self.policy_version = -1
         """Version of the weights in the server."""
         self.known_versions: set[int] = set()
@@ -89,7 +91,7 @@ class SglangServer:
         self._api = SglangApi(f"http://127.0.0.1:{port}", options.admin_key)
         if options.admin_key is not None:
             write_private(options.key_file, options.key_text())
-        command = options.command(folder, policy_version, port)
+        command = options.command(folder, policy_version, port, self.adapter_targets)
         process = ServerProcess(command, options.server_environment(dict(os.environ)), options.log_file)
         self._log.info("server_started", pid=process.pid, url=self._api.url, log=str(options.log_file))
         return process
@@ -214,7 +216,7 @@ class SglangServer:
 
     async def _check_settings(self) -> None:
         info = await self.api.server_info()
-        self.kv_token_capacity = self._options.cache_tokens(info, self.api.url)
+        self.kv_token_capacity = self._options.cache_tokens(info, self.api.url, self.adapter_targets)
         self._log.info(
             "server_ready",
             url=self.api.url,

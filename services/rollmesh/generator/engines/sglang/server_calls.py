@@ -9,13 +9,22 @@ import uuid
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import DataError, EngineError
 from rollmesh.generator.engines.backlog import hold_seconds
 from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.engines.sglang.engine_state import EngineState
+from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
 from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
-from rollmesh.generator.engines.sglang.slices import Slice, check_finite, chunks_of, read_slice, slice_body, without
+from rollmesh.generator.engines.sglang.slices import (
+    Slice,
+    check_finite,
+    chunks_of,
+    read_slice,
+    slice_body,
+    under_adapter,
+    without,
+)
 from rollmesh.generator.engines.sglang.slot_queue import ServerCall
 from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import Chunk, FinishReason
@@ -29,10 +38,17 @@ _POLL_SECONDS = 0.002
 class Calls:
     """Requests of the calls of one engine."""
 
-    def __init__(self, options: SglangOptions, state: EngineState, server: SglangServer) -> None:
+    def __init__(
+        self,
+        options: SglangOptions,
+        state: EngineState,
+        server: SglangServer,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
         self._options = options
         self._state = state
         self._server = server
+        self._adapters = adapters
         self._last_answer = server.clock.seconds()
         self._background_tasks = BackgroundTasks()
 
@@ -67,11 +83,19 @@ class Calls:
         """Run one slice of a call; drop tokens that must not be delivered and count the rest."""
         state = self._state
         first = not server_call.cache_key
-        if first:
+        if self._adapters is not None:
+            self._choose_adapter(self._adapters, server_call)
+        elif first:
             # One key for the whole call: its cache has the call's version, was dropped, or kv_min_version records it.
             server_call.cache_key = state.cache_key
             server_call.kv_min = {self._server.policy_version: self._server.policy_version}
-        piece = await self._request(server_call, min(server_call.call.chunk_token_count, server_call.budget))
+        requested = min(server_call.call.chunk_token_count, server_call.budget)
+        if self._adapters is None:
+            piece = await self._request(server_call, requested)
+        else:
+            with self._adapters.named(server_call.adapter_version) as adapter:
+                piece = await self._request(server_call, requested, adapter)
+            piece = under_adapter(piece, server_call.adapter_version)
         self._count(server_call, piece, first)
         await self._wait_while_on_trial(server_call)
         piece, fell = without(piece, server_call.refused | self._server.doubtful_versions, server_call.floor)
@@ -92,6 +116,16 @@ class Calls:
             cached_token_count=piece.cached_token_count if first else 0,
             idle_version=state.in_service,
         )
+
+    def _choose_adapter(self, adapters: LoadedAdapters, server_call: ServerCall) -> None:
+        """Let the next slice name the version in service; after a return to an older one, that of the call's tokens."""
+        version = self._state.in_service
+        if server_call.floor > version and adapters.has(server_call.floor):
+            version = server_call.floor
+        server_call.adapter_version = version
+        # The name of a load is unique, so no slice finds the cache of another version.
+        server_call.cache_key = f"{self._state.cache_space}-{adapters.name(version) or 'base'}"
+        server_call.kv_min = {version: version}
 
     def mark_interrupted(self, calls: Iterable[ServerCall]) -> int:
         """End these calls with their current tokens; returns the number that were not marked before."""
@@ -132,7 +166,7 @@ class Calls:
         """Cancel the background tasks."""
         await self._background_tasks.cancel()
 
-    async def _request(self, server_call: ServerCall, requested: int) -> Slice:
+    async def _request(self, server_call: ServerCall, requested: int, adapter: str | None = None) -> Slice:
         """Send one slice and wait for its response."""
         server_call.request_id = uuid.uuid4().hex  # of fixed length: the server aborts by prefix
         server_call.slicing, server_call.met_load = True, False
@@ -140,9 +174,20 @@ class Calls:
         version = self._server.policy_version
         sampling, vocab_size = server_call.call.sampling, self._state.serving().vocab_size
         body = slice_body(
-            server_call.context, requested, sampling, request_id=server_call.request_id, cache_key=server_call.cache_key
+            server_call.context,
+            requested,
+            sampling,
+            request_id=server_call.request_id,
+            cache_key=server_call.cache_key,
+            adapter=adapter,
         )
-        answer = await self._answer(server_call, body)
+        try:
+            answer = await self._answer(server_call, body)
+        except DataError as error:
+            if adapter is None or "LoRA" not in str(error):
+                raise
+            self._state.mark_lost(EngineLost(f"the SGLang server has lost {adapter}; was it restarted? {error}"))
+            raise self._state.failure or EngineError("the engine has stopped") from error
         server_call.request_id = ""
         sole = None if server_call.met_load else version
         piece = read_slice(answer, sampling, vocab_size=vocab_size, budget=requested, sole_version=sole)

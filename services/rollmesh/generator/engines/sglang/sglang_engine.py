@@ -17,6 +17,7 @@ from rollmesh.generator.engines.call_checks import check_call, check_ids
 from rollmesh.generator.engines.engine_protocol import EngineLost, EngineStatus, OnNewVersion
 from rollmesh.generator.engines.sglang.engine_state import EngineState
 from rollmesh.generator.engines.sglang.folders import PolicyFolder, difference, read_folder
+from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
 from rollmesh.generator.engines.sglang.reload_plan import ReloadPlan, plan_reload
 from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.server_calls import Calls
@@ -42,7 +43,11 @@ class SglangEngine:
         self._queue = SlotQueue(options.generator.slots)
         self._state = EngineState(self._queue)
         self._server = SglangServer(options, self._state.mark_lost)
-        self._calls = Calls(options, self._state, self._server)
+        self._adapters: LoadedAdapters | None = None
+        if options.adapter is not None:
+            limit = options.server.update_timeout_seconds
+            self._adapters = LoadedAdapters(options.adapter, lambda: self._server.api, limit)
+        self._calls = Calls(options, self._state, self._server, self._adapters)
         self._load_lock = asyncio.Lock()
 
     async def start(self, folder: Path, policy_version: int) -> None:
@@ -56,8 +61,13 @@ class SglangEngine:
                 f"generator.max_context_tokens={self._options.generator.max_context_tokens} is more than the model's "
                 f"max_position_embeddings={policy.max_positions}"
             )
+        if self._adapters is not None:
+            self._adapters.start_above(policy.tensors, policy_version)
+            self._server.adapter_targets = self._adapters.layers.names
         try:
             await self._server.start(folder, policy_version)
+            if self._adapters is not None and self._options.server.url is not None:
+                await self._adapters.unload_leftovers()
         except ConfigError:
             raise
         except EngineError as error:
@@ -99,8 +109,12 @@ class SglangEngine:
                 server_call.changed.set()
 
     async def stage(self, folder: Path, policy_version: int) -> None:
-        """Check that the weights fit; EngineError if they do not. The server reads them in ``load``."""
+        """Check that the weights fit; EngineError if they do not. The server reads them in ``load``, adapters now."""
         self._state.serving()
+        if self._adapters is not None:
+            async with self._load_lock:
+                await self._load_adapter(self._adapters, folder, policy_version)
+            return
         await asyncio.to_thread(self._read_fitting, folder)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
@@ -111,7 +125,18 @@ class SglangEngine:
         """
         state = self._state
         state.serving()
+        if (mode is OnNewVersion.NEXT_SLICE) != (self._adapters is not None):
+            raise EngineError(
+                f"generator.on_new_version={mode}: an engine {'with' if self._adapters else 'without'} model.adapter "
+                "cannot; leave it out"
+            )
         async with self._load_lock:
+            if self._adapters is not None:
+                if not self._adapters.has(policy_version):
+                    await self._load_adapter(self._adapters, folder, policy_version)
+                state.in_service = policy_version
+                self._adapters.retain(policy_version)
+                return 0.0
             await asyncio.to_thread(self._read_fitting, folder)
             try:
                 if mode is OnNewVersion.DRAIN:
@@ -128,12 +153,13 @@ class SglangEngine:
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
             check_ids(ids, vocab_size, f"sequences[{number}]")
+        adapter = self._adapter_name(policy_version)
         async with self._state.server_lock:
             held = self._server.paused
             if held:  # a paused server does not answer requests
                 await self._server.resume()
             try:
-                return await self._scores(sequences)
+                return await self._scores(sequences, adapter)
             finally:
                 # Tokens of weights on trial are held anyway. A second pause would drop the cache that the running calls
                 # have just computed, and cost another prefill.
@@ -157,7 +183,8 @@ class SglangEngine:
             state.paused = False
             if self._server.paused:
                 await self._server.resume()
-            state.in_service, state.on_trial = self._server.policy_version, None
+            if self._adapters is None:
+                state.in_service, state.on_trial = self._server.policy_version, None
             self._queue.set_paused(False)
             self._queue.wake_all()
 
@@ -170,7 +197,7 @@ class SglangEngine:
             raise state.failure
         queue.account()
         return EngineStatus(
-            policy_version=self._server.policy_version,
+            policy_version=self._server.policy_version if self._adapters is None else state.in_service,
             running_count=queue.running_count,
             waiting_count=queue.waiting_count,
             slot_count=queue.slot_count,
@@ -202,11 +229,32 @@ class SglangEngine:
                 async with state.server_lock:
                     await self._calls.end_requests(calls)
         await self._calls.aclose()
+        if self._adapters is not None:
+            await self._adapters.aclose()
         await self._server.aclose()
 
-    async def _scores(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+    async def _load_adapter(self, adapters: LoadedAdapters, folder: Path, version: int) -> None:
+        """Check an adapter and load it into the server beside the others; the base is there already."""
+        if version == adapters.base_version:
+            return
+        await asyncio.to_thread(adapters.layers.check, folder)
+        try:
+            await adapters.load(folder, version)
+        except EngineError as error:
+            raise self._state.failure or await self._server.explain(error) from error
+
+    def _adapter_name(self, version: int | None) -> str | None:
+        """Return the server's name of a version, or of the one in service; None for full weights and the base."""
+        adapters = self._adapters
+        if adapters is None:
+            return None
+        if version is not None and not adapters.has(version):
+            raise EngineError(f"policy version {version} is not loaded; stage it before it is scored")
+        return adapters.name(self._state.in_service if version is None else version)
+
+    async def _scores(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
         limit = self._options.server.request_timeout_seconds
-        requests = [asyncio.ensure_future(self._score(ids)) for ids in sequences]
+        requests = [asyncio.ensure_future(self._score(ids, adapter)) for ids in sequences]
         try:
             async with asyncio.timeout(limit):
                 return list(await asyncio.gather(*requests))
@@ -225,10 +273,10 @@ class SglangEngine:
         finally:
             await cancel_and_wait(*requests)
 
-    async def _score(self, ids: Int32Array) -> Float32Array:
+    async def _score(self, ids: Int32Array, adapter: str | None) -> Float32Array:
         if len(ids) < 2:
             return np.empty(0, np.float32)
-        answer = await self._server.api.generate(score_body(ids.tolist(), request_id=uuid.uuid4().hex))
+        answer = await self._server.api.generate(score_body(ids.tolist(), request_id=uuid.uuid4().hex, adapter=adapter))
         return read_scores(answer, len(ids))
 
     def _read_fitting(self, folder: Path) -> PolicyFolder:

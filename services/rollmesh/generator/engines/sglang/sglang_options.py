@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rollmesh.config import RunConfig
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.sglang_server import SglangConfig
 from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.sglang.lora_options import check_lora_server, lora_flags
 
 _SPARE_TOKENS = 8
 """Positions of its context length that the server reserves; a call never reaches them."""
@@ -32,6 +34,8 @@ class SglangOptions:
 
     generator: GeneratorConfig
     dtype: str = "float32"
+    adapter: AdapterSettings | None = None
+    """Adapters of the run; None serves full weights."""
     admin_key: str | None = None
     """Key of the server's endpoints; None sends none."""
     log_file: Path = Path("sglang.log")
@@ -47,6 +51,7 @@ class SglangOptions:
         return cls(
             generator=config.generator,
             dtype=config.model.dtype,
+            adapter=AdapterSettings.from_config(config),
             admin_key=secrets.token_hex(16) if key is None and server.url is None else key,
             log_file=Path(config.folder) / "logs" / f"sglang-{index}.log",
         )
@@ -77,8 +82,8 @@ class SglangOptions:
         """
         return "in_place" if self.generator.on_new_version == "keep_kv" else "retract"
 
-    def command(self, folder: Path, policy_version: int, port: int) -> list[str]:
-        """Build the command that serves ``folder`` on a loopback port."""
+    def command(self, folder: Path, policy_version: int, port: int, targets: Sequence[str] = ()) -> list[str]:
+        """Build the command that serves ``folder`` on a loopback port; ``targets`` are the layers of its adapters."""
         generator = self.generator
         flags = {
             "--model-path": str(folder),
@@ -94,6 +99,8 @@ class SglangOptions:
             flags["--device"] = generator.device
         if generator.device == "cpu" and not self._has_argument("--attention-backend"):
             flags["--attention-backend"] = "torch_native"
+        if generator.device == "cpu" and self.adapter is not None and not self._has_argument("--lora-backend"):
+            flags["--lora-backend"] = "torch_native"
         if not self._has_argument("--log-level-http"):
             flags["--log-level-http"] = "warning"  # otherwise the server logs a line for every slice
         if self.admin_key is not None:
@@ -105,6 +112,8 @@ class SglangOptions:
             bare.append("--disable-overlap-schedule")
             if not self._has_argument("--watchdog-timeout"):
                 flags["--watchdog-timeout"] = _WATCHDOG_SECONDS  # the watchdog takes a pause in place for a hang
+        if self.adapter is not None:
+            bare += lora_flags(self.adapter, targets, generator.slots)
         pairs = [part for pair in flags.items() for part in pair]
         python = self.server.python or sys.executable
         return [python, "-m", "sglang.launch_server", *pairs, *bare, *self.server.arguments]
@@ -120,10 +129,12 @@ class SglangOptions:
             kept["SGLANG_USE_CPU_ENGINE"] = "1"
         return kept | self.server.environment
 
-    def cache_tokens(self, info: Mapping[str, Any], url: str) -> int:
+    def cache_tokens(self, info: Mapping[str, Any], url: str, targets: Sequence[str] = ()) -> int:
         """Return the cache capacity from a /server_info response, in tokens; ConfigError for an impossible setting."""
         if self.server.url is not None:
             self._check_running_server(info)
+            if self.adapter is not None:
+                check_lora_server(info, url, self.adapter, targets)
         capacity = int(info.get("max_total_num_tokens") or 0)
         # The server rounds a context up to whole pages and keeps one back.
         room = self._context_length + 2 * int(info.get("page_size") or 1)

@@ -54,10 +54,20 @@ _DEFAULT_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty
 
 
 def slice_body(
-    context: Sequence[int], new_token_count: int, sampling: SamplingParams, *, request_id: str, cache_key: str
+    context: Sequence[int],
+    new_token_count: int,
+    sampling: SamplingParams,
+    *,
+    request_id: str,
+    cache_key: str,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Build the /generate request that continues ``context``; token ids in and out, one log-probability a token."""
+    """Build the /generate request that continues ``context``; token ids in and out, one log-probability a token.
+
+    ``adapter`` is the server's name of an adapter; None is the base.
+    """
     return {
+        **({} if adapter is None else {"lora_path": adapter}),
         "rid": request_id,
         "input_ids": context,
         "extra_key": cache_key,
@@ -78,9 +88,10 @@ def slice_body(
     }
 
 
-def score_body(ids: Sequence[int], *, request_id: str) -> dict[str, Any]:
+def score_body(ids: Sequence[int], *, request_id: str, adapter: str | None = None) -> dict[str, Any]:
     """Build the /generate request that returns the log-probabilities (T=1) of ``ids`` and samples no token."""
     return {
+        **({} if adapter is None else {"lora_path": adapter}),
         "rid": request_id,
         "input_ids": ids,
         "extra_key": request_id,  # unique, so that the current weights score, never a cache
@@ -150,6 +161,12 @@ def _read_spans(meta: Mapping[str, Any], count: int, sole_version: int | None) -
     if [s.start for s in spans] != edges[:-1] or edges[-1] != count or any(s.end < s.start for s in spans):
         raise ValueError(f"weight_versions {found} do not cover {count} tokens")
     return tuple(s for s in spans if s.end > s.start)
+
+
+def under_adapter(piece: Slice, policy_version: int) -> Slice:
+    """Stamp a slice with the version of the adapter that it named, instead of its base's."""
+    span = TokenSpan(policy_version=policy_version, start=0, end=len(piece))
+    return replace(piece, spans=(span,) if len(piece) else ())
 
 
 def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, bool]:

@@ -38,6 +38,8 @@ class ServerCall:
     interrupted: bool = False
     """True once the call must end with its current tokens."""
     cache_key: str = ""
+    adapter_version: int = -1
+    """Version of the adapter that the current slice names."""
     floor: int = -1
     """Policy version of the call's newest token."""
     kv_min: dict[int, int] = field(default_factory=dict)
