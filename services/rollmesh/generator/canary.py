@@ -1,8 +1,10 @@
 """The canary: compares the engine's log-probabilities of fixed sequences with the trainer's at every new version.
 
-Two rules apply. The engine differs from the trainer by no more than its dtype explains. When the trainer's
+Three rules apply. The engine differs from the trainer by no more than its dtype explains. When the trainer's
 log-probabilities change from one version to another, the engine's change too; this detects undelivered weights at the
-first version.
+first version. Under an adapter they change by the same: its base is the same on both sides, so this detects an adapter
+of which a part or the scale is missing, although it changes too little for the first rule. Full weights change by less
+in an engine of a low precision, which rounds most of an update away.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ UNCHANGED_SHARE = 0.1
 """Share of the trainer's change; an engine that changed by less still holds its previous weights."""
 
 
+CHANGE_NOISE: Mapping[str, float] = MappingProxyType({"float32": 2e-5, "bfloat16": 0.05})
+"""Mean difference in nats between the trainer's and the engine's change under an adapter that rounding explains, by
+``model.dtype``."""
+CHANGE_SHARE = 0.25
+"""Accepted difference as a share of the trainer's change; half of an adapter's layers are about half of its change."""
+
+
 class CanaryFailed(EngineError):
     """Mismatch between the engine's and the trainer's log-probabilities."""
 
@@ -41,6 +50,8 @@ class CanaryScores:
     """Log-probabilities of the trainer, from the manifest."""
     weights: frozenset[str]
     """SHA-256 digests of the weight files."""
+    is_adapter: bool = False
+    """True if the version is an adapter above the base of the version before."""
 
     @property
     def gap(self) -> float:
@@ -51,16 +62,18 @@ class CanaryScores:
 class Canary:
     """The rules of one run, and the scores to compare the next version with."""
 
-    def __init__(self, threshold: float, min_change: float) -> None:
+    def __init__(self, threshold: float, min_change: float, change_noise: float = 0.0) -> None:
         self._threshold = threshold
         self._min_change = min_change
+        self._change_noise = change_noise
         self._reference: CanaryScores | None = None
         """Scores of the last version at which both the trainer's and the engine's scores changed."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Canary:
         """Build the rules of a run file."""
-        return cls(canary_threshold(config), MIN_CHANGES[config.model.dtype])
+        dtype = config.model.dtype
+        return cls(canary_threshold(config), MIN_CHANGES[dtype], CHANGE_NOISE[dtype])
 
     def check(self, scores: CanaryScores) -> None:
         """Accept a version, or raise CanaryFailed with the reason."""
@@ -73,8 +86,9 @@ class Canary:
         if before is None or before.trainer_logprobs.shape != scores.trainer_logprobs.shape:
             self._reference = scores
             return
-        trainer_change = float(np.abs(scores.trainer_logprobs - before.trainer_logprobs).mean())
-        engine_change = float(np.abs(scores.engine_logprobs - before.engine_logprobs).mean())
+        by_token = scores.trainer_logprobs - before.trainer_logprobs
+        engine_by_token = scores.engine_logprobs - before.engine_logprobs
+        trainer_change, engine_change = float(np.abs(by_token).mean()), float(np.abs(engine_by_token).mean())
         if trainer_change < self._min_change or scores.weights == before.weights:
             # The next version is compared with the same scores, so small changes add up. A trainer that publishes the
             # same weights again may score them on other hardware, which rounds differently.
@@ -84,6 +98,13 @@ class Canary:
                 f"policy version {scores.policy_version}: its weights were not delivered to the engine: from version "
                 f"{before.policy_version} on, the trainer's logprobs of the canary changed by {trainer_change:.3g} "
                 f"on average and the engine's by {engine_change:.3g}"
+            )
+        missed = float(np.abs(engine_by_token - by_token).mean())
+        if scores.is_adapter and missed > max(self._change_noise, CHANGE_SHARE * trainer_change):
+            raise CanaryFailed(
+                f"policy version {scores.policy_version}: the engine computes another adapter: from version "
+                f"{before.policy_version} on, the trainer's logprobs of the canary changed by {trainer_change:.3g} on "
+                f"average, and the engine's change differs from it by {missed:.3g}"
             )
         self._reference = scores
 

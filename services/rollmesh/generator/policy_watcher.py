@@ -357,6 +357,7 @@ class PolicyWatcher:
             engine_logprobs=np.concatenate(engine).astype(np.float64),
             trainer_logprobs=np.concatenate(trainer).astype(np.float64),
             weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
+            is_adapter=policy.base is not None,
         )
         self._metrics.canary_gap.set(scores.gap)
         self._canary.check(scores)

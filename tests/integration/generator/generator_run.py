@@ -82,14 +82,19 @@ def hf_logprobs(folder: Path, ids: Int32Array) -> Float32Array:
 
 
 def make_config(
-    folder: Path, server: EmbeddedServer, *, session_ttl_seconds: float = 60.0, **generator: Any
+    folder: Path,
+    server: EmbeddedServer,
+    *,
+    session_ttl_seconds: float = 60.0,
+    adapter: dict[str, Any] | None = None,
+    **generator: Any,
 ) -> RunConfig:
     """The run file of ``folder``; no entry or lease ends here by the clock, unless a test waits for that."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "name": folder.name,
         "folder": str(folder),
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "adapter": adapter},
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 200},
         "checkpoints": {"secret": SECRET},

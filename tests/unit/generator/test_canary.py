@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,35 @@ def test_the_same_weights_published_again_pass_though_the_trainer_rounds_otherwi
     canary.check(scores(4, 0.0, 1e-5, "same"))
     with pytest.raises(CanaryFailed, match="from version 3 on"):
         canary.check(scores(5, 0.0, 1e-5, "other"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "passes"),
+    [
+        ([1e-3, -1e-3, 1e-3], [1.01e-3, -1e-3, 1e-3], True),
+        ([1e-3, -1e-3, 1e-3], [1e-3, 0.0, 0.0], False),  # a part of the adapter
+        ([1e-3, -1e-3, 1e-3], [0.5e-3, -0.5e-3, 0.5e-3], False),  # half of its scale
+        ([1e-3, -1e-3, 1e-3], [3e-3, -3e-3, 3e-3], False),
+        ([1e-5, -1e-5, 1e-5], [1e-5, 0.0, 2.5e-5], True),  # less than rounding
+    ],
+)
+def test_an_adapter_changes_the_engine_by_what_it_changes_the_trainer(trainer, engine, passes) -> None:
+    canary = Canary(threshold=5e-3, min_change=1e-6, change_noise=2e-5)
+    canary.check(scores(0, 1e-5, 0.0))
+    own = dataclasses.replace(
+        scores(1, 1e-5, 0.0),
+        engine_logprobs=scores(0, 1e-5, 0.0).engine_logprobs + np.array(engine),
+        trainer_logprobs=scores(0, 0.0, 0.0).trainer_logprobs + np.array(trainer),
+    )
+    canary.check(own)  # full weights: an engine may round a part of an update away
+    canary = Canary(threshold=5e-3, min_change=1e-6, change_noise=2e-5)
+    canary.check(scores(0, 1e-5, 0.0))
+    adapter = dataclasses.replace(own, is_adapter=True)
+    if passes:
+        canary.check(adapter)
+    else:
+        with pytest.raises(CanaryFailed, match="policy version 1: the engine computes another adapter: from version 0"):
+            canary.check(adapter)
 
 
 def test_a_threshold_in_the_run_file_wins() -> None:
