@@ -1,4 +1,4 @@
-"""The whole mesh on two real SGLang servers, one of which is killed on the way."""
+"""The whole mesh on two real SGLang servers, one of which is killed on the way: with full weights, and adapters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
 
+from ..sglang_cpu.server import UNPINNED
 from .audits import assert_rescored
 
 _INSTALL = Path(__file__).parents[1] / "sglang_cpu" / "install.py"
@@ -27,8 +28,8 @@ _SERVER_SECONDS = 600.0
 LOGS = ("logs/generator-0.log", "logs/generator-1.log")
 
 
-@pytest.fixture
-def sections() -> dict[str, Any]:
+@pytest.fixture(params=["full weights", "adapters"])
+def sections(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A run on the real server; skips where it is not installed."""
     check = subprocess.run([sys.executable, _INSTALL, "--check"], capture_output=True, text=True)
     if check.returncode:
@@ -37,7 +38,15 @@ def sections() -> dict[str, Any]:
         "python": check.stdout.strip(),
         "environment": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
     }
-    return {
+    changes: dict[str, Any] = {}
+    if request.param == "adapters":
+        server["environment"].update(UNPINNED)
+        # Each batch waits for its own version: no version but the last one may be without tokens in a batch.
+        changes = {
+            "model": {"adapter": {"rank": 8}},
+            "schedule": {"preset": "sync", "max_staleness": 0, "pool_size": 16},
+        }
+    return changes | {
         "data": {"source": {"type": "countdown", "min_numbers": 3, "max_numbers": 4}},
         "generator": {"engine": "sglang", "device": "cpu", "replicas": 2, "slots": 32, "sglang": server},
         "trainer": {"train_steps": _STEPS},
@@ -131,7 +140,8 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
 
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == list(range(1, _STEPS + 1))
-    store = open_checkpoints(load_run_config(line.folder / "config.yaml"))
+    config = load_run_config(line.folder / "config.yaml")
+    store = open_checkpoints(config)
     published = {record.policy_version for record in store.complete_policies()}
     written = {
         segment.policy_version
@@ -143,6 +153,10 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
     entries = [entry for name in LOGS for entry in records(line.folder / name)]
     loaded = {entry["policy_version"] for entry in entries if entry["event"] == "policy_in_service"}
     assert published == set(range(_STEPS + 1))
+    if config.model.adapter is not None:
+        assert written == published - {_STEPS}
+        kinds = [store.open(record).manifest.kind for record in store.complete_policies()]
+        assert sorted(kinds) == ["adapter"] * _STEPS + ["full"]
     assert written <= loaded <= published
     # Not all of them: one that another follows at once may have no token, or none in a group that is trained. But each
     # batch has tokens of its own time.

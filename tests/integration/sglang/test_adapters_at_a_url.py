@@ -1,0 +1,110 @@
+"""Adapters in a server that rollmesh did not start: its flags, its leftovers and its restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollmesh.config.adapter import AdapterConfig
+from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+
+from ...adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
+from ...contract.contract_kit import KEY, LONGEST, StandIn, collect, make_call, write_model
+from ...sglang_cpu.options import sglang_options
+
+FLAGS = (
+    *("--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(RANK), "--max-loaded-loras", "16"),
+    *("--lora-target-modules", *ALL_LINEAR),
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "base", 0)
+
+
+@pytest.fixture
+def folders(tmp_path: Path, base: Path) -> dict[int, Path]:
+    return {version: write_adapter(tmp_path / f"adapter-{version}", base, version) for version in (1, 2)}
+
+
+@pytest.fixture
+def server(tmp_path: Path, base: Path) -> Iterator[StandIn]:
+    stand_in = StandIn(base, tmp_path / "server.log", FLAGS)
+    yield stand_in
+    stand_in.stop()
+
+
+def engine_at(url: str) -> SglangEngine:
+    adapter = AdapterSettings(config=AdapterConfig(rank=RANK, alpha=ALPHA), kept_versions=2)
+    fields: dict[str, Any] = {"slots": 4, "max_context_tokens": LONGEST, "adapter": adapter}
+    return SglangEngine(sglang_options(url=url, admin_key=KEY, **fields))
+
+
+def names(server: StandIn) -> list[str]:
+    """Adapters in the server."""
+    answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).json()
+    return [model["id"] for model in answer["data"][1:]]
+
+
+def unload(server: StandIn, name: str) -> None:
+    """Take an adapter out of the server without a word to its engine, as a restart does."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    httpx.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, headers=headers).raise_for_status()
+
+
+async def serve(engine: SglangEngine, folders: dict[int, Path], version: int) -> None:
+    await engine.stage(folders[version], version)
+    await engine.load(folders[version], version, OnNewVersion.NEXT_SLICE)
+
+
+async def test_a_server_without_the_flags_is_refused_at_the_start(tmp_path, base):
+    plain = StandIn(base, tmp_path / "server.log")
+    engine = engine_at(plain.url)
+    try:
+        with pytest.raises(ConfigError, match="without --enable-lora; start it with --enable-lora .*--max-lora-rank 4"):
+            await engine.start(base, 0)
+    finally:
+        await engine.aclose()
+        plain.stop()
+
+
+async def test_a_server_that_lost_its_adapters_ends_the_engine_and_the_next_one_loads_them_again(
+    tmp_path, base, folders, server
+):
+    first = engine_at(server.url)
+    await first.start(base, 0)
+    await serve(first, folders, 1)
+    unload(server, "policy-v1")
+    with pytest.raises(EngineLost, match="has lost policy-v1; was it restarted"):
+        await collect(first, make_call())
+    with pytest.raises(EngineLost):
+        first.status()
+    await first.aclose()
+    second = engine_at(server.url)
+    await second.start(base, 0)
+    await serve(second, folders, 1)
+    rollout = await collect(second, make_call())
+    assert rollout.stamps == {(1, 1)}
+    rollout.check_pure([base, merge(tmp_path / "merged", base, folders[1])])
+    await second.aclose()
+
+
+async def test_adapters_of_an_earlier_process_make_room(base, folders, server):
+    first = engine_at(server.url)
+    await first.start(base, 0)
+    for version in folders:
+        await serve(first, folders, version)
+    await first.aclose()
+    assert names(server) == ["policy-v1", "policy-v2"]
+    second = engine_at(server.url)
+    await second.start(base, 0)
+    assert names(server) == []
+    await second.aclose()
