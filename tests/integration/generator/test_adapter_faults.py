@@ -1,4 +1,4 @@
-"""Engines that name an adapter and compute another: the canary refuses the first such version, and it never serves."""
+"""Engines that name an adapter and compute another: canary and audit find the first version of which that is true."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
+from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.generator import GeneratorConfig
+from rollmesh.config.load import write_run_config
 from rollmesh.generator.canary import THRESHOLDS
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.types import PolicyRecord
+from rollmesh.mesh import Cursor
+from rollmesh.report.audit import SECRET_VARIABLE, audit_run
+from rollmesh.types import Batch, PolicyRecord
 
 from ...adapters import ALPHA, RANK, change_tensors, merge, write_adapter
-from .generator_run import GeneratorRun, hf_logprobs, prompt_ids
+from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
+from .sampled_groups import group_of, sampled
 
 ADAPTER = {"rank": RANK, "alpha": ALPHA}
 SIZE = 0.005
@@ -129,6 +138,49 @@ async def test_the_first_version_with_a_fault_is_refused(
     await run.announce(records[first - 1])
     serving, found = await decided(run, first)
     assert not serving and f"policy version {first}: {reason}" in found
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [
+        (None, 3),
+        (the_base, 1),
+        (the_version_before, 2),
+        (half_of_the_modules, 1),
+        (a_scale_without_alpha, 1),
+        (a_scale_without_the_rank, 1),
+    ],
+)
+async def test_the_audit_is_red_at_the_first_version_with_a_fault(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault | None, first: int
+) -> None:
+    run = await make_run(adapter=ADAPTER)
+    write_run_config(run.config, run.folder / "config.yaml")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    base = await run.prepare(0)
+    records = [base, *[await publish_adapter(run, base, version) for version in (1, 2)]]
+    folders = [run.checkpoints.root / record.path for record in records]
+    kind = TorchEngine if fault is None else engine_with(fault, first)
+    settings = AdapterSettings(config=AdapterConfig(**ADAPTER))
+    engine = kind(GeneratorConfig(slots=8, max_context_tokens=128, device="cpu"), adapter=settings)
+    await engine.start(folders[0], 0)
+    for version, folder in enumerate(folders):
+        if version:
+            await engine.stage(folder, version)
+            await engine.load(folder, version, OnNewVersion.NEXT_SLICE)
+        numbers = range(8 * version, 8 * version + 8)
+        groups = tuple([group_of(number, await sampled(engine, number)) for number in numbers])
+        step = version + 1
+        run.checkpoints.write_batch(Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
+        tensors = {"weight": torch.zeros(2)}
+        run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
+    await engine.aclose()
+    result = audit_run(run.folder)
+    if fault is None:
+        assert result.green, result.problems
+    else:
+        assert not result.green
+        assert result.problems[0].partition(":")[0] == f"policy version {first}"
 
 
 async def test_a_late_generator_compares_the_newest_adapter_with_the_base(

@@ -18,20 +18,10 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
-from rollmesh.types import (
-    Batch,
-    Chunk,
-    FinishReason,
-    Group,
-    OutcomeKind,
-    PolicyRecord,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    Trajectory,
-)
+from rollmesh.types import Batch, PolicyRecord
 
-from .generator_run import SECRET, GeneratorRun, hf_logprobs, make_call, prompt_ids
+from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
+from .sampled_groups import group_of, sampled
 
 LEARNING_RATE = 1e-6
 """Of an ordinary run: the first Adam step moves every weight by it."""
@@ -101,36 +91,6 @@ async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_
     for version in (1, 2, 3):
         await run.announce(await publish_update(run, version))
         await run.serving(version)
-
-
-async def sampled(engine: TorchEngine, number: int) -> list[Chunk]:
-    """Return the chunks that the engine streams for one call."""
-    call = make_call(f"e0-{number}.0", prompt_ids(number), max_new_token_count=40)
-    return [chunk async for chunk in engine.generate(call)]
-
-
-def group_of(number: int, chunks: list[Chunk]) -> Group:
-    """A trained group of one trajectory."""
-    segments = tuple(
-        Segment(
-            token_ids=chunk.token_ids,
-            behavior_logprobs=chunk.behavior_logprobs,
-            policy_version=chunk.policy_version,
-            kv_min_version=chunk.kv_min_version,
-        )
-        for chunk in chunks
-        if len(chunk.token_ids)
-    )
-    trajectory = Trajectory(
-        trajectory_id=f"e0-{number}.0",
-        group_id=f"e0-{number}",
-        member_index=0,
-        prompt=Prompt(prompt_id=f"p{number}", token_ids=prompt_ids(number), verifier="exact"),
-        segments=segments,
-        finish_reason=FinishReason.LENGTH,
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=1.0),
-    )
-    return Group(group_id=f"e0-{number}", admission_index=number, trajectories=(trajectory,))
 
 
 @pytest.mark.parametrize("kind", [BaseWeights, TorchEngine])
