@@ -1,13 +1,15 @@
 """Factors of the loaded adapters side by side, so that one product serves rows of several versions.
 
-The columns of A of all versions form one matrix, and so do the rows of B. A row is multiplied by all of them, and the
-columns of the versions that it does not use are set to 0 between the two products. Shapes and addresses are constant
-while the number of places is, so a captured graph computes with the adapters that are loaded when it is replayed.
+The columns of A of all versions form one matrix, and so do the rows of B. All rows are multiplied by the versions that
+any of them uses, and the columns of those that a row does not use are set to 0 between the two products. A static step
+multiplies by all places: its shapes and addresses are constant while the number of places is, so a captured graph
+computes with the adapters that are loaded when it is replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +22,18 @@ BASE = -1
 """Place of rows without an adapter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRows:
+    """Adapters of the rows of one forward pass."""
+
+    unused: Tensor
+    """True at the places that a row does not use, bool [rows, places]."""
+    used: tuple[int, ...] | None
+    """Places that any row uses; None multiplies by all places."""
+    is_mixed: bool
+    """True unless all rows use the same place."""
+
+
 class AdapterStack:
     """Adapters of one base by version; the model thread owns it."""
 
@@ -30,13 +44,19 @@ class AdapterStack:
         device: torch.device,
         *,
         rows: int,
+        static: bool = False,
     ) -> None:
-        """Create a stack without places, for matrices of ``shapes`` and for decode steps of at most ``rows`` rows."""
+        """Create a stack without places, for matrices of ``shapes`` and for decode steps of at most ``rows`` rows.
+
+        ``static`` decode steps have constant shapes.
+        """
         self._shapes = shapes
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._factors: Factors = {key: (self._like, self._like) for key in shapes}
         self._versions: dict[int, int] = {}
         self._unused = torch.ones(rows, 0, dtype=torch.bool, device=device)
+        self._static = static
+        self._arranged = AdapterRows(unused=self._unused, used=None, is_mixed=True)
 
     @property
     def versions(self) -> Collection[int]:
@@ -76,24 +96,39 @@ class AdapterStack:
             self._factors[key] = a, b
         self._unused = self._unused.new_ones(len(self._unused), places)
 
-    def select(self, places: Int64Array) -> Tensor:
-        """Return a mask of the places that these rows do not use, bool [rows, places]."""
-        return torch.from_numpy(np.arange(self.place_count) != places[:, None]).to(self._unused.device)
+    def select(self, places: Int64Array) -> AdapterRows:
+        """Return the adapters of rows in these places, [rows]."""
+        unused = torch.from_numpy(np.arange(self.place_count) != places[:, None]).to(self._unused.device)
+        found = np.unique(places)
+        used = tuple(int(place) for place in found if place != BASE)
+        return AdapterRows(unused=unused, used=used, is_mixed=len(found) > 1)
 
     def arrange(self, places: Int64Array) -> None:
         """Set the places of the rows of the next decode steps, [rows]."""
-        self._unused[: len(places)].copy_(self.select(places))
+        self._arranged = self.select(places)
+        if self._static:
+            self._unused[: len(places)].copy_(self._arranged.unused)
 
-    def rows_in_order(self, count: int) -> Tensor:
-        """Return the mask of the first ``count`` rows as arranged, at an address that stays."""
-        return self._unused[:count]
+    def rows_in_order(self, count: int) -> AdapterRows:
+        """Return the adapters of ``count`` rows as arranged; those of a static step are at an address that stays."""
+        if not self._static:
+            return self._arranged
+        return AdapterRows(unused=self._unused[:count], used=None, is_mixed=True)
 
-    def add_(self, out: Tensor, block: int, matrix: str, x: Tensor, unused: Tensor) -> None:
+    def add_(self, out: Tensor, block: int, matrix: str, x: Tensor, rows: AdapterRows) -> None:
         """Add the adapters' share of a product: x [rows, in] to out [rows, out]."""
-        factors = self._factors.get((block, matrix))
-        if factors is None:
+        if (block, matrix) not in self._factors:
             return
-        a, b = factors
-        inner = torch.mm(x, a).view(len(x), unused.shape[1], -1)
-        # Masked, not multiplied: 0 times the overflow of another version's product is NaN.
-        out.addmm_(inner.masked_fill_(unused.unsqueeze(2), 0.0).view(len(x), -1), b)
+        a, b = self._factors[block, matrix]
+        if rows.used is None:
+            inner = torch.mm(x, a).view(len(x), self.place_count, -1)
+            out.addmm_(inner.masked_fill_(rows.unused.unsqueeze(2), 0.0).view(len(x), -1), b)
+            return
+        ranks = len(b) // self.place_count
+        for place in rows.used:
+            at = slice(place * ranks, (place + 1) * ranks)
+            inner = torch.mm(x, a[:, at])
+            if rows.is_mixed:
+                # Masked, not multiplied: 0 times the overflow of another version's product is NaN.
+                inner.masked_fill_(rows.unused[:, place : place + 1], 0.0)
+            out.addmm_(inner, b[at])

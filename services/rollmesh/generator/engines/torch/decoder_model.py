@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
+from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterRows, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.multiply import Multiply, NumpyMultiply, Operand, fastest_multiply
 from rollmesh.generator.engines.torch.plan import StepPlan, TierPlan
@@ -86,7 +86,7 @@ class DecoderModel:
     def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
         """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""
         multiply, x, adapters = self.multiply, plan.states, self.adapters
-        unused = None if adapters is None else adapters.rows_in_order(len(x))
+        adapted = None if adapters is None else adapters.rows_in_order(len(x))
         torch.index_select(self.weights.embedding, 0, tokens, out=x)
         rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
         for tier in plan.tiers:
@@ -94,7 +94,7 @@ class DecoderModel:
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
             unit_norm(x, self._floor, plan.normed)
             multiply(plan.normed_op, qkv, plan.qkv_op)
-            self._adapt_(plan.qkv, number, "qkv", plan.normed, unused)
+            self._adapt_(plan.qkv, number, "qkv", plan.normed, adapted)
             if layer.qkv_bias is not None:
                 plan.qkv.add_(layer.qkv_bias)
             self._norm_heads_(plan.heads, layer)
@@ -105,16 +105,16 @@ class DecoderModel:
             for tier in plan.tiers:
                 self._attend(tier, number)
             multiply(plan.attended_op, output, plan.change_op)
-            self._adapt_(plan.change, number, "output", plan.attended, unused)
+            self._adapt_(plan.change, number, "output", plan.attended, adapted)
             x.add_(plan.change)
             if layer.output_bias is not None:
                 x.add_(layer.output_bias)
             unit_norm(x, self._floor, plan.normed)
             multiply(plan.normed_op, gate_up, plan.gate_up_op)
-            self._adapt_(plan.gate_up, number, "gate_up", plan.normed, unused)
+            self._adapt_(plan.gate_up, number, "gate_up", plan.normed, adapted)
             torch.mul(F.silu(plan.gate), plan.up, out=plan.gated)
             multiply(plan.gated_op, down, plan.change_op)
-            self._adapt_(plan.change, number, "down", plan.gated, unused)
+            self._adapt_(plan.change, number, "down", plan.gated, adapted)
             x.add_(plan.change)
         plan.counters.add_(1)
         unit_norm(x, self._floor, plan.normed).mul_(self.weights.norm)
@@ -163,10 +163,10 @@ class DecoderModel:
         self.multiply(self.multiply.operand(x), matrix, self.multiply.operand(out))
         return out
 
-    def _adapt_(self, out: Tensor, block: int, matrix: str, x: Tensor, unused: Tensor | None) -> None:
-        """Add the adapters' share of a product; ``unused`` is None without adapters."""
-        if self.adapters is not None and unused is not None:
-            self.adapters.add_(out, block, matrix, x, unused)
+    def _adapt_(self, out: Tensor, block: int, matrix: str, x: Tensor, adapted: AdapterRows | None) -> None:
+        """Add the adapters' share of a product; ``adapted`` is None without adapters."""
+        if self.adapters is not None and adapted is not None:
+            self.adapters.add_(out, block, matrix, x, adapted)
 
     def _forward(
         self, tokens: Tensor, places: Int64Array | None = None, into: tuple[Tensor, Tensor] | None = None
@@ -175,15 +175,15 @@ class DecoderModel:
         arch = self.arch
         batch, length = tokens.shape
         kv, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
-        unused = None
+        adapted = None
         if self.adapters is not None and places is not None and (places != BASE).any():
-            unused = self.adapters.select(np.repeat(places, length))
+            adapted = self.adapters.select(np.repeat(places, length))
         x = self.weights.embedding.index_select(0, tokens.flatten())
         rotations = self._rotations[:length].repeat(batch, 1, 1).unsqueeze(1)
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
             normed = unit_norm(x, self._floor)
             mixed = self._product(normed, qkv, kv * (group + 2) * size)
-            self._adapt_(mixed, number, "qkv", normed, unused)
+            self._adapt_(mixed, number, "qkv", normed, adapted)
             if layer.qkv_bias is not None:
                 mixed.add_(layer.qkv_bias)
             mixed = mixed.view(batch * length, kv, group + 2, size)
@@ -198,17 +198,17 @@ class DecoderModel:
             attended = self._attend_causally(heads[:, :, :group], keys, values)
             mixed = attended.permute(0, 3, 1, 2, 4).reshape(batch * length, -1)
             change = self._product(mixed, output, arch.hidden_size)
-            self._adapt_(change, number, "output", mixed, unused)
+            self._adapt_(change, number, "output", mixed, adapted)
             x.add_(change)
             if layer.output_bias is not None:
                 x.add_(layer.output_bias)
             normed = unit_norm(x, self._floor)
             mixed = self._product(normed, gate_up, 2 * arch.mlp_size)
-            self._adapt_(mixed, number, "gate_up", normed, unused)
+            self._adapt_(mixed, number, "gate_up", normed, adapted)
             gate, up = mixed.chunk(2, dim=-1)
             gated = F.silu(gate).mul_(up)
             change = self._product(gated, down, arch.hidden_size)
-            self._adapt_(change, number, "down", gated, unused)
+            self._adapt_(change, number, "down", gated, adapted)
             x.add_(change)
         return x
 

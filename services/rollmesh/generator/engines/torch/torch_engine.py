@@ -101,7 +101,8 @@ class TorchEngine:
             return None
         # Padding less than doubles the rows of a step.
         rows = 2 * self._config.slots
-        stack = AdapterStack(self._adapter_reader.shapes(), self._dtype, self._device, rows=rows)
+        shapes, static = self._adapter_reader.shapes(), self._config.cuda_graphs
+        stack = AdapterStack(shapes, self._dtype, self._device, rows=rows, static=static)
         stack.reserve(self._adapter.kept_versions + 1)
         return stack
 
