@@ -91,7 +91,7 @@ def run_rounds(
 def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> ChaosRound:
     """Run one round with one fault."""
     run = TrainingRun(folder)
-    data = short_run_config(run.folder.path, number, fault.preset)
+    data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS
     with run.up(data) as process:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -58,12 +58,20 @@ class Fault:
     expected_end: ExpectedEnd = _GREEN
     preset: str = "copris"
     """Schedule of the run."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of the run file, by section."""
 
 
 def _under(preset: str, fault: Fault) -> Fault:
     """Return the fault in a run under another preset; spare members lose unsaved tokens without any fault."""
     cost = Cost.UNBOUNDED if PRESETS[preset].spare_member_share else fault.cost
     return replace(fault, name=f"{fault.name}, {preset}", preset=preset, cost=cost)
+
+
+def _with_adapter(fault: Fault) -> Fault:
+    """Return the fault in a run that trains an adapter."""
+    settings = {"model": {"adapter": {"rank": 8, "alpha": 16}}, "trainer": {"learning_rate": 4e-3}}
+    return replace(fault, name=f"{fault.name}, adapter", settings=settings)
 
 
 def _kill_trainer(when: str, pattern: str) -> Fault:
@@ -116,6 +124,9 @@ FAULTS: tuple[Fault, ...] = (
     _under("sorted", Fault("kill -9 rollout", partial(kill_service, service="rollout"))),
     _under("rollpacker", Fault("kill -9 leader", kill_leader)),
     _under("flexmarl", _kill_trainer("between batch file and training", "checkpoints/batches/*.pb")),
+    _with_adapter(_kill_trainer("while it publishes", "checkpoints/policies/*")),
+    _with_adapter(Fault("kill -9 generator", partial(kill_service, service="generator"))),
+    _with_adapter(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
 )
 """Faults in the order of the rounds; ``make test`` runs the first four."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -29,6 +30,7 @@ TRAIN_STEPS = 24
 _PARTIAL_SAVE_TOKENS = (64, 16)
 """Values of even and odd rounds: calls that wait for acknowledgements, and calls that end by their length."""
 _AUDIT_SECONDS = 1200.0
+_NO_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 @contextmanager
@@ -101,11 +103,13 @@ class TrainingRun:
             return subprocess.run(audit, stdout=log, stderr=log, timeout=_AUDIT_SECONDS, check=False).returncode
 
 
-def short_run_config(folder: Path, number: int, preset: str = "copris") -> dict[str, Any]:
+def short_run_config(
+    folder: Path, number: int, preset: str = "copris", settings: Mapping[str, Mapping[str, Any]] = _NO_SETTINGS
+) -> dict[str, Any]:
     """Return the run file of a short run: the demo's model and task, small batches, trainer state every third step.
 
     Another preset than ``copris`` brings its own numbers and the settings that go with it. Some of them allow no
-    replayed step, so every step has a trainer state.
+    replayed step, so every step has a trainer state. ``settings`` are further fields by section.
     """
     data: dict[str, Any] = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
     changes: dict[str, dict[str, Any]] = {
@@ -123,7 +127,7 @@ def short_run_config(folder: Path, number: int, preset: str = "copris") -> dict[
         bound = PRESETS[preset].max_staleness
         changes["schedule"] |= {"preset": preset, "pool_size": None, "max_staleness": bound}
         changes["checkpoints"]["state_every_steps"] = 1
-    for section, fields in changes.items():
+    for section, fields in (*changes.items(), *settings.items()):
         data[section] = {**data.get(section, {}), **fields}
     for field, value in companion_fields(PRESETS[preset]):
         section, *names = field.split(".")

@@ -86,6 +86,14 @@ def test_rounds_run_under_a_schedule_with_long_rounds_and_one_with_parts() -> No
     assert all(fault.name.endswith(f", {fault.preset}") for fault in FAULTS if fault.preset != "copris")
 
 
+def test_rounds_run_with_adapters() -> None:
+    rounds = [fault for fault in FAULTS if fault.name.endswith(", adapter")]
+    assert len(rounds) == 3
+    for fault in rounds:
+        config = validate_run_config(short_run_config(Path("run"), 0, fault.preset, fault.settings), "round")
+        assert config.model.adapter is not None and config.model.path == "recipe:countdown"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_have_a_round(preset: str) -> None:
     config = validate_run_config(short_run_config(Path("run"), 0, preset), "round")
@@ -216,8 +224,8 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == 29
-    assert len({fault.name for fault in FAULTS}) == 29
+    assert len(FAULTS) == 32
+    assert len({fault.name for fault in FAULTS}) == 32
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:

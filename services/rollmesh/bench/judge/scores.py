@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ GAP_NATS = 1e-3
 """Largest allowed gap of a float32 engine's log-probability. Up to 4e-5 comes from float32 tables in transformers."""
 REPLAY_SHARE = 0.02
 """Largest allowed distance of the published weights from the replayed ones, as a share of the step's update."""
+_ADAPTER_FILE = "adapter_config.json"
 _SEED = 20_110_715
 
 _Sample: TypeAlias = list[tuple[RecordedTrajectory, int, RecordedSegment]]
@@ -70,8 +72,10 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
     """Repeat the training of ``batch`` from a trainer state; return the distance to the published weights.
 
     The distance is a share of the update. None unless the settings are GRPO, clipped PPO over the sampler's
-    log-probabilities, token mean and one minibatch.
+    log-probabilities, token mean and one minibatch, and for an adapter.
     """
+    if (published / _ADAPTER_FILE).exists():
+        return None
     settings = batch.footer["settings"]
     recipe = (settings or {}).get("recipe") or {}
     algorithm = recipe.get("algorithm", {})
@@ -138,11 +142,23 @@ def _columns(model: transformers.PreTrainedModel, trajectory: RecordedTrajectory
 
 
 def _model(folder: Path) -> transformers.PreTrainedModel:
+    """Load a policy; an adapter is added to the weights of its base, W + alpha / rank * B A."""
+    if (folder / _ADAPTER_FILE).exists():
+        settings = json.loads((folder / _ADAPTER_FILE).read_text())
+        manifest = json.loads((folder / "manifest.json").read_text())
+        model = _model(folder.parents[1] / manifest["base"]["path"])
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+            layer = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            product = tensors[name.replace(".lora_A.", ".lora_B.")].double() @ tensors[name].double()
+            with torch.no_grad():
+                layer.get_parameter("weight").add_(product * settings["lora_alpha"] / settings["r"])
+        return model
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
-    return model  # from_pretrained sets evaluation mode
+    return loaded  # from_pretrained sets evaluation mode
 
 
 def _ids(trajectory: RecordedTrajectory) -> Tensor:
