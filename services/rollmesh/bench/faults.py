@@ -70,7 +70,10 @@ def _under(preset: str, fault: Fault) -> Fault:
 
 def _with_adapter(fault: Fault) -> Fault:
     """Return the fault in a run that trains an adapter."""
-    settings = {"model": {"adapter": {"rank": 8, "alpha": 16}}, "trainer": {"learning_rate": 4e-3}}
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "model": {"adapter": {"rank": 8, "alpha": 16}},
+        "trainer": {"learning_rate": 4e-3},
+    }
     return replace(fault, name=f"{fault.name}, adapter", settings=settings)
 
 

@@ -112,6 +112,7 @@ class Adapters(Checkpoints):
         policy = super().open(record)
         if record.policy_version > 0:
             policy.base = super().open(PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest=""))
+            policy.manifest.base = "policy version 0"
             policy.base.manifest.files = ["other"] if record.policy_version == 9 else []
         return policy
 
