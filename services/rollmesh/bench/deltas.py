@@ -56,9 +56,9 @@ def run(*, quick: bool = False) -> list[Measure]:
         changed: list[float] = []
         for version in range(2 if quick else 4):
             if version:
-                before = {name: tensor.clone() for name, tensor in trainer.copy_out().items()}
+                before = _published(trainer)
                 trainer.train(Batch(train_step=version, groups=batch.groups), {0: 0})
-                changed.append(_changed_share(before, trainer.copy_out()))
+                changed.append(_changed_share(before, _published(trainer)))
             for mesh in meshes.values():
                 mesh.publish(trainer, version)
     full, delta = meshes["full"], meshes["delta"]
@@ -68,6 +68,11 @@ def run(*, quick: bool = False) -> list[Measure]:
         compared("bytes of a version", delta.byte_count, "bytes", "full", full.byte_count, (at_most("ratio", 1 / 20),)),
         compared("a version over 200 MB/s", delta.seconds, unit, "full", full.seconds),
     ]
+
+
+def _published(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    """Copy the weights in the publishing dtype."""
+    return {name: t.to(torch.bfloat16) for name, t in trainer.state_tensors().items() if name.startswith("model.")}
 
 
 def _changed_share(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
@@ -126,14 +131,14 @@ class _Mesh:
 
     def publish(self, trainer: PolicyTrainer, version: int) -> None:
         """Publish the trainer's weights and let every node open them."""
-        weights = trainer.copy_out()
+        write = trainer.copy_out()
         started = time.monotonic()
         record = self._trainer.publish(
             session="bench",
             policy_version=version,
             train_step=version,
             parent=version - 1 if version else None,
-            write=lambda folder: trainer.write_folder(folder, weights),
+            write=write,
             canary=[CanarySequence(token_ids=[0, 1], logprobs=[-1.0])],
         )
         with ThreadPoolExecutor(NODES) as pool:

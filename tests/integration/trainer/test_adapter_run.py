@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -135,7 +136,7 @@ async def test_a_trainer_refuses_to_continue_with_another_adapter(
         before = await adapters(run)
         write_run_file(tmp_path / "run", tiny_model, server, model={"adapter": adapter}, trainer={"train_steps": STEPS})
         process = run.start()
-        await run.until("the end of the trainer", lambda: process.poll() is not None)
+        assert await asyncio.to_thread(process.wait) != 0
         assert message in run.log()
         assert await adapters(run) == before
 
@@ -157,7 +158,7 @@ async def test_the_base_of_a_run_is_its_version_0_whatever_becomes_of_the_model_
         base = run.checkpoints.open((await run.store.policies.announced())[0]).folder / "model.safetensors"
         base.write_bytes(base.read_bytes()[:-64] + bytes(64))
         process = run.start()
-        await run.until("the end of the trainer", lambda: process.poll() is not None)
+        assert await asyncio.to_thread(process.wait) != 0
         assert "policy version 0, the base of all adapters of the run: " in run.log()
 
 
