@@ -141,6 +141,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
     assert merge.endswith(f"rollmesh merge {folder} OUT")
     done = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])
     assert done.exit_code == 0, done.output
+    assert not {"ANNOUNCED", "manifest.json", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
     ids = np.arange(1, 20, dtype=np.int32)
     (merged,) = PolicyScorer.from_folder(tmp_path / "out", device="cpu").logprobs([ids])
     assert merged == pytest.approx(trainer.logprobs([ids])[0], abs=1e-5)

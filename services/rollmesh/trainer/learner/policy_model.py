@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
@@ -43,7 +45,8 @@ _REPLACED_FILES = (
     "*.pth",
     "*.gguf",
     "config.json",
-    "manifest.json",
+    MANIFEST_FILE,
+    ANNOUNCED_FILE,
 )
 
 
