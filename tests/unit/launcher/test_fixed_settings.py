@@ -35,7 +35,10 @@ MAY_CHANGE: dict[str, str] = {
         "train_steps learning_rate tokens_per_microbatch device gradient_checkpointing "
         "sample_completions algorithm.kl_reference_version nonfinite_updates_limit"
     ),
-    "checkpoints": "cache_folder cache_policies parallel_transfers object_store keep_last state_every_steps secret",
+    "checkpoints": (
+        "cache_folder cache_policies parallel_transfers object_store anchor_every_versions keep_last state_every_steps "
+        "secret"
+    ),
     "store": (
         "url password sentinel_password tls.ca tls.certificate tls.key tls.check_hostname appendfsync "
         "maxmemory_bytes heartbeat_seconds"
