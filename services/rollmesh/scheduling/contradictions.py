@@ -172,6 +172,11 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"schedule.part_groups={parts} accumulates one gradient at fixed weights, but trainer.minibatches="
             f"{minibatches} updates them within the batch; set trainer.minibatches=1 or part_groups=0"
         )
+    if config.model.adapter is not None and config.model.adapter.dropout:
+        yield (
+            f"schedule.part_groups={parts} with model.adapter.dropout={config.model.adapter.dropout:g}: a replayed "
+            "step has no parts, and would drop other inputs; set model.adapter.dropout=0 or part_groups=0"
+        )
     if config.checkpoints.state_every_steps > 1:
         yield (
             f"schedule.part_groups={parts} with checkpoints.state_every_steps={config.checkpoints.state_every_steps}: "

@@ -109,6 +109,8 @@ def test_a_target_that_the_base_lacks_and_experts_are_refused_at_the_start(base:
     shapes["model.layers.1.mlp.experts.0.up_proj.weight"] = (64, 48)
     with pytest.raises(ConfigError, match=r"experts\.0\.up_proj, but experts cannot be adapted"):
         adapted_layers(shapes, AdapterConfig())
+    with pytest.raises(ConfigError, match=r"model\.adapter\.rank=512: above the size of .*; choose at most"):
+        adapted_layers(read_shapes(base), AdapterConfig(rank=512))
     named = adapted_layers(shapes, AdapterConfig(target=("q_proj", "v_proj")))
     assert named.names == ("q_proj", "v_proj")
 

@@ -140,6 +140,14 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
             "part_groups=4 accumulates .* set trainer.minibatches=1 or part_groups=0",
         ),
         (
+            {
+                "schedule": {"preset": "flexmarl"},
+                "model": {"adapter": {"dropout": 0.1}},
+                "generator": {"on_new_version": "next_slice"},
+            },
+            "part_groups=4 with model.adapter.dropout=0.1: .* set model.adapter.dropout=0 or part_groups=0",
+        ),
+        (
             {"schedule": {"preset": "april", "part_groups": 4}},
             "april may cut other groups.*without spare groups",
         ),

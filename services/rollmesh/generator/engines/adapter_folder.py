@@ -101,7 +101,7 @@ class AdaptedLayers:
 def adapted_layers(base: Mapping[str, tuple[int, ...]], config: AdapterConfig) -> AdaptedLayers:
     """Select the layers of ``model.adapter.target`` among the base's tensors (shapes by name).
 
-    Raises ConfigError for a name that no linear layer has, and for experts.
+    Raises ConfigError for a name that no linear layer has, for experts, and for a rank above the size of a layer.
     """
     linear: dict[str, tuple[int, ...]] = {}
     for name, shape in base.items():
@@ -118,6 +118,12 @@ def adapted_layers(base: Mapping[str, tuple[int, ...]], config: AdapterConfig) -
                 f"model.adapter.target: the base has no linear layer {missing[0]}; it has {', '.join(sorted(known))}"
             )
     layers = {layer: shape for layer, shape in linear.items() if layer.rsplit(".", 1)[-1] in chosen}
+    smallest = min(layers, key=lambda layer: min(layers[layer]), default=None)
+    if smallest is not None and config.rank > min(layers[smallest]):
+        raise ConfigError(
+            f"model.adapter.rank={config.rank}: above the size of {smallest} ({min(layers[smallest])}); choose at most "
+            "that, or leave the layer out of model.adapter.target"
+        )
     if expert := next((layer for layer in layers if ".experts." in layer), None):
         raise ConfigError(
             f"model.adapter.target={config.target}: selects {expert}, but experts cannot be adapted; name the layers "
