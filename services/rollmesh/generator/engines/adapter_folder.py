@@ -9,32 +9,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from rollmesh.checkpoints.adapter_settings import read_adapter_settings
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from rollmesh.config import RunConfig
 from rollmesh.config.adapter import AdapterConfig
-from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.stored_tensors import read_header, read_object
+from rollmesh.errors import CheckpointError, ConfigError, EngineError
+from rollmesh.generator.engines.stored_tensors import read_header
 from rollmesh.scheduling.resolved_schedule import Schedule
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of PEFT in front of the base's name of a layer."""
 _BLOCK_LAYER = re.compile(r"\.layers\.\d+\..*\.(\w+)$")
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "use_rslora": (None, False),
-    "use_dora": (None, False),
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "fan_in_fan_out": (None, False),
-}
-"""Fields of adapter_config.json, with the values under which the engines compute the adapter as it was trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +65,10 @@ class AdaptedLayers:
 
     def check(self, folder: Path) -> None:
         """Raise EngineError unless ``folder`` has an adapter of this rank, alpha and these layers, and nothing else."""
-        _check_config(folder / CONFIG_FILE, read_object(folder / CONFIG_FILE), self)
+        _check_config(folder, self)
         if (folder / "added_tokens.json").exists():
             raise EngineError(f"{folder}/added_tokens.json: an adapter cannot add tokens; train without new tokens")
-        file, wanted = folder / WEIGHTS_FILE, self.tensors
+        file, wanted = folder / ADAPTER_WEIGHTS_FILE, self.tensors
         found = read_header(file)
         for name, shape in wanted.items():
             if name not in found:
@@ -132,31 +119,24 @@ def adapted_layers(base: Mapping[str, tuple[int, ...]], config: AdapterConfig) -
     return AdaptedLayers(config=config, layers=layers)
 
 
-def _check_config(file: Path, data: Mapping[str, Any], layers: AdaptedLayers) -> None:
-    """Raise EngineError for the first field of adapter_config.json that differs from the run file."""
-    if data.get("peft_type") != "LORA":
-        raise EngineError(f"{file}: peft_type={data.get('peft_type')!r}, expected 'LORA'")
-    for field, accepted in _UNSUPPORTED.items():
-        if data.get(field) not in accepted:
+def _check_config(folder: Path, layers: AdaptedLayers) -> None:
+    """Raise EngineError for the first setting of an adapter folder that differs from the run file."""
+    try:
+        found = read_adapter_settings(folder)
+    except CheckpointError as error:
+        raise EngineError(str(error)) from error
+    file = folder / ADAPTER_CONFIG_FILE
+    for field, name in (("r", "rank"), ("lora_alpha", "alpha")):
+        theirs, ours = getattr(found, name), getattr(layers.config, name)
+        if theirs != ours:
             raise EngineError(
-                f"{file}: {field}={data[field]!r} is not supported, the engines compute as with {accepted[-1]!r}; "
-                f"train the adapter without {field}"
+                f"{file}: {field}={theirs!r}, model.adapter.{name} is {ours}; engines fix it when they start: use the "
+                "run file of the run that trained the adapter"
             )
-    for field, name, wanted in (
-        ("r", "rank", layers.config.rank),
-        ("lora_alpha", "alpha", layers.config.alpha),
-    ):
-        if data.get(field) != wanted:
-            raise EngineError(
-                f"{file}: {field}={data.get(field)!r}, model.adapter.{name} is {wanted}; engines fix it when they "
-                "start: use the run file of the run that trained the adapter"
-            )
-    targets = data.get("target_modules")
-    named = {"all_linear"} if targets == "all-linear" else set(targets or ())
-    if named not in ({str(layers.config.target)}, set(layers.names)):
+    if set(found.target) != set(layers.names):
         raise EngineError(
-            f"{file}: target_modules={sorted(named)}, model.adapter.target={_shown(layers)}; engines fix it when they "
-            "start: use the run file of the run that trained the adapter"
+            f"{file}: target_modules={list(found.target)}, model.adapter.target={_shown(layers)}; engines fix it when "
+            "they start: use the run file of the run that trained the adapter"
         )
 
 

@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.adapter_folder import PREFIX, WEIGHTS_FILE, AdaptedLayers, adapted_layers
+from rollmesh.generator.engines.adapter_folder import PREFIX, AdaptedLayers, adapted_layers
 from rollmesh.generator.engines.stored_tensors import read_shapes
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.weights import by_kv_head, tensor_reader
@@ -66,7 +67,7 @@ class AdapterReader:
     def read(self, folder: Path) -> Factors:
         """Read and pack a folder in host memory; EngineError if it is no adapter of this run and base."""
         self.layers.check(folder)
-        file = folder / WEIGHTS_FILE
+        file = folder / ADAPTER_WEIGHTS_FILE
         try:
             with torch.inference_mode(), safe_open(str(file), framework="pt", device="cpu") as tensors:
                 return {
