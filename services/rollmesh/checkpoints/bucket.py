@@ -32,9 +32,9 @@ from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, s
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
-    Delta,
     Manifest,
     ManifestFile,
+    WeightDelta,
     parse_manifest,
 )
 from rollmesh.checkpoints.objects import ObjectStore
@@ -78,7 +78,7 @@ class BucketStore(CheckpointStore):
 
     # policies
 
-    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> Delta | None:
+    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
         return self._deltas.encode(draft, folder)
 
     def _share_policy(self, record: PolicyRecord) -> None:

@@ -25,7 +25,7 @@ from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Delta, Manifest
+from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,
@@ -91,7 +91,7 @@ class CheckpointStore:
         self._share_policy(record)
         return record
 
-    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> Delta | None:
+    def _encode_delta(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
         """Return the deltas in place of a new folder's weights; a shared folder has the weights themselves."""
         return None
 

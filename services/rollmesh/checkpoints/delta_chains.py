@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from rollmesh.checkpoints.deltas import SUFFIX, apply_delta
 from rollmesh.checkpoints.durable import confined, sync_file
-from rollmesh.checkpoints.manifest import BaseReference, Delta, Manifest
+from rollmesh.checkpoints.manifest import BaseReference, Manifest, WeightDelta
 from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.weight_delta import SUFFIX, apply_delta
 from rollmesh.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def older_base(manifest: Manifest) -> BaseReference:
     return base
 
 
-def apply_deltas(base: Path, folder: Path, delta: Delta) -> None:
+def apply_deltas(base: Path, folder: Path, delta: WeightDelta) -> None:
     """Replace the deltas in ``folder`` by the weights that they make of the verified folder ``base``.
 
     The result is compared with its manifest by the caller. Raises CheckpointError if the base has no such file, or a

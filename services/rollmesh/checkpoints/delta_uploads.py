@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmesh.checkpoints.deltas import SUFFIX, write_delta
 from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree
-from rollmesh.checkpoints.manifest import BaseReference, Delta, Manifest, ManifestFile
+from rollmesh.checkpoints.manifest import BaseReference, Manifest, ManifestFile, WeightDelta
 from rollmesh.checkpoints.policies import PolicyDraft
+from rollmesh.checkpoints.weight_delta import SUFFIX, write_delta
 from rollmesh.types import PolicyRecord
 
 FOLDER = ".deltas"
@@ -29,7 +29,7 @@ class DeltaUploads:
         self._newest: tuple[PolicyRecord, Manifest] | None = None
         """Newest version that this process uploaded: the base of the next one."""
 
-    def encode(self, draft: PolicyDraft, folder: Path) -> Delta | None:
+    def encode(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
         """Write the deltas of a new folder's weights; return None if the version is to be uploaded in full."""
         remove_tree(self._root / FOLDER)
         if self._newest is None or draft.base is not None or draft.policy_version % self._anchor_every == 0:
@@ -45,7 +45,7 @@ class DeltaUploads:
             files.append(file)
         if sum(f.size_bytes for f in files) > LARGEST_SHARE * sum(before[name].size_bytes for name in weights):
             return None
-        return Delta(base=BaseReference.of(record), files=files)
+        return WeightDelta(base=BaseReference.of(record), files=files)
 
     def _encoded(self, base: Path, before: ManifestFile | None, new: Path) -> ManifestFile | None:
         """Write one delta; return None if the base has no such file, or is damaged here."""

@@ -91,7 +91,7 @@ class BaseReference(_Closed):
         )
 
 
-class Delta(_Closed):
+class WeightDelta(_Closed):
     """Weights that a bucket stores as their difference to another policy version."""
 
     base: BaseReference
@@ -130,7 +130,7 @@ class Manifest(_Closed):
     """Full weights, or a PEFT folder that readers apply above ``base``."""
     base: BaseReference | None = None
     """Full weights that an adapter was trained above; a manifest of full weights does not contain the field."""
-    delta: Delta | None = None
+    delta: WeightDelta | None = None
     """Deltas that a bucket has in place of weight files; ``files`` describes the result. Only where there are some."""
     session: str
     """Trainer session that wrote the folder."""

@@ -30,8 +30,8 @@ from rollmesh.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     BaseReference,
     CanarySequence,
-    Delta,
     Manifest,
+    WeightDelta,
     parse_manifest,
 )
 from rollmesh.checkpoints.reasons import Reason
@@ -106,7 +106,7 @@ def publish(
     draft: PolicyDraft,
     write: WriteFolder,
     canary: Sequence[CanarySequence],
-    encode: Callable[[PolicyDraft, Path], Delta | None],
+    encode: Callable[[PolicyDraft, Path], WeightDelta | None],
 ) -> PolicyRecord:
     """Write a policy folder and its manifest; return the record to announce.
 

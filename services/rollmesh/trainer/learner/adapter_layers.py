@@ -143,7 +143,7 @@ def adapter_off(causal_lm: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapter(causal_lm: nn.Module) -> None:
-    """Add the adapter to the base weights, for good."""
+    """Add the adapter to the base weights; it cannot be taken out again."""
     for layer in _layers(causal_lm):
         layer.merge(safe_merge=True)
 
