@@ -50,7 +50,7 @@ def run(*, quick: bool = False) -> list[Measure]:
         )
         meshes = {
             "full": _Mesh(root=root / "full", anchor_every=1),
-            "delta": _Mesh(root=root / "delta", anchor_every=1000),
+            "delta": _Mesh(root=root / "delta", anchor_every=100),
         }
         batch = ragged_batch(seed=0, tokens=_TOKENS)
         changed: list[float] = []

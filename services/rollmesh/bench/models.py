@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
@@ -121,7 +121,7 @@ class UpdatedModel:
         started = time.monotonic()
         canary = _canary(self._model, self.vocab_size)
         scored = time.monotonic()
-        weights = self._copy.take(self._model, World())
+        weights = self._copy.take(dict(self._model.named_parameters()), World())
         copied = time.monotonic()
         for name, parameter in self._model.named_parameters():
             np.copyto(weights[name].numpy(), parameter.detach().numpy())
@@ -170,7 +170,7 @@ class SavedModel:
             shutil.copyfile(file, target / file.name)
 
 
-def _random_model(shape: Mapping[str, Any], seed: int) -> Any:
+def _random_model(shape: Mapping[str, Any], seed: int) -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     _disable_progress_bars()

@@ -26,9 +26,17 @@ from rollmesh.checkpoints.bucket_copies import batch_key, stored_copies
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck, check_copies
-from rollmesh.checkpoints.delta_chains import apply_deltas, older_base, without_bases
+from rollmesh.checkpoints.delta_chains import BasePaths, chain_of, pull_chain, without_bases
 from rollmesh.checkpoints.delta_uploads import DeltaUploads
-from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, sha256_of, sync_folder
+from rollmesh.checkpoints.durable import (
+    confined,
+    disk_full_error,
+    full_disk,
+    regular_files,
+    remove_tree,
+    sha256_of,
+    sync_folder,
+)
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -40,7 +48,7 @@ from rollmesh.checkpoints.manifest import (
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, FoundManifest, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
-from rollmesh.checkpoints.reasons import TRANSIENT, Reason
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import LINEAGE_FILE
 from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
@@ -65,8 +73,7 @@ class BucketStore(CheckpointStore):
         self.objects = objects
         self._pulled = PulledFolders(self.root, keep_policies=cache_policies)
         self._deltas = DeltaUploads(self.root, anchor_every)
-        self._bases: dict[str, str | None] = {}
-        """Path of the base of each delta in the bucket, by path; None for full weights."""
+        self._base_paths = BasePaths(objects)
 
     def lineage(self) -> str:
         """Return the identity of the store in the bucket; the first use creates it."""
@@ -100,8 +107,12 @@ class BucketStore(CheckpointStore):
         with self._pulled.locked(folder.name):
             if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
                 self._pull_policy(record, folder)
-            self._pulled.evict_old_policies(folder.name)
-        return super()._fetched(record)
+        policy = super()._fetched(record)
+        base = policy.manifest.base
+        self._pulled.evict_old_policies(
+            {folder.name} if base is None else {folder.name, confined(self.root, base.path).name}
+        )
+        return policy
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
         """Pull a policy unless it is in the cache, and compare it with its record."""
@@ -145,24 +156,11 @@ class BucketStore(CheckpointStore):
         super().prune(records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
-        removed = without_bases(paths, removed, self._base_of)
+        removed = without_bases(paths, removed, self._base_paths.of)
         for path in removed:
             self.objects.delete([f"{path}/{ANNOUNCED_FILE}"])  # announced without a manifest means damage
             self._delete_folder(path, first=MANIFEST_FILE)
         return removed
-
-    def _base_of(self, path: str) -> str | None:
-        """Return the path of the policy that this one is stored as a difference to; None for full weights."""
-        if path not in self._bases:
-            key = f"{path}/{MANIFEST_FILE}"
-            try:
-                manifest = parse_manifest(self.objects.read(key, MAX_MANIFEST_BYTES + 1), key)
-            except (FileNotFoundError, CheckpointError) as error:
-                if isinstance(error, CheckpointError) and error.reason in TRANSIENT:
-                    raise
-                return None  # damaged, or half of an upload: it has no base that it can be read with
-            self._bases[path] = manifest.delta.base.path if manifest.delta else None
-        return self._bases[path]
 
     # batch files
 
@@ -347,22 +345,31 @@ class BucketStore(CheckpointStore):
         return sorted(name for name in names if policies.is_folder_name(name))
 
     def _pull_policy(self, record: PolicyRecord, folder: Path) -> None:
-        manifest = self.manifest(record)
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
         try:
-            pairs = [(f"{record.path}/{f.path}", confined(temporary, f.path)) for f in manifest.stored_files]
-            self.objects.get_all([*pairs, (f"{record.path}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)])
-            if manifest.delta is not None:
-                # The base is older, so processes that wait for each other's locks never form a circle.
-                base = self._verified(older_base(manifest).record).folder
-                apply_deltas(base, temporary, manifest.delta)
+            chain, base = chain_of(record, self.manifest, self._cached)
+            pull_chain(self.objects, chain, base, temporary)
             remove_tree(folder, first=[MANIFEST_FILE])
             os.replace(temporary, folder)
             sync_folder(folder.parent)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.objects.url}/{record.path}: {error}", reason=Reason.MISSING) from error
+        except OSError as error:
+            if full_disk(error):
+                raise disk_full_error(folder, "a policy", error) from error
+            raise CheckpointError(f"{folder}: cannot be written: {error}") from error
         finally:
             remove_tree(temporary)
+
+    def _cached(self, record: PolicyRecord) -> Path | None:
+        """Return the folder of a policy if this node has it, verified; the lock keeps it from eviction for a while."""
+        folder = confined(self.root, record.path)
+        if not (folder / MANIFEST_FILE).exists():
+            return None
+        # A base is older than the policy that is pulled: processes that wait for each other's locks form no circle.
+        with self._pulled.locked(folder.name), contextlib.suppress(CheckpointError):
+            return super()._verified(record).folder
+        return None
 
     def manifest(self, record: PolicyRecord) -> Manifest:
         """Read the manifest of a policy in the bucket. Raises CheckpointError unless it is the announced one."""

@@ -1,47 +1,76 @@
-"""Chains of deltas in a bucket: what a reader applies, and what must outlive its own version."""
+"""Chains of deltas in a bucket: the policies that a reader applies, and those that pruning must keep for others."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.durable import confined, sync_file
-from rollmesh.checkpoints.manifest import BaseReference, Manifest, WeightDelta
-from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from rollmesh.checkpoints.objects import ObjectStore
+from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.checkpoints.weight_delta import SUFFIX, apply_delta
 from rollmesh.errors import CheckpointError
+from rollmesh.types import PolicyRecord
 
 
-def older_base(manifest: Manifest) -> BaseReference:
-    """Return the base of a delta. Raises CheckpointError (tampered) unless it is an older version."""
-    assert manifest.delta is not None, "the caller found a delta"
-    base = manifest.delta.base
-    if base.policy_version >= manifest.policy_version:
-        raise CheckpointError(
-            f"policy_version {manifest.policy_version}: its delta is to policy_version {base.policy_version}, which is "
-            "not older",
-            reason=Reason.TAMPERED,
-        )
-    return base
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A policy in a bucket that is read on the way to another one."""
+
+    path: str
+    """Path of its folder."""
+    manifest: Manifest
 
 
-def apply_deltas(base: Path, folder: Path, delta: WeightDelta) -> None:
-    """Replace the deltas in ``folder`` by the weights that they make of the verified folder ``base``.
+def chain_of(
+    record: PolicyRecord, manifest_of: Callable[[PolicyRecord], Manifest], cached: Callable[[PolicyRecord], Path | None]
+) -> tuple[list[Link], Path | None]:
+    """Return the policies that make one, oldest first, and the folder that the first delta is applied to.
 
-    The result is compared with its manifest by the caller. Raises CheckpointError if the base has no such file, or a
-    delta cannot be applied.
+    The chain begins at the newest version that is stored whole, without such a folder, or after the newest one that is
+    ``cached``. Raises CheckpointError (tampered) for a delta to a version that is not older.
     """
-    for file in delta.files:
-        name = file.path.removesuffix(SUFFIX)
-        source, target = confined(base, name), confined(folder, name)
-        try:
-            apply_delta(source, confined(folder, file.path), target)
-        except FileNotFoundError as error:
+    links = [Link(path=record.path, manifest=manifest_of(record))]
+    while (delta := links[-1].manifest.delta) is not None:
+        base, version = delta.base, links[-1].manifest.policy_version
+        if base.policy_version >= version:
             raise CheckpointError(
-                f"{source}: missing, the delta {file.path} needs it", reason=Reason.MISSING
-            ) from error
-        sync_file(target)
-        confined(folder, file.path).unlink()
+                f"policy_version {version}: its delta is to policy_version {base.policy_version}, which is not older",
+                reason=Reason.TAMPERED,
+            )
+        if (folder := cached(base.record)) is not None:
+            return links[::-1], folder
+        links.append(Link(path=base.path, manifest=manifest_of(base.record)))
+    return links[::-1], None
+
+
+def pull_chain(objects: ObjectStore, chain: Sequence[Link], base: Path | None, target: Path) -> None:
+    """Write the newest policy of a chain into an empty folder; the caller compares it with its manifest.
+
+    The disk holds two versions of a weight file at a time. Raises FileNotFoundError for an object or a file of ``base``
+    that is missing, CheckpointError for a delta that cannot be applied.
+    """
+    first, newest = chain[0], chain[-1]
+    own = [file.path for file in newest.manifest.stored_files if not file.path.endswith(SUFFIX)]
+    pairs = [(f"{newest.path}/{name}", confined(target, name)) for name in (*own, MANIFEST_FILE)]
+    if first is not newest and base is None:
+        replaced = {file.path for file in newest.manifest.files} - set(own)
+        pairs += [(f"{first.path}/{name}", confined(target, name)) for name in sorted(replaced)]
+    objects.get_all(pairs)
+    for link in chain:
+        for file in link.manifest.delta.files if link.manifest.delta is not None else ():
+            weights = confined(target, file.path.removesuffix(SUFFIX))
+            delta, result = confined(target, file.path), weights.with_name(f"{weights.name}.new")
+            objects.get(f"{link.path}/{file.path}", delta)
+            source = weights if base is None or weights.exists() else confined(base, file.path.removesuffix(SUFFIX))
+            apply_delta(source, delta, result)
+            delta.unlink()
+            os.replace(result, weights)
+            if link is newest:
+                sync_file(weights)
 
 
 def without_bases(paths: Collection[str], removed: Sequence[str], base_of: Callable[[str], str | None]) -> list[str]:
@@ -53,3 +82,29 @@ def without_bases(paths: Collection[str], removed: Sequence[str], base_of: Calla
             needed.add(base)
             base = base_of(base)
     return [path for path in removed if path not in needed]
+
+
+class BasePaths:
+    """Paths of the policies that others in a bucket are stored as differences to; every manifest is read once."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._known: dict[str, str | None] = {}
+
+    def of(self, path: str) -> str | None:
+        """Return the path of the base; None for full weights, and for a damaged policy or half of an upload.
+
+        Raises CheckpointError if the bucket is unreachable.
+        """
+        if path not in self._known:
+            key = f"{path}/{MANIFEST_FILE}"
+            try:
+                manifest = parse_manifest(self._objects.read(key, MAX_MANIFEST_BYTES + 1), key)
+            except FileNotFoundError:
+                return None
+            except CheckpointError as error:
+                if error.reason in TRANSIENT:
+                    raise
+                return None
+            self._known[path] = manifest.delta.base.path if manifest.delta else None
+        return self._known[path]

@@ -168,7 +168,7 @@ def fetched(root: Path, secret: bytes, record: PolicyRecord) -> FetchedPolicy:
             f"announced as policy_version {record.policy_version} of train step {record.train_step}",
             reason=Reason.MISMATCH,
         )
-    return FetchedPolicy(folder=folder, manifest=manifest, inode=folder.stat().st_ino)
+    return FetchedPolicy(folder=folder, manifest=manifest, inode=_inode(folder))
 
 
 def verify_files(policy: FetchedPolicy) -> VerifiedPolicy:
@@ -178,9 +178,16 @@ def verify_files(policy: FetchedPolicy) -> VerifiedPolicy:
     listed = {MANIFEST_FILE, ANNOUNCED_FILE, *(f.path for f in manifest.files)}
     if unlisted := [name for name in regular_files(folder) if name not in listed]:
         raise CheckpointError(f"{folder}: files that the manifest does not list: {unlisted}", reason=Reason.TAMPERED)
-    if folder.stat().st_ino != policy.inode:
+    if _inode(folder) != policy.inode:
         raise CheckpointError(f"{folder}: replaced while it was read", reason=Reason.INVALID)
     return VerifiedPolicy(folder=folder, manifest=manifest)
+
+
+def _inode(folder: Path) -> int:
+    try:
+        return folder.stat().st_ino
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: deleted while it was read", reason=Reason.MISSING) from error
 
 
 def mark_announced(root: Path, record: PolicyRecord) -> None:

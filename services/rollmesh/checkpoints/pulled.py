@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rollmesh.checkpoints import policies
@@ -40,12 +40,15 @@ class PulledFolders:
                 yield
                 return
 
-    def evict_old_policies(self, name: str) -> None:
-        """Delete pulled policies but ``name``, the most recently used, and those that were opened recently."""
+    def evict_old_policies(self, kept: Collection[str]) -> None:
+        """Note that policies are in use, and delete the others but the most and the recently used ones."""
+        for name in kept:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._locks / name)
         used = {lock.name: _last_used(lock) for lock in self._locks.iterdir() if policies.is_folder_name(lock.name)}
         newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._keep_policies]
         for each, when in used.items():
-            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS:
+            if each not in (*kept, *newest) and time.time() - when > _IN_USE_SECONDS:
                 self._evict(each)
 
     def _evict(self, name: str) -> None:

@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
     """With an object store: pulled policies that a node keeps in addition to those used in the last ten minutes."""
     parallel_transfers: int = Field(default=8, ge=1, le=64)
     """With an object store: files of one policy or state that a process transfers at once."""
-    anchor_every_versions: int = Field(default=1, ge=1, le=1000)
+    anchor_every_versions: int = Field(default=1, ge=1, le=100)
     """With an object store: upload every so-many-th policy version in full, and the others as the difference to the
     version before, where that is smaller than half of the weights; 1 uploads all in full. For ``model.dtype:
     bfloat16``: float32 weights change in every version."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from rollmesh.checkpoints import delta_chains, pulled
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
@@ -16,7 +18,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 
-from ...unit.checkpoints.checkpoint_samples import publish, write_model
+from ...unit.checkpoints.checkpoint_samples import publish, publish_adapter, write_model
 
 ANCHOR_EVERY = 4
 WEIGHTS, DELTA = "model.safetensors", "model.safetensors.delta"
@@ -88,6 +90,7 @@ def test_a_reader_that_follows_pulls_deltas_only_and_a_late_one_begins_at_the_an
     assert weights_of(late, records[6]) == weights_of(trainer, records[6])
     weights = [key for key in pulled if key.endswith((WEIGHTS, DELTA))]
     assert sorted(weights) == [f"{records[4].path}/{WEIGHTS}", *(f"{r.path}/{DELTA}" for r in records[5:])]
+    assert [folder.name for folder in (late.root / "policies").iterdir()] == [records[6].path.rpartition("/")[2]]
 
 
 def test_weights_that_changed_everywhere_are_stored_whole(trainer: BucketStore) -> None:
@@ -131,7 +134,7 @@ def test_a_chain_that_is_torn_reordered_or_of_other_weights_is_refused(node: Nod
     assert refusal(node("cut"), records[3]).reason == Reason.TAMPERED
     objects.write(second, whole[third])
     objects.write(third, whole[second])
-    assert refusal(node("reordered"), records[3]).reason == Reason.TAMPERED
+    assert refusal(node("reordered"), records[2]).reason == Reason.TAMPERED
     objects.write(second, whole[second])
     objects.write(third, whole[third])
     assert weights_of(node("sound"), records[3]) == weights_of(trainer, records[3])
@@ -142,6 +145,35 @@ def test_a_chain_that_is_torn_reordered_or_of_other_weights_is_refused(node: Nod
     objects.delete([manifest])
     assert refusal(node("missing"), records[3]).reason == Reason.MISSING
     assert weights_of(node("before"), records[0]) == weights_of(trainer, records[0])
+
+
+def test_a_full_disk_while_a_delta_is_applied_is_named_and_leaves_nothing(
+    node: Node, trainer: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = published(trainer, range(3))
+
+    def full(*_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    reader = node("generator")
+    with monkeypatch.context() as patch:
+        patch.setattr(delta_chains, "apply_delta", full)
+        assert refusal(reader, records[2]).reason == Reason.DISK_FULL
+    assert not list((reader.root / "policies").iterdir())
+    assert weights_of(reader, records[2]) == weights_of(trainer, records[2])
+
+
+def test_the_base_of_adapters_stays_in_the_cache(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, reader = node("trainer"), node("generator", cache_policies=1)
+    base = publish(trainer, 0)
+    adapters = [publish_adapter(trainer, version, base) for version in range(1, 5)]
+    monkeypatch.setattr(pulled, "_IN_USE_SECONDS", -1.0)  # what is not kept is evicted at once
+    keys: list[str] = []
+    get = ObjectStore.get
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key, path: (keys.append(key), get(self, key, path))[1])
+    for record in adapters:
+        assert reader.open(record).base is not None
+    assert keys.count(f"{base.path}/{WEIGHTS}") == 1
 
 
 def test_a_damaged_delta_in_the_bucket_is_found_by_the_comparison_of_copies(trainer: BucketStore) -> None:

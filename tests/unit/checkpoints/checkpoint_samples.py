@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.mesh import Cursor
 from rollmesh.types import (
     Batch,
@@ -68,6 +69,30 @@ def publish(
         parent=version - 1 if version else None,
         write=write or write_model(version),
         canary=CANARY,
+    )
+
+
+def write_adapter(folder: Path) -> None:
+    """Fill a folder with a tiny PEFT adapter."""
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {
+        f"{name}.lora_A.weight": np.ones((2, 8), np.float32),
+        f"{name}.lora_B.weight": np.zeros((8, 2), np.float32),
+    }
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def publish_adapter(store: CheckpointStore, version: int, base: PolicyRecord) -> PolicyRecord:
+    """Publish a tiny adapter above a base."""
+    return store.publish(
+        session="abc",
+        policy_version=version,
+        train_step=version,
+        parent=version - 1,
+        write=write_adapter,
+        canary=CANARY,
+        base=BasePolicy(record=base, manifest=store.open(base).manifest),
     )
 
 

@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, Manifest
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
-from rollmesh.types import PolicyRecord
 
-from .checkpoint_samples import CANARY, SECRET, publish
+from .checkpoint_samples import SECRET, publish, publish_adapter
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", SECRET)
-
-
-def write_adapter(folder: Path) -> Mapping[str, str] | None:
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
-    weights = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.zeros(8, 2)}
-    save_file(weights, folder / "adapter_model.safetensors")
-    return None
-
-
-def publish_adapter(store: CheckpointStore, version: int, base: PolicyRecord) -> PolicyRecord:
-    return store.publish(
-        session="abc",
-        policy_version=version,
-        train_step=version,
-        parent=version - 1,
-        write=write_adapter,
-        canary=CANARY,
-        base=BasePolicy(record=base, manifest=store.open(base).manifest),
-    )
 
 
 def test_an_adapter_opens_with_its_base(store: CheckpointStore) -> None:

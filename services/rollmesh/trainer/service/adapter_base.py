@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.adapter_settings import read_adapter_settings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.recipes import resolve_model
@@ -20,18 +21,26 @@ def model_folder(config: RunConfig, checkpoints: CheckpointStore) -> Path:
     So a model folder that changes during a run does not change the base. Raises CheckpointError if version 0 is
     damaged.
     """
-    if config.model.adapter is not None:
-        for record in checkpoints.complete_policies():
-            if record.policy_version == BASE_VERSION:
-                try:
-                    return checkpoints.open(record).folder
-                except CheckpointError as error:
-                    raise CheckpointError(
-                        f"policy version {BASE_VERSION}, the base of all adapters of the run: {error}; restore its "
-                        "folder from a copy, or start a new run",
-                        reason=error.reason,
-                    ) from error
+    if config.model.adapter is None:
+        return resolve_model(config.model.path)
+    for record in checkpoints.complete_policies():
+        if record.policy_version == BASE_VERSION:
+            try:
+                return checkpoints.open(record).folder
+            except CheckpointError as error:
+                raise _damaged(str(error), error.reason) from error
+    for policy in checkpoints.unsound_policies():
+        if policy.announced and policy.train_step == 0:
+            raise _damaged(f"{policy.path}: {policy.reason}", Reason.TORN)
     return resolve_model(config.model.path)
+
+
+def _damaged(problem: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"policy version {BASE_VERSION}, the base of all adapters of the run: {problem}; restore its folder from a "
+        "copy, or start a new run",
+        reason=reason,
+    )
 
 
 def check_published(adapter: AdapterConfig, catalog: PolicyCatalog) -> None:
