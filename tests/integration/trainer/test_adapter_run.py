@@ -155,11 +155,13 @@ async def test_the_base_of_a_run_is_its_version_0_whatever_becomes_of_the_model_
             run.start()
             await run.until_finished()
         assert sorted(await adapters(run)) == [1, 2, 3, 4]
-        base = run.checkpoints.open((await run.store.policies.announced())[0]).folder / "model.safetensors"
-        base.write_bytes(base.read_bytes()[:-64] + bytes(64))
-        process = run.start()
-        assert await asyncio.to_thread(process.wait) != 0
-        assert "policy version 0, the base of all adapters of the run: " in run.log()
+        base = run.checkpoints.open((await run.store.policies.announced())[0]).folder
+        for number, name in enumerate(("model.safetensors", "manifest.json"), 1):
+            file = base / name
+            file.write_bytes(file.read_bytes()[:-64] + bytes(64))
+            process = run.start()
+            assert await asyncio.to_thread(process.wait) != 0
+            assert run.log().count("policy version 0, the base of all adapters of the run: ") >= number, name
 
 
 async def announced(run: TrainerRun, version: int) -> bool:
