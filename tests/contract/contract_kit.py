@@ -202,6 +202,13 @@ class Running:
             await asyncio.gather(*self.tasks)
         return self.rollouts
 
+    async def end_saved(self, engine: Engine) -> list[Rollout]:
+        """End calls that have a limit of unacknowledged tokens: acknowledge their tokens as they arrive."""
+        while not all(task.done() for task in self.tasks):
+            engine.acknowledge({r.call.trajectory_id: len(r.ids) for r in self.rollouts if r.chunks})
+            await asyncio.sleep(0.001)
+        return await self.end()
+
 
 async def start_calls(engine: Engine, count: int, **changes: Any) -> Running:
     """Long calls that have delivered their first chunk."""
@@ -215,16 +222,20 @@ class StandIn:
     def __init__(self, model: Path, log: Path, arguments: Iterable[str] = ()) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        command += ["--admin-api-key", KEY, "--context-length", str(LONGEST + 8), *arguments]
+        self._log = log
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        self._command += ["--admin-api-key", KEY, "--context-length", str(LONGEST + 8), *arguments]
+        self._start()
+
+    def _start(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(FAKES), "OMP_NUM_THREADS": "1"}
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        with self._log.open("ab") as out:
+            self.process = subprocess.Popen(self._command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + WAIT_SECONDS
         while not self._ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise AssertionError(f"the stand-in does not start:\n{log.read_text()}")
+                raise AssertionError(f"the stand-in does not start:\n{self._log.read_text()}")
             time.sleep(0.05)
 
     def _ready(self) -> bool:
@@ -236,3 +247,8 @@ class StandIn:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def restart(self) -> None:
+        """Replace the process by a new one at the same address."""
+        self.stop()
+        self._start()

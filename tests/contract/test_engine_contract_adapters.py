@@ -10,11 +10,22 @@ import pytest
 import torch
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines import backlog
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
 from ..adapters import change_config, change_tensors, write_adapter
-from .contract_kit import Running, collect, hf_greedy, hf_logprobs, make_call, prompt_ids, start_calls, until
+from .contract_kit import (
+    WAIT_SECONDS,
+    Running,
+    collect,
+    hf_greedy,
+    hf_logprobs,
+    make_call,
+    prompt_ids,
+    start_calls,
+    until,
+)
 
 _TENSOR = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
 
@@ -45,18 +56,20 @@ async def test_the_base_and_an_adapter_compute_what_their_merged_weights_compute
 
 
 async def test_running_calls_go_on_while_newer_versions_are_loaded_and_every_token_is_of_its_version(
-    adapter_make, adapters, merged
+    adapter_make, adapters, merged, monkeypatch
 ):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
     engine = await adapter_make()
     running = []
     context = prompt_ids(1, 30)  # one for all: a cache shared between versions would show
     for version in range(5):
         if version:
             await serve(engine, adapters, version)
-        call = make_call(f"v{version}", context, max_new_token_count=200)
+        # The limit holds a call half-way until the last version is loaded.
+        call = make_call(f"v{version}", context, max_new_token_count=200, unacknowledged_token_limit=104)
         running.append(await Running(engine, [call]).begun())
-    for version, one in enumerate(running):
-        (rollout,) = await one.end()
+    ended = await asyncio.gather(*(one.end_saved(engine) for one in running))
+    for version, (rollout,) in enumerate(ended):
         assert (len(rollout.tokens), rollout.reason) == (200, FinishReason.LENGTH)
         assert rollout.versions[0] == version and rollout.versions == sorted(rollout.versions)
         if adapter_make.kind == "torch":
@@ -64,7 +77,7 @@ async def test_running_calls_go_on_while_newer_versions_are_loaded_and_every_tok
         rollout.check_pure(merged)
     # A slice that began later names the newest version.
     if adapter_make.kind != "torch":
-        assert running[0].rollouts[0].versions[-1] == 4
+        assert ended[0][0].versions[-1] == 4
 
 
 async def test_a_version_is_scored_beside_running_calls_before_any_token_is_of_it(adapter_make, adapters, merged):

@@ -134,6 +134,12 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
             f"generator.on_new_version={mode}: with model.adapter a new version is loaded beside the others, so no "
             "call must be interrupted, drained or share its cache with another version; leave it out (next_slice)"
         )
+    size = config.generator.sglang.data_parallel_size
+    if config.generator.engine == "sglang" and size != "1":
+        yield (
+            f"generator.sglang.arguments: --dp-size {size}: with model.adapter a server with data parallelism cannot "
+            "load adapters while it runs; leave it out, and set generator.replicas"
+        )
     joint = {"q_proj", "k_proj", "v_proj"} & set(adapter.target)
     if config.generator.engine == "sglang" and joint and not joint >= {"q_proj", "v_proj"}:
         yield (

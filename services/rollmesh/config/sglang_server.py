@@ -22,6 +22,7 @@ _OWN_FLAGS = frozenset(
         "--max-loaded-loras", "--lora-target-modules", "--lora-paths",
     }
 )  # fmt: skip
+_DATA_PARALLEL_FLAGS = ("--dp-size", "--data-parallel-size")
 _STARTED_ONLY = ("python", "arguments", "environment")
 
 
@@ -82,6 +83,17 @@ class SglangConfig(EngineSection):
                     f"generator.sglang.arguments: {flag} ({owns[0]}) is set by rollmesh from the run file; leave it out"
                 )
         return self
+
+    @property
+    def data_parallel_size(self) -> str:
+        """Value of --dp-size in ``arguments``; 1 if they do not set it."""
+        size = "1"
+        for argument, following in zip(self.arguments, [*self.arguments, ""][1:], strict=True):
+            flag, _, value = argument.partition("=")
+            # The server accepts abbreviations.
+            if len(flag) > 3 and any(name.startswith(flag) for name in _DATA_PARALLEL_FLAGS):
+                size = value or following
+        return size
 
     def problem(self, field: str, value: Any) -> str:
         server = f"the server at generator.sglang.url={self.url}"

@@ -31,6 +31,8 @@ class Server:
         self.adapter_ids: dict[str, int] = {}
         """Number of the load of each adapter: a part of the key of its prefix cache."""
         self.adapter_loads = 0
+        self.adapter_folders: dict[str, Path] = {}
+        """Folder of every adapter that was ever loaded."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.authorise], client_max_size=1 << 26)
@@ -71,7 +73,9 @@ class Server:
             return _wrong("temperature must be a non-negative finite number")
         adapter = body.get("lora_path") or ""
         if adapter and adapter not in self.decoder.adapters:
-            return _wrong(f"Got LoRA adapter that has never been loaded: {adapter}")
+            if adapter not in self.adapter_folders:
+                return _wrong(f"Got LoRA adapter that has never been loaded: {adapter}")
+            self._add_adapter(adapter, self.adapter_folders[adapter])  # as the real one
         request = Request(
             rid=rid,
             adapter=adapter,
@@ -130,18 +134,20 @@ class Server:
         return _updated(True, "Succeeded to update model weights.")
 
     async def load_adapter(self, http: web.Request) -> web.Response:
-        body, options = await http.json(), self.options
-        name = body["lora_name"]
+        body = await http.json()
         try:
-            if not options.enable_lora:
+            if not self.options.enable_lora:
                 raise ValueError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
-            folder = Path(body["lora_path"])
-            self.decoder.add_adapter(name, folder, options.max_lora_rank, options.lora_target_modules)
+            self._add_adapter(body["lora_name"], Path(body["lora_path"]))
         except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
             return _changed(str(error))
+        return _changed("")
+
+    def _add_adapter(self, name: str, folder: Path) -> None:
+        self.decoder.add_adapter(name, folder, self.options.max_lora_rank, self.options.lora_target_modules)
         self.adapter_loads += 1
         self.adapter_ids[name] = self.adapter_loads
-        return _changed("")
+        self.adapter_folders[name] = folder
 
     async def unload_adapter(self, http: web.Request) -> web.Response:
         name = (await http.json())["lora_name"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from rollmesh.config.adapter import AdapterConfig
@@ -16,7 +18,7 @@ from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
 from ...adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
-from ...contract.contract_kit import KEY, LONGEST, StandIn, collect, make_call, write_model
+from ...contract.contract_kit import KEY, LONGEST, StandIn, collect, make_call, prompt_ids, until, write_model
 from ...sglang_cpu.options import sglang_options
 
 FLAGS = (
@@ -44,7 +46,8 @@ def server(tmp_path: Path, base: Path) -> Iterator[StandIn]:
 
 def engine_at(url: str) -> SglangEngine:
     adapter = AdapterSettings(config=AdapterConfig(rank=RANK, alpha=ALPHA), kept_versions=2)
-    fields: dict[str, Any] = {"slots": 4, "max_context_tokens": LONGEST, "adapter": adapter}
+    # Probes are off: the requests of the tests find a restarted server.
+    fields: dict[str, Any] = {"slots": 4, "max_context_tokens": LONGEST, "adapter": adapter, "probe_seconds": 3600.0}
     return SglangEngine(sglang_options(url=url, admin_key=KEY, **fields))
 
 
@@ -54,10 +57,9 @@ def names(server: StandIn) -> list[str]:
     return [model["id"] for model in answer["data"][1:]]
 
 
-def unload(server: StandIn, name: str) -> None:
-    """Take an adapter out of the server without a word to its engine, as a restart does."""
+def post(server: StandIn, endpoint: str, **body: Any) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    httpx.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, headers=headers).raise_for_status()
+    httpx.post(f"{server.url}/{endpoint}", json=body, headers=headers).raise_for_status()
 
 
 async def serve(engine: SglangEngine, folders: dict[int, Path], version: int) -> None:
@@ -82,7 +84,7 @@ async def test_a_server_that_lost_its_adapters_ends_the_engine_and_the_next_one_
     first = engine_at(server.url)
     await first.start(base, 0)
     await serve(first, folders, 1)
-    unload(server, "policy-v1")
+    await asyncio.to_thread(server.restart)
     with pytest.raises(EngineLost, match="has lost policy-v1; was it restarted"):
         await collect(first, make_call())
     with pytest.raises(EngineLost):
@@ -107,4 +109,28 @@ async def test_adapters_of_an_earlier_process_make_room(base, folders, server):
     second = engine_at(server.url)
     await second.start(base, 0)
     assert names(server) == []
+    await serve(second, folders, 1)
+    assert names(server) == ["policy-v1-2"], "a name is never used again"
     await second.aclose()
+
+
+async def test_a_version_that_waits_to_be_scored_stays_loaded(tmp_path, base, folders, server):
+    engine = engine_at(server.url)
+    await engine.start(base, 0)
+    await serve(engine, folders, 1)
+    ids = prompt_ids(5, 200)
+    (wanted,) = await engine.score([ids], 1)
+    post(server, "pause_generation", mode="in_place")  # the server answers no score for now
+    first = asyncio.create_task(engine.score([ids], 0))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(engine.score([ids], 1))  # begins when the first one has ended
+    for version in (2, 3, 4):
+        folders[version] = write_adapter(tmp_path / f"late-{version}", base, version)
+        await serve(engine, folders, version)
+    await until(lambda: "policy-v2" not in names(server))
+    assert "policy-v1" in names(server) and not first.done()
+    post(server, "continue_generation")
+    (scores,) = await late
+    np.testing.assert_array_equal(scores, wanted)
+    await first
+    await engine.aclose()

@@ -104,6 +104,16 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
             {"model": {"path": "model", "adapter": {"target": ["k_proj"]}}, "generator": {"engine": "sglang"}},
             ["model.adapter.target=['k_proj']", "needs q_proj and v_proj"],
         ),
+        *(
+            (
+                {
+                    "model": {"path": "model", "adapter": {}},
+                    "generator": {"engine": "sglang", "sglang": {"arguments": arguments}},
+                },
+                ["generator.sglang.arguments: --dp-size 2", "model.adapter", "generator.replicas"],
+            )
+            for arguments in (["--dp-size", "2"], ["--tp-size", "2", "--data-parallel-size=2"], ["--dp", "2"])
+        ),
         ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
         ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
         ({"name": "Not A Name"}, ["name", "'Not A Name'"]),

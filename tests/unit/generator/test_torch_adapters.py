@@ -13,8 +13,10 @@ import torch
 
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
+from rollmesh.generator.engines import backlog
 from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
@@ -104,16 +106,23 @@ async def test_an_adapter_computes_what_its_merged_weights_compute(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_others(adapter_engine, versions, graphs):
+async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_others(
+    adapter_engine, versions, graphs, monkeypatch
+):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
     engine = await adapter_engine(cuda_graphs=graphs)
     context = prompt_ids(4, 30)  # the same for all: a cache shared between versions would show
     running = []
     for version in range(6):  # three more than there are places at first
         if version:
             await versions.serve(engine, version)
-        call = make_call(f"v{version}", context, max_new_token_count=200)
+        # The limit holds a call half-way until the last version is loaded.
+        call = make_call(f"v{version}", context, max_new_token_count=200, unacknowledged_token_limit=104)
         running.append((version, call, *await _first_chunk(engine, call)))
     assert engine.status().running_count == 6
+    while not all(task.done() for *_, task in running):
+        engine.acknowledge({c.trajectory_id: len(context) + len(Rollout(ch).tokens) for _, c, ch, _ in running})
+        await asyncio.sleep(0.001)
     for version, call, chunks, task in running:
         await task
         assert chunks[-1].finish_reason is FinishReason.LENGTH
@@ -204,3 +213,15 @@ async def test_what_an_engine_cannot_load_with_adapters_is_named(adapter_engine,
         await plain.load(versions.folder(1), 1, OnNewVersion.NEXT_SLICE)
     with pytest.raises(ConfigError, match="no linear layer qkv_proj"):
         await adapter_engine(target=("qkv_proj",))
+
+
+def test_a_version_that_is_not_loaded_has_no_place_and_is_never_taken_for_the_base():
+    key, cpu = (0, "down"), torch.device("cpu")
+    stack = AdapterStack({key: (4, 2, 4)}, torch.float32, cpu, base_version=3, rows=1)
+    stack.reserve(2)
+    stack.put(5, {key: (torch.ones(4, 2), torch.ones(2, 4))})
+    assert (stack.place_of(3), stack.place_of(5)) == (BASE, 0)
+    stack.drop(5)
+    for version in (0, 5):
+        with pytest.raises(EngineError, match=f"policy version {version} is not loaded"):
+            stack.place_of(version)

@@ -51,6 +51,7 @@ def test_the_command_has_them_before_the_user_s_own_flags():
     ("changes", "message"),
     [
         ({"enable_lora": None}, "without --enable-lora; start it with --enable-lora --lora-strict-loading"),
+        ({"dp_size": 2}, r"with --dp-size 2, which cannot load adapters while it runs \(leave it out\)"),
         ({"max_lora_rank": 4}, r"with --max-lora-rank 4, but model.adapter.rank=8; .* --max-lora-rank 8"),
         ({"lora_target_modules": ["q_proj"]}, "but the adapters have down_proj, too; .* down_proj q_proj"),
         ({"lora_strict_loading": False}, "without --lora-strict-loading, so it would ignore missing tensors"),
@@ -63,7 +64,7 @@ def test_a_running_server_that_cannot_serve_the_adapters_is_refused_with_the_fla
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"max_lora_rank": 64}, {"lora_target_modules": ["all"]}, {"max_loaded_loras": None}]
+    "changes", [{}, {"dp_size": 1}, {"max_lora_rank": 64}, {"lora_target_modules": ["all"]}, {"max_loaded_loras": None}]
 )
 def test_a_running_server_with_room_for_the_adapters_is_used(changes):
     check_lora_server({**INFO, **changes}, "http://gpu:1", SETTINGS, TARGETS)
@@ -73,6 +74,8 @@ class Api:
     """Writes down the loads and unloads; rejects folders with ``bad`` in their name."""
 
     def __init__(self) -> None:
+        self.answers: dict[str, str] = {}
+        """Error messages of unloads, by name."""
         self.told: list[str] = []
 
     async def load_adapter(self, name: str, folder: str, seconds: float) -> str:
@@ -81,7 +84,7 @@ class Api:
 
     async def unload_adapter(self, name: str, seconds: float) -> str:
         self.told.append(f"unload {name}")
-        return ""
+        return self.answers.get(name, "")
 
     async def model_names(self) -> list[str]:
         return ["/models/base", "policy-v3", "policy-v4-2"]
@@ -119,6 +122,30 @@ async def test_the_newest_versions_stay_and_one_that_a_slice_names_goes_after_it
     assert loaded.name(0) is None
 
 
+async def test_a_return_to_a_version_that_waits_for_its_unload_keeps_it(api, loaded):
+    for version in (1, 2, 3):
+        await serve(loaded, version)
+    with loaded.named(1):
+        for version in (4, 5):
+            await serve(loaded, version)
+        await loaded.load(Path("folder"), 1)  # staged again
+    await asyncio.sleep(0)
+    assert "unload policy-v1" not in api.told and loaded.name(1) == "policy-v1"
+    loaded.retain(1)
+    assert loaded.has(1) and api.told.count("load policy-v1") == 1
+
+
+async def test_an_unload_that_fails_is_tried_again_until_the_server_has_unloaded_it(api, loaded):
+    api.answers["policy-v1"] = "Retry the unload"
+    for version in range(1, 6):
+        await serve(loaded, version)
+    assert api.told.count("unload policy-v1") == 2
+    api.answers["policy-v1"] = "LoRA with name policy-v1 does not exist"
+    for _ in range(3):
+        await serve(loaded, 5)
+    assert api.told.count("unload policy-v1") == 3
+
+
 async def test_a_name_never_returns(api, loaded):
     await serve(loaded, 1)
     await serve(loaded, 1)  # served and still loaded: nothing to do
@@ -140,5 +167,11 @@ async def test_a_rejected_adapter_is_an_error_with_the_server_s_reason(loaded):
 
 
 async def test_what_an_earlier_process_left_in_a_server_is_unloaded(api, loaded):
+    api.answers["policy-v3"] = "in use"
     await loaded.unload_leftovers()
     assert api.told == ["unload policy-v3", "unload policy-v4-2"]
+    for version in (3, 4, 5):
+        await serve(loaded, version)
+    loads = [told for told in api.told if told.startswith("load")]
+    assert loads == ["load policy-v3-2", "load policy-v4-3", "load policy-v5"]
+    assert api.told.count("unload policy-v3") > 1

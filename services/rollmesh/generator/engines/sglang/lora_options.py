@@ -35,7 +35,10 @@ def check_lora_server(info: Mapping[str, Any], url: str, settings: AdapterSettin
     served = set(info.get("lora_target_modules") or ())
     missing = [] if "all" in served else [name for name in targets if name not in served]
     found_rank, found_loaded = info.get("max_lora_rank"), info.get("max_loaded_loras")
-    if not info.get("enable_lora"):
+    replicas = info.get("dp_size") or 1
+    if replicas > 1:
+        problem = f"with --dp-size {replicas}, which cannot load adapters while it runs (leave it out)"
+    elif not info.get("enable_lora"):
         problem = "without --enable-lora"
     elif found_rank is None or found_rank < rank:
         problem = f"with --max-lora-rank {found_rank}, but model.adapter.rank={rank}"

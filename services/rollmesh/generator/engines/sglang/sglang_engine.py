@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -153,18 +154,8 @@ class SglangEngine:
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
             check_ids(ids, vocab_size, f"sequences[{number}]")
-        adapter = self._adapter_name(policy_version)
-        async with self._state.server_lock:
-            held = self._server.paused
-            if held:  # a paused server does not answer requests
-                await self._server.resume()
-            try:
-                return await self._scores(sequences, adapter)
-            finally:
-                # Tokens of weights on trial are held anyway. A second pause would drop the cache that the running calls
-                # have just computed, and cost another prefill.
-                if held and self._state.on_trial is None and self._state.failure is None:
-                    await self._server.pause(self._options.pause_mode)
+        with self._naming(policy_version) as adapter:
+            return await self._score_all(sequences, adapter)
 
     async def pause(self) -> None:
         state = self._state
@@ -243,14 +234,28 @@ class SglangEngine:
         except EngineError as error:
             raise self._state.failure or await self._server.explain(error) from error
 
-    def _adapter_name(self, version: int | None) -> str | None:
-        """Return the server's name of a version, or of the one in service; None for full weights and the base."""
+    def _naming(self, version: int | None) -> AbstractContextManager[str | None]:
+        """Keep a version, or the one in service, loaded for a block and yield its name; None for full weights."""
         adapters = self._adapters
         if adapters is None:
-            return None
+            return contextlib.nullcontext()
         if version is not None and not adapters.has(version):
             raise EngineError(f"policy version {version} is not loaded; stage it before it is scored")
-        return adapters.name(self._state.in_service if version is None else version)
+        return adapters.named(self._state.in_service if version is None else version)
+
+    async def _score_all(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
+        """Score sequences on the server, which continues for that time if it is paused."""
+        async with self._state.server_lock:
+            held = self._server.paused
+            if held:  # a paused server does not answer requests
+                await self._server.resume()
+            try:
+                return await self._scores(sequences, adapter)
+            finally:
+                # Tokens of weights on trial are held anyway. A second pause would drop the cache that the running calls
+                # have just computed, and cost another prefill.
+                if held and self._state.on_trial is None and self._state.failure is None:
+                    await self._server.pause(self._options.pause_mode)
 
     async def _scores(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
         limit = self._options.server.request_timeout_seconds

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.adapter_weights import Factors
 from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
 
@@ -43,14 +44,16 @@ class AdapterStack:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        base_version: int,
         rows: int,
         static: bool = False,
     ) -> None:
         """Create a stack without places, for matrices of ``shapes`` and for decode steps of at most ``rows`` rows.
 
-        ``static`` decode steps have constant shapes.
+        ``base_version`` is the version without an adapter. ``static`` decode steps have constant shapes.
         """
         self._shapes = shapes
+        self._base_version = base_version
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._factors: Factors = {key: (self._like, self._like) for key in shapes}
         self._versions: dict[int, int] = {}
@@ -69,8 +72,12 @@ class AdapterStack:
         return self._unused.shape[1]
 
     def place_of(self, version: int) -> int:
-        """Return the place of a version; BASE for one without an adapter."""
-        return self._versions.get(version, BASE)
+        """Return the place of a version, BASE for the base; EngineError if it is not loaded."""
+        if version == self._base_version:
+            return BASE
+        if version not in self._versions:
+            raise EngineError(f"policy version {version} is not loaded; loaded are {sorted(self._versions)}")
+        return self._versions[version]
 
     def put(self, version: int, factors: Factors) -> None:
         """Load an adapter; there must be a free place."""

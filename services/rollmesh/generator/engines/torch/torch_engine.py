@@ -102,7 +102,9 @@ class TorchEngine:
         # Padding less than doubles the rows of a step.
         rows = 2 * self._config.slots
         shapes, static = self._adapter_reader.shapes(), self._config.cuda_graphs
-        stack = AdapterStack(shapes, self._dtype, self._device, rows=rows, static=static)
+        stack = AdapterStack(
+            shapes, self._dtype, self._device, base_version=self._base_version, rows=rows, static=static
+        )
         stack.reserve(self._adapter.kept_versions + 1)
         return stack
 
