@@ -86,7 +86,7 @@ class Publisher:
         newest policy is damaged: every generator rejects it, so the same weights are published as the next version.
         """
         await self.announced()
-        newest = await self._session.retry("latest_policy", self._session.store.policies.latest)
+        newest = await self._session.newest_policy()
         published = False
         if newest is not None:
             self._ranks.catalog.update([newest])

@@ -24,7 +24,7 @@ from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.types import Batch
+from rollmesh.types import Batch, PolicyRecord
 
 T = TypeVar("T")
 
@@ -110,6 +110,17 @@ class TrainingSession:
         records = await self.retry("policies", lambda: self.store.policies.announced(after))
         self._catalog.update(records)
         self._listed_version = max((record.policy_version for record in records), default=after)
+
+    async def newest_policy(self) -> PolicyRecord | None:
+        """Return the newest policy of the registry; one that Redis has forgotten is sent to it again before."""
+        return await self.retry("latest_policy", self._newest_policy)
+
+    async def _newest_policy(self) -> PolicyRecord | None:
+        newest, known = await self.store.policies.latest(), self._catalog.newest
+        if known is not None and (newest is None or newest.policy_version < known.policy_version):
+            # ``retry`` looks whether Redis has come back with an older file, and sends the policies again.
+            raise Conflict(f"policy version {known.policy_version} was announced, but Redis does not know it")
+        return newest
 
     async def _reject_older_checkpoints(self, newest_step: int) -> None:
         """Raise ConfigError if the queue has dropped batches whose files are missing: they cannot be restored."""

@@ -67,6 +67,7 @@ class Store:
 
     trained_step: int
     policy_count: int = 0
+    run_id: str = ""
     told: list[dict[str, Any]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
@@ -81,8 +82,22 @@ class Store:
     async def state(self) -> TrainingState:
         return TrainingState(trained_step=self.trained_step, cut_step=6, committed_step=5, recovering=False)
 
+    @property
+    def recovery(self) -> Store:
+        return self
+
+    async def server_run_id(self) -> str:
+        return self.run_id
+
+    async def open_session(self, name: str, token: str, lineage: str) -> None:
+        pass
+
     async def reassert(self, token: str, **words: Any) -> None:
         self.told.append(words)
+        self.policy_count = max(self.policy_count, len(words["policies"]))
+
+    async def latest(self) -> PolicyRecord | None:
+        return (await self.announced(self.policy_count - 2))[-1] if self.policy_count else None
 
     async def announced(self, after: int) -> list[PolicyRecord]:
         self.asked.append(after)
@@ -117,3 +132,14 @@ async def test_policies_are_read_once() -> None:
     await session.learn_policies()
     await session.learn_policies()
     assert store.asked == [-1, 3, 5]
+
+
+async def test_a_policy_that_redis_has_forgotten_is_sent_again_before_the_newest_one_is_read() -> None:
+    store = Store(trained_step=6, policy_count=4)
+    session = session_with(store, Checkpoints())
+    session.token = "trainer"
+    await session.begin(committed_step=6)
+    store.policy_count, store.run_id = 1, "restarted"
+    newest = await session.newest_policy()
+    assert newest is not None and newest.policy_version == 3
+    assert [record.policy_version for record in store.told[-1]["policies"]] == [0, 1, 2, 3]
