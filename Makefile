@@ -139,7 +139,7 @@ e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on r
 # A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
 	$(BIN)/pytest tests/e2e/gateway
 
-chaos: $(VENV)/.local ## 32 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
+chaos: $(VENV)/.dev ## 35 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos
 
 bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine

@@ -22,13 +22,15 @@ from rollmesh.bench.faults import FAULTS, Fault, faults_named
 from rollmesh.bench.measure import NONE, Bar, Measure, at_most, compared
 from rollmesh.bench.processes import TRAIN_STEPS, TrainingRun, finished_train_steps, short_run_config
 from rollmesh.bench.rounds import EXEMPT, ChaosRound, read_round, rounds_table
-from rollmesh.errors import RollmeshError
+from rollmesh.bench.s3_server import BUCKET, CREDENTIALS, MISSING, S3Server, is_installed, running_s3
+from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
 SEED = 20261121
 _ROUND_SECONDS = 400.0
 _STOP_SECONDS = 120.0
+_PREFIX = f"s3://{BUCKET}/round"
 
 
 class ChaosError(RollmeshError):
@@ -39,10 +41,13 @@ def run(*, rounds: int | None = None, quick: bool = False, fault: str | None = N
     """Run the rounds, print the table, and return the counts; ``quick`` runs four rounds.
 
     ``rounds`` None runs every fault once. ``fault`` names the fault of all rounds. Raises ChaosError if a round fails a
-    requirement, and ConfigError for an unknown fault.
+    requirement, and ConfigError for an unknown fault, or without the packages of the rounds with a bucket.
     """
     faults = faults_named(fault)
-    results = run_rounds(4 if quick else rounds or len(faults), output_console(stderr=True), faults=faults)
+    count = 4 if quick else rounds or len(faults)
+    if not is_installed() and any(each.in_bucket for each in faults[:count]):
+        raise ConfigError(f"rounds with an object store: {MISSING}")
+    results = run_rounds(count, output_console(stderr=True), faults=faults)
     failed = [r for r in results if not r.passed]
     if failed:
         raise ChaosError(f"{len(failed)} of {len(results)} rounds failed: {', '.join(r.fault for r in failed)}")
@@ -90,11 +95,25 @@ def run_rounds(
 
 def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> ChaosRound:
     """Run one round with one fault."""
+    if not fault.in_bucket:
+        return _run_round(folder, number, fault, rng)
+    folder.mkdir(parents=True)
+    with running_s3(folder / "s3.log") as server:
+        return _run_round(folder, number, fault, rng, server)
+
+
+def _run_round(
+    folder: Path, number: int, fault: Fault, rng: random.Random, server: S3Server | None = None
+) -> ChaosRound:
     run = TrainingRun(folder)
     data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
+    bucket = None
+    if server is not None:
+        data["checkpoints"] |= {"folder": _PREFIX, "object_store": {"endpoint_url": server.url}}
+        bucket = folder / "bucket"
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS
-    with run.up(data) as process:
+    with run.up(data, {} if server is None else CREDENTIALS) as process:
         attacked = AttackedRun(
             folder=run.folder.path,
             run=str(data["name"]),
@@ -109,7 +128,9 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
     statuses: tuple[int, ...] = (process.returncode,)
     if not fault.expected_end.green:
         statuses += (run.audit(),)
-    return read_round(run.folder, data, fault, attacked, statuses, seconds, output)
+    if server is not None and bucket is not None:
+        server.copy(_PREFIX, bucket)
+    return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket)
 
 
 def _attack(attacked: AttackedRun, fault: Fault) -> None:

@@ -9,7 +9,13 @@ from functools import partial
 from typing import Any
 
 from rollmesh.bench.attack import AttackedRun
-from rollmesh.bench.faults_of_files import damage_last_step, damage_policy, damage_replay, damage_state
+from rollmesh.bench.faults_of_files import (
+    damage_last_step,
+    damage_policy,
+    damage_replay,
+    damage_state,
+    lose_policies,
+)
 from rollmesh.bench.faults_of_redis import fill_redis, kill_redis, stall_redis
 from rollmesh.bench.faults_of_services import kill_leader, kill_service, kill_trainer_after, stall_service
 from rollmesh.bench.processes import SESSION_TTL_SECONDS, TRAIN_STEPS
@@ -60,6 +66,8 @@ class Fault:
     """Schedule of the run."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Fields of the run file, by section."""
+    in_bucket: bool = False
+    """True if the checkpoints of the run are in an object store."""
 
 
 def _under(preset: str, fault: Fault) -> Fault:
@@ -75,6 +83,15 @@ def _with_adapter(fault: Fault) -> Fault:
         "trainer": {"learning_rate": 4e-3},
     }
     return replace(fault, name=f"{fault.name}, adapter", settings=settings)
+
+
+def _with_deltas(fault: Fault) -> Fault:
+    """Return the fault in a run whose policies are deltas in a bucket: updates so small keep most bits of a weight."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "trainer": {"learning_rate": 3e-7},
+        "checkpoints": {"anchor_every_versions": 4},
+    }
+    return replace(fault, name=f"{fault.name}, deltas", settings=settings, in_bucket=True)
 
 
 def _kill_trainer(when: str, pattern: str) -> Fault:
@@ -130,6 +147,9 @@ FAULTS: tuple[Fault, ...] = (
     _with_adapter(_kill_trainer("while it publishes", "checkpoints/policies/*")),
     _with_adapter(Fault("kill -9 generator", partial(kill_service, service="generator"))),
     _with_adapter(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
+    _with_deltas(_kill_trainer("while it uploads", "checkpoints/.deltas/*")),
+    _with_deltas(Fault("delete the policies of the node, kill -9 generator", lose_policies)),
+    _with_deltas(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
 )
 """Faults in the order of the rounds; ``make test`` runs the first four."""
 

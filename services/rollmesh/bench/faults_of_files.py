@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollmesh.bench.attack import AttackedRun, random_process, send
+from rollmesh.bench.faults_of_services import kill_service
 from rollmesh.bench.processes import finished_train_steps
 from rollmesh.runtime.endpoints import read_endpoints
 
@@ -74,6 +75,13 @@ def damage_policy(attacked: AttackedRun) -> None:
     finally:
         for generator in generators:
             send(generator.pid, signal.SIGCONT)
+
+
+def lose_policies(attacked: AttackedRun) -> None:
+    """Kill a generator and delete the node's announced policies, so that the next one pulls them from the bucket."""
+    kill_service(attacked, "generator")
+    for marker in _paths(attacked, f"{_POLICIES}/*/ANNOUNCED"):
+        shutil.rmtree(marker.parent, ignore_errors=True)  # the mesh may delete the same folder
 
 
 def flip_byte(file: Path, rng: random.Random) -> None:

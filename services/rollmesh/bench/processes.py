@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -78,13 +79,22 @@ class TrainingRun:
         return (self.root / "output.txt").read_text()
 
     @contextmanager
-    def up(self, data: Mapping[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-        """Start ``rollmesh up``; kill its remaining processes at the end, also when this process gets a SIGTERM."""
+    def up(
+        self, data: Mapping[str, Any], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Start ``rollmesh up`` with further environment variables.
+
+        Its remaining processes are killed at the end, also when this process gets a SIGTERM.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "run.yaml").write_text(yaml.safe_dump(dict(data)))
         with (self.root / "output.txt").open("ab") as log:
             process = subprocess.Popen(
-                command("up", self.root / "run.yaml"), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                command("up", self.root / "run.yaml"),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **variables},
             )
         before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:

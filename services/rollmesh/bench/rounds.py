@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults import Cost, ExpectedEnd, Fault
 from rollmesh.bench.judge import judge
+from rollmesh.bench.judge.deltas import delta_count
 from rollmesh.launcher.run_folder import RunFolder
 
 EXEMPT = "no bound"
@@ -52,6 +54,8 @@ class ChaosRound:
     """Sampled tokens that were never saved, the cost of the fault (see ``regenerated``); None without a count."""
     regenerated_bound: int | None
     """Allowed cost of the fault (``Cost``) on all rollouts in flight at its victim; None if Redis loses data."""
+    deltas: int | None
+    """Policies that the bucket has as deltas; None for a run without a bucket."""
     output: str
 
     @property
@@ -60,7 +64,8 @@ class ChaosRound:
         expected = self.expected_end
         ended_as_expected = self.exit_statuses == expected.exit_statuses and self.green == expected.green
         has_output = expected.output_contains in " ".join(self.output.split())  # the console wraps long lines
-        if not (self.injected and ended_as_expected and has_output and self.green == (not self.judge_problems)):
+        agree = self.green == (not self.judge_problems)
+        if not (self.injected and ended_as_expected and has_output and agree) or self.deltas == 0:
             return False
         if not expected.green:
             return self.trainer_ends <= _MOST_TRAINER_ENDS
@@ -96,8 +101,9 @@ def read_round(
     exit_statuses: tuple[int, ...],
     seconds: float,
     output: str,
+    bucket: Path | None = None,
 ) -> ChaosRound:
-    """Read the audit of a finished run, and run the outside judge on its files."""
+    """Read the audit of a finished run, and run the outside judge on its files; ``bucket`` is a copy of its bucket."""
     audit_file = folder.path / "audit.json"
     audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
     in_flight = sum(attacked.in_flight) + rollouts_cut_off(folder, attacked.killed_generators)
@@ -113,17 +119,18 @@ def read_round(
         trained_twice=_count(audit.get("trained_twice")),
         staleness_violations=_count(audit.get("staleness_violations")),
         green=bool(audit.get("green")),
-        judge_problems=_judge_problems(folder),
+        judge_problems=_judge_problems(folder, bucket),
         in_flight=in_flight,
         regenerated_tokens=regenerated(folder, attacked.sampled_when_killed, max(attacked.fault_ended_at, default=0.0)),
         regenerated_bound=regenerated_bound(fault.cost, in_flight, data) if expected.green else None,
+        deltas=None if bucket is None else delta_count(bucket),
         output=output,
     )
 
 
-def _judge_problems(folder: RunFolder) -> tuple[str, ...]:
+def _judge_problems(folder: RunFolder, bucket: Path | None) -> tuple[str, ...]:
     try:
-        return judge(folder.path).problems
+        return judge(folder.path, checkpoints=bucket).problems
     except OSError as error:
         return (f"no run to judge: {error}",)
 

@@ -43,6 +43,7 @@ GOOD = ChaosRound(
     in_flight=1,
     regenerated_tokens=5,
     regenerated_bound=5,
+    deltas=None,
     output="",
 )
 
@@ -60,6 +61,7 @@ GOOD = ChaosRound(
         {"staleness_violations": 1},
         {"regenerated_tokens": 6},
         {"regenerated_tokens": None},
+        {"deltas": 0},
     ],
 )
 def test_a_round_fails_for_each_broken_promise(change: dict[str, Any]) -> None:
@@ -92,6 +94,15 @@ def test_rounds_run_with_adapters() -> None:
     for fault in rounds:
         config = validate_run_config(short_run_config(Path("run"), 0, fault.preset, fault.settings), "round")
         assert config.model.adapter is not None and config.model.path == "recipe:countdown"
+
+
+def test_rounds_run_with_deltas_in_a_bucket() -> None:
+    rounds = [fault for fault in FAULTS if fault.in_bucket]
+    assert [fault.name.endswith(", deltas") for fault in rounds] == [True] * 3
+    for fault in rounds:
+        data = short_run_config(Path("run"), 0, fault.preset, fault.settings)
+        data["checkpoints"] |= {"folder": "s3://bucket/round"}
+        assert validate_run_config(data, "round").checkpoints.anchor_every_versions > 1
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -224,8 +235,7 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == 32
-    assert len({fault.name for fault in FAULTS}) == 32
+    assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 35
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:

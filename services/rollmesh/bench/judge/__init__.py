@@ -3,7 +3,7 @@
 ``rollmesh audit`` uses the mesh's own readers, model and scorer, so a fault in one of them could affect both. This
 package imports no other package of rollmesh (a contract of import-linter). It has its own decoder, ledger, scoring by
 transformers' plain forward pass, and replay of one train step. ``python -m rollmesh.bench.judge RUN_FOLDER`` judges any
-float32 run whose run file sets ``schedule.max_staleness``.
+float32 run whose run file sets ``schedule.max_staleness``; a copy of its bucket is a second argument.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Judgement:
         return not self.problems
 
 
-def judge(folder: Path, sequences_per_step: int = 4) -> Judgement:
+def judge(folder: Path, sequences_per_step: int = 4, *, checkpoints: Path | None = None) -> Judgement:
     """Judge a run folder and score ``sequences_per_step`` sequences of each train step.
 
-    Raises OSError if it is not a run folder.
+    ``checkpoints`` is a copy of the bucket of a run with an object store. Raises OSError if it is not a run folder.
     """
-    run = read_run(folder)
+    run = read_run(folder, checkpoints)
     ledger = examine(run)
     problems = [*ledger.problems]
     with one_thread():

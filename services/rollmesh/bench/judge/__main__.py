@@ -1,4 +1,4 @@
-"""``python -m rollmesh.bench.judge RUN_FOLDER``: print the judgement; exit status 1 if there are problems."""
+"""``python -m rollmesh.bench.judge RUN_FOLDER [BUCKET_COPY]``: print the judgement; exit status 1 with problems."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from pathlib import Path
 from rollmesh.bench.judge import judge
 
 if __name__ == "__main__":
-    judgement = judge(Path(sys.argv[1]))
+    judgement = judge(Path(sys.argv[1]), checkpoints=Path(sys.argv[2]) if len(sys.argv) > 2 else None)
     print(json.dumps(asdict(judgement), indent=2))
     sys.exit(not judgement.sound)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollmesh.bench.judge.deltas import write_full_weights
+
 _HEAD, _TAIL = b"RMBATCH1", b"RMBATCHE"
 _HMAC_BYTES = 64
 _POLICY, _INT32, _FLOAT32 = 1, 1, 2
@@ -103,12 +105,16 @@ class RunFiles:
     """Metrics records, one per train step."""
 
 
-def read_run(folder: Path) -> RunFiles:
-    """Read and verify the files of a run folder. Raises OSError without configuration, secret or checkpoints."""
+def read_run(folder: Path, checkpoints: Path | None = None) -> RunFiles:
+    """Read and verify the files of a run folder. Raises OSError without configuration, secret or checkpoints.
+
+    ``checkpoints`` is a copy of the bucket of a run with an object store; full weights are written beside its deltas.
+    """
     import yaml
 
     secret = (folder / "secret").read_text(encoding="ascii").strip().encode()
-    root = folder / "checkpoints"
+    root = checkpoints or folder / "checkpoints"
+    write_full_weights(root)
     batches: dict[int, BatchFile] = {}
     damaged: dict[str, str] = {}
     for file in sorted((root / "batches").glob("[0-9]*.pb")):
