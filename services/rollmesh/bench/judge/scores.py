@@ -106,9 +106,10 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         optimizer.state[parameter] = {k: v if k == "step" else v.double() for k, v in moments.items()}
     if norm.isfinite():
         optimizer.step()
-    after = dict(model.named_parameters())
+    # The published weights are float32: near 1 that keeps half of the digits of an update of 1e-7.
+    after = {name: parameter.detach().float().double() for name, parameter in model.named_parameters()}
     moved = sum(float((wanted[name] - before[name]).square().sum()) for name in wanted)
-    off = sum(float((wanted[name] - after[name].detach()).square().sum()) for name in wanted)
+    off = sum(float((wanted[name] - after[name]).square().sum()) for name in wanted)
     return float((off / moved) ** 0.5) if moved else float(off > 0)
 
 
