@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from ..conftest import ENDLESS, end
+from ..conftest import end
 from .conftest import Window, expect, viewing
 
 Open = Callable[..., Window]
@@ -37,20 +36,3 @@ def test_a_page_left_open_says_that_the_run_finished_and_where_it_is_looked_at(
         expect(page.locator("#batch-table .preview").first).not_to_be_empty()
         page.get_by_role("link", name="Report of the run").click()
         page.locator("h1", has_text="small").wait_for()
-
-
-def test_a_page_left_open_says_that_the_run_was_stopped(
-    window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
-) -> None:
-    line, process = started(trainer={"train_steps": ENDLESS}, gateway={"enabled": True})
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
-    shown = window(read_endpoints(line.folder, "gateway")[0].url)
-    shown.expect("net::ERR_")
-    page = shown.open()
-    process.send_signal(signal.SIGINT)
-    page.locator("#connection[data-state=ended]", has_text="stopped").wait_for()
-    end(process)
-    expect(page.locator("#result-lines")).to_contain_text("The command that started the run continues it.")
-    page.get_by_role("button", name="Connect again").click()
-    page.locator("#banner", has_text=f"rollmesh view {line.folder}").wait_for()

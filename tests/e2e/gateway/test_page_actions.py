@@ -12,7 +12,7 @@ from rollmesh.runtime.addresses import free_port
 from .conftest import TOKEN, Scene, Window, expect, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 Open = Callable[..., Window]
 
@@ -108,7 +108,7 @@ def test_a_run_is_paused_and_resumed(window: Open, scene: Scene) -> None:
 def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)
-    version = _older(scene)
+    [version] = _older(scene, 1)
     page.get_by_role("button", name=f"Pin v{version}", exact=True).click()
     page.locator("#facts", has_text=f"pinned at v{version}").wait_for()
     assert scene.in_store(lambda store: store.policies.pinned()) == version
@@ -117,16 +117,30 @@ def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
     until(lambda: scene.in_store(lambda store: store.policies.pinned()) is None, "the pin to be gone")
 
 
-def _older(scene: Scene) -> int:
-    """The second newest version: the list on the page, of some hundreds, keeps it for the longest time."""
-    until(lambda: scene.get("overview")["newest_version"] > 0, "a second version")
-    return int(scene.get("policies?limit=2")["policies"][1]["policy_version"])
+def _older(scene: Scene, count: int) -> list[int]:
+    """Versions right below the newest one: the list on the page, of some hundreds, keeps them for the longest time."""
+    until(lambda: scene.get("overview")["newest_version"] >= count, "older versions")
+    return [one["policy_version"] for one in scene.get(f"policies?limit={count + 1}")["policies"][1:]]
+
+
+def test_an_action_that_is_pressed_while_another_has_no_answer_follows_it(window: Open, scene: Scene) -> None:
+    page = window().open()
+    _with_token(page)
+    later, earlier = _older(scene, 2)
+    unanswered: list[Route] = []
+    page.route(f"**/policies/{earlier}/pin", lambda route: unanswered.append(route))
+    page.get_by_role("button", name=f"Pin v{earlier}", exact=True).click()
+    until(lambda: bool(page.title() and unanswered), "the request")  # a call of the page lets its events arrive
+    page.get_by_role("button", name=f"Pin v{later}", exact=True).click()
+    assert scene.in_store(lambda store: store.policies.pinned()) is None
+    unanswered[0].continue_()
+    page.locator("#facts", has_text=f"pinned at v{later}").wait_for()
 
 
 def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)
-    version = _older(scene)
+    [version] = _older(scene, 1)
     button = page.get_by_role("button", name=f"Roll back v{version}", exact=True)
     button.click()
     dialog = page.locator("#confirm")

@@ -1,19 +1,20 @@
-"""The live page of a mesh that trains, as ``rollmesh up`` starts both."""
+"""The live page of a mesh that trains, as ``rollmesh up`` starts both, until an operator stops the run."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from ..conftest import ENDLESS, WAIT_SECONDS
+from ..conftest import ENDLESS, WAIT_SECONDS, end
 from .conftest import Window, expect
 
 Open = Callable[..., Window]
 
 
-def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
+def test_a_training_mesh_is_watched_looked_into_scaled_paused_and_stopped(
     window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
     line, process = started(
@@ -63,3 +64,13 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     step = shown.step()
     page.wait_for_function("step => Number(document.querySelector('#facts dd').textContent) > step", arg=step)
     page.close()  # before the run ends and leaves its requests unanswered
+
+    left_open = window(shown.url)
+    left_open.expect("net::ERR_")
+    page = left_open.open()
+    process.send_signal(signal.SIGINT)
+    page.locator("#connection[data-state=ended]", has_text="stopped").wait_for()
+    end(process)
+    expect(page.locator("#result-lines")).to_contain_text("The command that started the run continues it.")
+    page.get_by_role("button", name="Connect again").click()
+    page.locator("#banner", has_text=f"rollmesh view {line.folder}").wait_for()
