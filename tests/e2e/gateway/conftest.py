@@ -26,7 +26,8 @@ from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page
+    from playwright.sync_api._generated import LocatorAssertions
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict
         "generator": {"max_context_tokens": 640},
         "reward": {"verifier": "countdown"},
         "trainer": {"train_steps": 100_000},  # however slow the tests, the run does not end before
-        "store": {"url": redis_url},
+        "store": {"url": redis_url, "session_ttl_seconds": _SECONDS},  # however long the feeder is not scheduled
         "gateway": {
             "port": scene.port,
             "token": TOKEN,
@@ -210,6 +211,7 @@ def browser() -> Iterator[Browser]:
     if executable is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup")
+    sync_api.expect.set_options(timeout=1000 * _SECONDS)
     with sync_api.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=executable, args=list(FLAGS))
         yield chromium
@@ -233,6 +235,25 @@ def at_rest(scene: Scene) -> Iterator[Scene]:
     scene.hold()
     yield scene
     scene.go_on()
+
+
+def expect(shown: Locator) -> LocatorAssertions:
+    """Assert by waiting: whatever follows a fetch, a queued event or a frame may come at any time after it."""
+    from playwright.sync_api import expect as assertions
+
+    return assertions(shown)
+
+
+def ask(url: str, **options: Any) -> httpx.Response:
+    """Send a GET request with the patience of the page tests."""
+    return httpx.get(url, timeout=_SECONDS, **options)
+
+
+def show_section(page: Page, name: str) -> None:
+    """Follow a link of the navigation; a phone shows one section at a time, and only once the address has changed."""
+    link = page.get_by_role("link", name=name, exact=True)
+    link.click()
+    expect(link).to_have_attribute("aria-current", "true")
 
 
 class Window:
@@ -291,7 +312,9 @@ def window(browser: Browser, scene: Scene) -> Iterator[Callable[..., Window]]:
     opened: list[tuple[BrowserContext, Window]] = []
 
     def open_window(url: str = scene.url, **options: Any) -> Window:
-        context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
+        # Without smooth scrolling a place on the page is where it was measured.
+        usual = {"viewport": WIDE, "color_scheme": "light", "reduced_motion": "reduce"}
+        context = browser.new_context(**{**usual, **options})
         opened.append((context, Window(context, url)))
         return opened[-1][1]
 

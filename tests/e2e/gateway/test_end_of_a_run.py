@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from ..conftest import ENDLESS, end
-from .conftest import Window, viewing
+from ..conftest import end
+from .conftest import Window, expect, viewing
 
 Open = Callable[..., Window]
 
@@ -25,32 +24,15 @@ def test_a_page_left_open_says_that_the_run_finished_and_where_it_is_looked_at(
     page = shown.open()
     page.locator("#connection[data-state=ended]", has_text="finished").wait_for()
     end(process)
-    lines = page.locator("#result-lines").text_content() or ""
-    assert "The run finished at" in lines and "after train step 3 of 3" in lines
-    assert f"rollmesh view {line.folder}" in lines
-    assert page.locator("#banner").is_hidden()
-    assert page.locator("#run-state").text_content() == "finished"
+    for words in ("The run finished at", "after train step 3 of 3", f"rollmesh view {line.folder}"):
+        expect(page.locator("#result-lines")).to_contain_text(words)
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#run-state")).to_have_text("finished")
 
     with viewing(line.folder) as url:
         page = window(url).open(1)
         page.locator("#result-lines", has_text="audit green").wait_for()
         page.locator("#batch-table tbody tr").nth(15).wait_for()
-        assert page.locator("#batch-table .preview").first.text_content()
+        expect(page.locator("#batch-table .preview").first).not_to_be_empty()
         page.get_by_role("link", name="Report of the run").click()
         page.locator("h1", has_text="small").wait_for()
-
-
-def test_a_page_left_open_says_that_the_run_was_stopped(
-    window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
-) -> None:
-    line, process = started(trainer={"train_steps": ENDLESS}, gateway={"enabled": True})
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    shown = window(read_endpoints(line.folder, "gateway")[0].url)
-    shown.expect("net::ERR_")
-    page = shown.open()
-    process.send_signal(signal.SIGINT)
-    page.locator("#connection[data-state=ended]", has_text="stopped").wait_for()
-    end(process)
-    assert "The command that started the run continues it." in (page.locator("#result-lines").text_content() or "")
-    page.get_by_role("button", name="Connect again").click()
-    page.locator("#banner", has_text=f"rollmesh view {line.folder}").wait_for()

@@ -1,20 +1,20 @@
-"""The live page of a mesh that trains, as ``rollmesh up`` starts both."""
+"""The live page of a mesh that trains, as ``rollmesh up`` starts both, until an operator stops the run."""
 
 from __future__ import annotations
 
-import json
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from ..conftest import ENDLESS, WAIT_SECONDS
-from .conftest import Window
+from ..conftest import ENDLESS, WAIT_SECONDS, end
+from .conftest import Window, expect
 
 Open = Callable[..., Window]
 
 
-def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
+def test_a_training_mesh_is_watched_looked_into_scaled_paused_and_stopped(
     window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
     line, process = started(
@@ -26,16 +26,16 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     page = shown.open()
     page.wait_for_function("() => Number(document.querySelector('#facts dd')?.textContent) >= 2")
     page.wait_for_function("() => document.querySelectorAll('#generator-table tbody tr').length === 1")
-    page.locator("#version-table tbody tr", has_text="\N{PLUS-MINUS SIGN}").wait_for()
+    page.locator("#version-table tbody tr", has_text="\N{PLUS-MINUS SIGN}").first.wait_for()
 
     # A trained trajectory, read back from its batch file: text, versions, reward.
-    sample = json.loads((line.folder / "samples.jsonl").read_text().splitlines()[0])
+    sample = line.json_lines("samples.jsonl")[0]
     page.fill("#trajectory-id", sample["trajectory_id"])
     page.press("#trajectory-id", "Enter")
     tokens = page.locator("#viewer .tokens .policy .t")
     tokens.first.wait_for()
-    assert "read from its batch file" in (page.locator("#viewer dl").first.text_content() or "")
-    assert tokens.count() == sample["token_count"]
+    expect(page.locator("#viewer dl").first).to_contain_text("read from its batch file")
+    expect(tokens).to_have_count(sample["token_count"])
     tokens.first.hover()
     page.locator("#viewer .foot", has_text="staleness").wait_for()
     page.keyboard.press("Escape")
@@ -64,3 +64,13 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     step = shown.step()
     page.wait_for_function("step => Number(document.querySelector('#facts dd').textContent) > step", arg=step)
     page.close()  # before the run ends and leaves its requests unanswered
+
+    left_open = window(shown.url)
+    left_open.expect("net::ERR_")
+    page = left_open.open()
+    process.send_signal(signal.SIGINT)
+    page.locator("#connection[data-state=ended]", has_text="stopped").wait_for()
+    end(process)
+    expect(page.locator("#result-lines")).to_contain_text("The command that started the run continues it.")
+    page.get_by_role("button", name="Connect again").click()
+    page.locator("#banner", has_text=f"rollmesh view {line.folder}").wait_for()

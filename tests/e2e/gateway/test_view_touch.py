@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ...integration.report.made_run import make_run
-from .conftest import NARROW, Window, viewing
+from .conftest import NARROW, Window, expect, show_section, viewing
 
 Open = Callable[..., Window]
 
@@ -22,7 +22,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_a_finger_zooms_sideways_and_scrolls_upwards(window: Open, link: str) -> None:
     page = window(link, viewport=NARROW, has_touch=True).open(1)
-    page.get_by_role("link", name="Curves", exact=True).click()
+    show_section(page, "Curves")
     reward = page.locator("figure.chart", has_text="Reward").first
     reward.locator("path.mean[d*=L]").wait_for()
     device = page.context.new_cdp_session(page)
@@ -50,4 +50,4 @@ def test_a_finger_zooms_sideways_and_scrolls_upwards(window: Open, link: str) ->
     before = page.evaluate("scrollY")
     drag(20, 300)
     page.wait_for_function("before => scrollY > before", arg=before)
-    assert page.locator("#curves-reset").is_hidden()
+    expect(page.locator("#curves-reset")).to_be_hidden()

@@ -9,16 +9,17 @@ const MOST_REPLICAS = 256;
 
 export class Actions {
   #allowed = false;
-  #busy = false;
+  #pending = new Set(); // names of the actions that have not ended
+  #last = Promise.resolve();
   #changed;
   #overview = null;
 
   // changed() is called after an action, and when the set of allowed actions changes.
   constructor(changed) {
     this.#changed = changed;
-    this.pin = (policyVersion) => this.#act(() => api.pin(policyVersion));
+    this.pin = (policyVersion) => this.#act(`pin ${policyVersion}`, () => api.pin(policyVersion));
     this.rollBack = (policyVersion) => this.#rollBack(policyVersion);
-    this.replay = (id) => this.#act(() => api.replay(id));
+    this.replay = (id) => this.#act(`replay ${id}`, () => api.replay(id));
     this.deleteLetter = (id) => this.#deleteLetter(id);
     this.allowed = () => this.#allowed;
     this.#listen();
@@ -30,9 +31,9 @@ export class Actions {
       this.#use(byId("token").value.trim());
     });
     byId("token-forget").addEventListener("click", () => this.#forget());
-    byId("pause").addEventListener("click", () => this.#act(api.pause));
-    byId("resume").addEventListener("click", () => this.#act(api.resume));
-    byId("unpin").addEventListener("click", () => this.#act(api.unpin));
+    byId("pause").addEventListener("click", () => this.#act("pause", api.pause));
+    byId("resume").addEventListener("click", () => this.#act("resume", api.resume));
+    byId("unpin").addEventListener("click", () => this.#act("unpin", api.unpin));
   }
 
   // Restores the token of this tab after a reload.
@@ -75,9 +76,16 @@ export class Actions {
     this.#changed();
   }
 
-  async #act(call) {
-    if (this.#busy) return;
-    this.#busy = true;
+  // Actions run one after the other: the page may show the effect of one before its response arrives, and with it the
+  // button of the next. A second press of a button whose action has not ended is ignored.
+  async #act(name, call) {
+    if (this.#pending.has(name)) return;
+    this.#pending.add(name);
+    this.#last = this.#last.finally(() => this.#run(call)).finally(() => this.#pending.delete(name));
+    await this.#last;
+  }
+
+  async #run(call) {
     setText(byId("action-error"), "");
     setText(byId("action-result"), "");
     try {
@@ -90,8 +98,6 @@ export class Actions {
         this.#allowed = false;
         this.#show();
       }
-    } finally {
-      this.#busy = false;
     }
     this.#changed();
   }
@@ -101,13 +107,14 @@ export class Actions {
     const text =
       "The trainer continues from this version under the next version number. All generated tokens that are not yet " +
       "trained are dropped as rolled back. This cannot be undone.";
-    if (await confirmed({ title, text, verb: "Roll back" })) await this.#act(() => api.rollBack(policyVersion));
+    if (await confirmed({ title, text, verb: "Roll back" }))
+      await this.#act(`roll back ${policyVersion}`, () => api.rollBack(policyVersion));
   }
 
   async #deleteLetter(id) {
     const text = "Its tokens and its reason are deleted, and it can no longer be replayed. This cannot be undone.";
     if (await confirmed({ title: `Delete the dead letter ${id}?`, text, verb: "Delete" }))
-      await this.#act(() => api.deleteLetter(id));
+      await this.#act(`delete ${id}`, () => api.deleteLetter(id));
   }
 
   async #scale(service, input) {
@@ -119,7 +126,7 @@ export class Actions {
     }
     const text = `No ${service} process remains, and the run stops until one is started again.`;
     if (wanted === 0 && !(await confirmed({ title: `Stop every ${service}?`, text, verb: "Stop them" }))) return;
-    await this.#act(() => this.#scaled(service, wanted));
+    await this.#act(`scale ${service}`, () => this.#scaled(service, wanted));
   }
 
   // Asks before it starts more processes than the machine has cores and memory for.

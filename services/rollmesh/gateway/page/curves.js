@@ -88,6 +88,7 @@ export class Curves {
   end(run) {
     this.#ended = true;
     this.#run = run;
+    this.#show(); // curves that arrived before
   }
 
   #listen(id, field) {
