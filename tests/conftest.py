@@ -9,6 +9,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from rollmesh.user_code import CODE_FOLDER
+
 # Set before the libraries load. Threads that wait for each other cost tiny models up to 30 times their work.
 for _library in ("OMP", "MKL", "OPENBLAS"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
@@ -38,6 +40,13 @@ def default_logging() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
+
+
+@pytest.fixture(autouse=True)
+def no_code_folder() -> Iterator[None]:
+    """Undo what a command run in this process set: user code of a later test would be searched beside its run file."""
+    yield
+    os.environ.pop(CODE_FOLDER, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

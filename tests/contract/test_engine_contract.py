@@ -214,7 +214,7 @@ async def test_a_client_without_the_key_gets_nothing_from_the_server(endpoint):
     _, url = endpoint
     if url is None:  # the embedded engine has no port
         return
-    async with httpx.AsyncClient(base_url=url) as outsider:
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS) as outsider:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answers = [await outsider.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
             answers += [await outsider.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]

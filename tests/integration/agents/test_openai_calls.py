@@ -130,7 +130,8 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         ({"messages": [{"role": "user", "content": "the " * 600}]}, 400, "messages", "max_context_tokens=512"),
     ]
     async with mesh.api() as api:
-        async with httpx.AsyncClient(base_url=api.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=api.url, headers=headers, timeout=120) as http:
             for change, status, param, words in cases:
                 answer = await http.post("/v1/chat/completions", json={**good, **change})
                 error = answer.json()["error"]
@@ -191,14 +192,15 @@ async def test_a_list_of_prompts_gets_the_answers_of_its_prompts_one_after_the_o
 async def test_a_base_url_may_end_in_a_slash(make_mesh: Callable[..., Any], path: str) -> None:
     mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
     body = {"model": mesh.config.name, "prompt": "the", "max_tokens": 1}
-    async with mesh.api() as api, httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with mesh.api() as api, httpx.AsyncClient(headers=headers, timeout=120) as http:
         assert (await http.post(f"{api.url}{path}", json=body)).status_code == 200
 
 
 async def test_every_refusal_has_the_shape_that_openai_clients_know(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
     too_large = b"x" * (mesh.config.gateway.max_request_bytes + 1)
-    async with mesh.api() as api, httpx.AsyncClient(base_url=api.url) as http:
+    async with mesh.api() as api, httpx.AsyncClient(base_url=api.url, timeout=120) as http:
         wrong = await http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
         assert (wrong.status_code, wrong.headers["www-authenticate"]) == (401, "Bearer")
         assert api.value("rollmesh_agents_refused_tokens_total") == 1

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.reward.pool.isolation import IsolationLevel
 from rollmesh.types import OutcomeKind
 
-from .reward_bench import ScoringBench, make_config, running_service, scoring_bench
+from .reward_bench import WAIT_SECONDS, ScoringBench, make_config, running_service, scoring_bench
 
 AS_ROOT = os.geteuid() == 0
 
@@ -106,7 +106,7 @@ async def test_code_is_confined_as_printed(tmp_path: Path) -> None:
 async def test_the_level_is_logged_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     httpx = pytest.importorskip("httpx")
     config = make_config(tmp_path, verifier="poisonous:verify")
-    async with running_service(config) as endpoint, httpx.AsyncClient() as client:
+    async with running_service(config) as endpoint, httpx.AsyncClient(timeout=WAIT_SECONDS) as client:
         text = (await client.get(f"http://{endpoint.admin}/metrics")).text
     logged = "".join(capfd.readouterr())
     assert "isolation_measured" in logged

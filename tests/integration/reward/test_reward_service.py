@@ -327,7 +327,11 @@ async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
 async def test_health_and_metrics_tell_what_happened(tmp_path: Path) -> None:
     config = make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=IN_TIME_SECONDS)
     answers = Answers(config)
-    async with running_service(config) as endpoint, RewardClient(config) as client, httpx.AsyncClient() as http:
+    async with (
+        running_service(config) as endpoint,
+        RewardClient(config) as client,
+        httpx.AsyncClient(timeout=WAIT_SECONDS) as http,
+    ):
         assert (await http.get(f"http://{endpoint.admin}/readyz")).status_code == 200
         assert (await http.get(f"http://{endpoint.admin}/healthz")).status_code == 200
         await client.score([answers.trajectory(text) for text in ("value 1", "value 2", "nan", "loop")])

@@ -72,9 +72,16 @@ async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_
 
 
 async def test_a_rollout_that_is_told_to_stop_leaves_nothing_leased_and_exits_with_0(tmp_path, server):
-    async with process_run(tmp_path / "drained", server) as run:
-        for service in ("generator", "reward", "rollout"):
-            run.start(service)
+    # However late this process comes to stop the worker, some rollouts are under way.
+    async with process_run(tmp_path / "drained", server, generator={"pace": [[1, 0.2]]}) as run:
+
+        async def may_score():
+            return bool(read_endpoints(run.folder, "reward"))
+
+        run.start("reward")
+        await run.until("the reward service, without which finished rollouts stay in the queue", may_score)
+        run.start("generator")
+        run.start("rollout")
 
         async def at_work():
             return (await run.store.mesh.counts()).totals.get("saved_tokens_total", 0) > 50

@@ -10,7 +10,7 @@ async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -
     health = Health(clock=lambda: now[0])
     metrics = Metrics("demo")
     metrics.counter("rollmesh_demo_things_total", "Things.").inc(3)
-    async with admin_server(metrics, health, "127.0.0.1") as port, httpx.AsyncClient() as client:
+    async with admin_server(metrics, health, "127.0.0.1") as port, httpx.AsyncClient(timeout=60.0) as client:
         base = f"http://127.0.0.1:{port}"
         assert "rollmesh_demo_things_total 3.0" in (await client.get(f"{base}/metrics")).text
         assert (await client.get(f"{base}/readyz")).status_code == 503

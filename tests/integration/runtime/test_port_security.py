@@ -157,7 +157,7 @@ async def test_a_wrong_token_is_refused_with_the_reason(authority: Authority, to
 async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(authority: Authority) -> None:
     server = guarded(authority.issue("server"), "s3cret")
     trusting = ssl.create_default_context(cafile=str(authority.file))
-    async with admin_port(server) as address, httpx.AsyncClient(verify=trusting) as anonymous:
+    async with admin_port(server) as address, httpx.AsyncClient(verify=trusting, timeout=60.0) as anonymous:
         assert (await anonymous.get(f"https://{address}/readyz")).status_code == 503
         assert (await anonymous.get(f"https://{address}/healthz")).status_code == 200
         refused = await anonymous.get(f"https://{address}/metrics")

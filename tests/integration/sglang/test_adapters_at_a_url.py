@@ -18,7 +18,17 @@ from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
 from ...adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
-from ...contract.contract_kit import KEY, LONGEST, StandIn, collect, make_call, prompt_ids, until, write_model
+from ...contract.contract_kit import (
+    KEY,
+    LONGEST,
+    WAIT_SECONDS,
+    StandIn,
+    collect,
+    make_call,
+    prompt_ids,
+    until,
+    write_model,
+)
 from ...sglang_cpu.options import sglang_options
 
 FLAGS = (
@@ -53,13 +63,14 @@ def engine_at(url: str) -> SglangEngine:
 
 def names(server: StandIn) -> list[str]:
     """Adapters in the server."""
-    answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).json()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=WAIT_SECONDS).json()
     return [model["id"] for model in answer["data"][1:]]
 
 
 def post(server: StandIn, endpoint: str, **body: Any) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    httpx.post(f"{server.url}/{endpoint}", json=body, headers=headers).raise_for_status()
+    httpx.post(f"{server.url}/{endpoint}", json=body, headers=headers, timeout=WAIT_SECONDS).raise_for_status()
 
 
 async def serve(engine: SglangEngine, folders: dict[int, Path], version: int) -> None:
