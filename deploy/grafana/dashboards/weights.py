@@ -84,7 +84,7 @@ PAGE = Page(
             ),
             density(
                 "Pause of a reload",
-                "Time during which a reload holds decoding, canary included.",
+                "Time during which a reload holds decoding: the swap, and the canary if it is scored after the swap.",
                 "rollmesh_generator_reload_pause_seconds",
                 unit="s",
             ),

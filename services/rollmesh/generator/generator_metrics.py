@@ -82,7 +82,8 @@ class GeneratorMetrics:
             labels={"phase": RELOAD_PHASES},
         )
         self.pause_seconds = metrics.histogram(
-            "rollmesh_generator_reload_pause_seconds", "Time during which a reload held decoding, canary included."
+            "rollmesh_generator_reload_pause_seconds",
+            "Time during which a reload held decoding: the swap, and the canary if it is scored after the swap.",
         )
         self.reload_wait_seconds = metrics.histogram(
             "rollmesh_generator_reload_wait_seconds",

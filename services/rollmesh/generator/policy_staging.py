@@ -38,14 +38,15 @@ class PolicyStaging:
         """Verify a policy before the engine reads it. Raises CheckpointError."""
         return await self.timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
 
-    async def staged(self, record: PolicyRecord, like: Manifest | None) -> VerifiedPolicy:
+    async def staged(self, record: PolicyRecord, like: Manifest | None) -> tuple[VerifiedPolicy, bool]:
         """Verify full weights while the engine stages them; the engine serves the old ones.
 
+        Returns the policy, and True if the engine can score it before it is swapped in.
         Raises CheckpointError if the policy cannot be verified, EngineError if the engine cannot serve it.
         """
         fetched = await self.timed("fetch", asyncio.to_thread(self._checkpoints.fetch, record, like=like))
         refuse_adapter(fetched.manifest)
-        verified, failure = await asyncio.gather(
+        verified, scorable = await asyncio.gather(
             self.timed("verify", asyncio.to_thread(self._checkpoints.verify, fetched)),
             self.timed("stage", self._engine.stage(fetched.folder, record.policy_version)),
             return_exceptions=True,
@@ -53,13 +54,12 @@ class PolicyStaging:
         if isinstance(verified, CheckpointError):
             # A damaged copy of an object store's policy is pulled again; in a shared folder this raises the error.
             policy = await self.timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
-            await self.timed("stage", self._engine.stage(policy.folder, record.policy_version))
-            return policy
+            return policy, await self.timed("stage", self._engine.stage(policy.folder, record.policy_version))
         if isinstance(verified, BaseException):
             raise verified
-        if isinstance(failure, BaseException):
-            raise failure
-        return verified
+        if isinstance(scorable, BaseException):
+            raise scorable
+        return verified, scorable
 
     async def timed(self, phase: str, work: Awaitable[T]) -> T:
         """Await ``work`` and record its seconds, unless it fails."""

@@ -6,7 +6,8 @@
     unblocked by the trainer's announcement, a pin, the leader's version floor, the end of another generator's load
 
 An adapter is loaded above its base, the policy that the engine starts with, and beside the adapters in use: its canary
-is scored while they decode, so nothing pauses and nothing must be restored if it fails.
+is scored while they decode, so nothing pauses and nothing must be restored if it fails. Full weights are scored while
+the old ones decode too, if the engine can; else they are swapped in first, and decoding pauses until they pass.
 
 If a policy cannot be served, the old weights keep serving and the reason is logged and counted. If the old weights are
 lost too, the generator ends its calls and stays paused and out of rotation until a version passes.
@@ -223,8 +224,10 @@ class PolicyWatcher:
             policy = await self._staging.verified(record, known)
             await self._load_beside(policy)
         else:
-            policy = await self._staging.staged(record, known)
-            pause_seconds = await self._replace(policy)
+            policy, scorable = await self._staging.staged(record, known)
+            if scorable:
+                await self._check_or_leave(policy, record.policy_version)
+            pause_seconds = await self._replace(policy, checked=scorable)
         self._serving, self._served = policy, record
         seconds = time.monotonic() - started
         self._metrics.reload_seconds.observe(seconds)
@@ -248,14 +251,8 @@ class PolicyWatcher:
         first = policy.base or policy
         await self._engine.start(first.folder, first.manifest.policy_version)
         self._base = first
-        try:
-            await self._check_canary(first)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            # There is no older policy to restore. The engine keeps these weights until a version passes.
-            self._serving_state.take_out_of_service(str(error))
-            raise
+        # There is no older policy to restore: the engine keeps these weights until a version passes.
+        await self._check_or_leave(first)
         self._serving = first
         if policy is first:
             self._serving_state.put_in_service()
@@ -268,13 +265,7 @@ class PolicyWatcher:
         self._check_base(policy)
         version = policy.manifest.policy_version
         await self._staging.timed("stage", self._engine.stage(policy.folder, version))
-        try:
-            await self._check_canary(policy, version)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._serving_state.take_out_of_service(str(error))
-            raise
+        await self._check_or_leave(policy, version)
         await self._engine.load(policy.folder, version, self._mode)
         self._serving_state.put_in_service()
 
@@ -290,8 +281,11 @@ class PolicyWatcher:
                 reason=Reason.FOREIGN_ARCHITECTURE,
             )
 
-    async def _replace(self, policy: VerifiedPolicy) -> float:
-        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
+    async def _replace(self, policy: VerifiedPolicy, *, checked: bool) -> float:
+        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held.
+
+        A policy that is not ``checked`` is checked after the swap: no token is sampled from unchecked weights.
+        """
         engine, version = self._engine, policy.manifest.policy_version
         if self._mode is OnNewVersion.DRAIN:
             self._serving_state.set_reloading(True)
@@ -300,11 +294,12 @@ class PolicyWatcher:
                 await self._serving_state.until_idle()
             was_paused = engine.status().paused and not self._unchecked
             started = time.monotonic()
-            # Decoding is held until the canary has passed: no token is sampled from unchecked weights.
             await engine.pause()
             try:
                 await self._staging.timed("swap", engine.load(policy.folder, version, self._mode))
-                await self._check_or_restore(policy)
+                if not checked:
+                    await self._check_or_restore(policy)
+                self._unchecked = False
                 self._serving_state.put_in_service()
             finally:
                 if not (was_paused or self._unchecked):
@@ -328,7 +323,16 @@ class PolicyWatcher:
             self._serving_state.take_out_of_service(str(error))
             self._unchecked = not await self._restore_old_policy()
             raise
-        self._unchecked = False
+
+    async def _check_or_leave(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
+        """Check the policy in the engine, or a staged one; leave the rotation if the check fails, and raise."""
+        try:
+            await self._check_canary(policy, staged_version)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            self._serving_state.take_out_of_service(str(error))
+            raise
 
     async def _restore_old_policy(self) -> bool:
         """Load the last good policy again; return True if it is in the engine."""
@@ -347,10 +351,10 @@ class PolicyWatcher:
             return False
         return True
 
-    async def _check_canary(self, policy: VerifiedPolicy, adapter_version: int | None = None) -> None:
+    async def _check_canary(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
         manifest = policy.manifest
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        engine = await self._staging.timed("canary", self._engine.score(sequences, adapter_version))
+        engine = await self._staging.timed("canary", self._engine.score(sequences, staged_version))
         trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
         scores = CanaryScores(
             policy_version=manifest.policy_version,

@@ -65,7 +65,7 @@ def engine_with(fault: Fault, first: int) -> type[TorchEngine]:
     """A torch engine that has the fault from version ``first`` on."""
 
     class FaultyEngine(TorchEngine):
-        async def stage(self, folder: Path, policy_version: int) -> None:
+        async def stage(self, folder: Path, policy_version: int) -> bool:
             given, self.before = getattr(self, "before", None), folder
             if policy_version >= first:
                 copy = folder.with_name(f"{folder.name}-faulty")
@@ -74,7 +74,7 @@ def engine_with(fault: Fault, first: int) -> type[TorchEngine]:
                 previous = load_file(given / "adapter_model.safetensors") if given else the_base(adapter, {})
                 change_tensors(copy, dict(fault(adapter, previous)))
                 folder = copy
-            await super().stage(folder, policy_version)
+            return await super().stage(folder, policy_version)
 
     return FaultyEngine
 

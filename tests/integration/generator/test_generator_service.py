@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from dataclasses import replace
 
 import grpc.aio
@@ -13,6 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.torch.adapter_stack import BASE
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel
+from rollmesh.generator.engines.torch.staged_weights import StagedWeights
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import create_channel
 from rollmesh.types import FinishReason
@@ -194,8 +199,57 @@ async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_ol
     assert (await run.client.status(record)).out_of_rotation_reason == ""
 
 
+@pytest.mark.parametrize("mode", ["keep_kv", "interrupt", "drain"])
+async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make_run, mode, monkeypatch):
+    scoring, decoded = asyncio.Event(), threading.Event()
+    loop, score, pause = asyncio.get_running_loop(), DecoderModel.score, TorchEngine.pause
+    pauses: list[str] = []
+
+    def held_score(self, tokens, place=BASE):
+        if threading.current_thread().name != "torch-engine":  # not the first policy, which is scored in service
+            loop.call_soon_threadsafe(scoring.set)
+            assert decoded.wait(120), "no call decodes while the staged weights are scored"
+        return score(self, tokens, place)
+
+    async def noted_pause(self):
+        pauses.append(mode)
+        await pause(self)
+
+    monkeypatch.setattr(DecoderModel, "score", held_score)
+    monkeypatch.setattr(TorchEngine, "pause", noted_pause)
+    run = await make_run(pace=SLOW, on_new_version=mode)
+    await run.publish(0)
+    wrong = await run.prepare(1, canary_error=0.5)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call(max_new_token_count=200))
+    await run.announce(wrong)
+    async with asyncio.timeout(120):
+        await scoring.wait()
+    count = len(stream.chunks)
+
+    async def further() -> bool:
+        return len(stream.chunks) >= count + 2
+
+    await run.until("tokens while the staged weights are scored", further)
+    decoded.set()
+
+    async def out() -> bool:
+        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
+
+    await run.until("the generator to leave the rotation", out)
+    assert not pauses
+    assert await stream.end() is FinishReason.LENGTH
+    assert stream.versions == {0} and not (await run.client.status(record)).paused
+    await run.publish(2)
+    await run.serving(2)
+    assert pauses == [mode]
+
+
 @pytest.mark.parametrize("mode", ["keep_kv", "interrupt"])
-async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode):
+async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode, monkeypatch):
+    # As an engine without room for the staged weights on its device: they are scored once they are swapped in.
+    monkeypatch.setattr(StagedWeights, "scorable_on", lambda weights, device: False)
     run = await make_run(pace=SLOW, on_new_version=mode)
     old = await run.publish(0)
     wrong = await run.prepare(1, canary_error=0.5)

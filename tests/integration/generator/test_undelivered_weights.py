@@ -34,8 +34,8 @@ class BaseWeights(TorchEngine):
         self.base = folder
         await super().start(folder, policy_version)
 
-    async def stage(self, folder: Path, policy_version: int) -> None:
-        await super().stage(self.base, policy_version)
+    async def stage(self, folder: Path, policy_version: int) -> bool:
+        return await super().stage(self.base, policy_version)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         return await super().load(self.base, policy_version, mode)

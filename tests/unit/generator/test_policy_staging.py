@@ -27,10 +27,11 @@ class Engine:
         self.staged: list[Path] = []
         self._error = error
 
-    async def stage(self, folder: Path, policy_version: int) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> bool:
         self.staged.append(folder)
         if self._error is not None:
             raise self._error
+        return True
 
 
 def staging(engine: Any, store: CheckpointStore) -> PolicyStaging:
@@ -46,13 +47,14 @@ async def test_the_files_are_verified_while_the_engine_reads_them(tmp_path: Path
             return super().verify(policy)
 
     class ReadingEngine(Engine):
-        async def stage(self, folder: Path, policy_version: int) -> None:
+        async def stage(self, folder: Path, policy_version: int) -> bool:
             began.set()
-            await super().stage(folder, policy_version)
+            return await super().stage(folder, policy_version)
 
     store, engine = Store(tmp_path, SECRET), ReadingEngine()
     record = publish(store, 0)
-    policy = await staging(engine, store).staged(record, None)
+    policy, scorable = await staging(engine, store).staged(record, None)
+    assert scorable
     assert (policy.folder, policy.manifest.policy_version) == (store.root / record.path, 0)
     assert engine.staged == [policy.folder]
 
@@ -82,13 +84,13 @@ async def test_a_folder_that_was_replaced_meanwhile_is_read_again(tmp_path: Path
     replaced = threading.Event()
 
     class ReplacingEngine(Engine):
-        async def stage(self, folder: Path, policy_version: int) -> None:
+        async def stage(self, folder: Path, policy_version: int) -> bool:
             if not self.staged:
                 shutil.copytree(folder, folder.with_name(".copy"))
                 shutil.move(folder, folder.with_name(".old"))
                 shutil.move(folder.with_name(".copy"), folder)
                 replaced.set()
-            await super().stage(folder, policy_version)
+            return await super().stage(folder, policy_version)
 
     class Store(CheckpointStore):
         def verify(self, policy: FetchedPolicy) -> VerifiedPolicy:

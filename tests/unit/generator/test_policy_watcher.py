@@ -37,6 +37,7 @@ class Engine:
     score_error: EngineError | None = None
     paused: bool = False
     staged: int | None = None
+    scores_staged: bool = False
 
     async def start(self, folder: Path, version: int) -> None:
         assert not self.told, "started twice"
@@ -44,11 +45,14 @@ class Engine:
             raise self.start_error
         self.told.append(f"start {version}")
 
-    async def stage(self, folder: Path, version: int) -> None:
+    async def stage(self, folder: Path, version: int) -> bool:
         self.staged = version
+        return self.scores_staged
 
     async def pause(self) -> None:
         self.paused = True
+        if self.scores_staged:
+            self.told.append("pause")
 
     async def resume(self) -> None:
         self.paused = False
@@ -229,6 +233,58 @@ async def test_a_first_policy_that_the_engine_cannot_load_ends_the_process_and_s
         with pytest.raises(type(error)) as ended:
             await watcher.run()
     assert ended.value is error and error.final is final
+
+
+async def test_staged_weights_are_scored_before_decoding_pauses_and_only_their_swap_is_in_the_pause(
+    watcher, engine, serving_state
+):
+    engine.may_load.set()
+    engine.scores_staged = True
+    await watcher.load_version(0)
+    await watcher.load_version(1)
+    assert engine.told == ["start 0", "score 1", "pause", "load 1", "resume"]
+    assert not serving_state.reason
+
+
+async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watcher, engine, serving_state):
+    engine.may_load.set()
+    engine.scores_staged = True
+    await watcher.load_version(0)
+    engine.score_error = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        await watcher.load_version(1)
+    assert engine.told == ["start 0"] and "out of memory" in serving_state.reason
+    engine.score_error = None
+    await watcher.load_version(2)
+    assert engine.told[1:] == ["score 2", "pause", "load 2", "resume"]
+    assert not serving_state.reason
+
+
+async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_weights_that_pass(
+    watcher, engine, serving_state, monkeypatch
+):
+    engine.may_load.set()
+    await watcher.load_version(0)
+    load = engine.load
+
+    async def lost(folder: Path, version: int, mode: OnNewVersion) -> float:
+        if version == 0:
+            raise EngineError("the old policy is gone")
+        return await load(folder, version, mode)
+
+    async def interrupt_all(state: ServingState, engine: Engine) -> None:
+        engine.told.append("interrupt all")
+
+    monkeypatch.setattr(engine, "load", lost)
+    monkeypatch.setattr(ServingState, "interrupt_all", interrupt_all)
+    engine.score_error = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        await watcher.load_version(1)
+    assert engine.told == ["start 0", "load 1", "interrupt all"] and engine.paused
+    engine.score_error, engine.scores_staged = None, True
+    await watcher.load_version(2)
+    assert engine.told[3:] == ["score 2", "pause", "load 2", "resume"]
+    assert not engine.paused and not serving_state.reason
 
 
 @pytest.mark.parametrize("rules", [ReloadRules(every_versions=3, last_train_step=5)])

@@ -86,11 +86,11 @@ class Engine(Protocol):
         after ``backlog.hold_seconds``, and immediately if a running call needs its cache.
         """
 
-    async def stage(self, folder: Path, policy_version: int) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> bool:
         """Read the weights in ``folder`` while calls run, so that ``load`` only swaps them.
 
-        An adapter is also loaded beside those in use: ``score`` can then name its version, and ``load`` puts it in
-        service. Raises EngineError if the weights do not fit. An engine without staging does nothing.
+        Returns True if ``score`` can now name the version, while calls still use the old one; always for an adapter,
+        which is loaded beside those in use. Raises EngineError if the weights do not fit.
         """
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
@@ -102,8 +102,8 @@ class Engine(Protocol):
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence.
 
-        The canary and the audit use it. ``policy_version`` names an adapter that is loaded; None is the policy that
-        calls use.
+        The canary and the audit use it. ``policy_version`` names an adapter that is loaded, or weights that are staged
+        if ``stage`` has returned True; None is the policy that calls use.
         """
 
     async def pause(self) -> None:

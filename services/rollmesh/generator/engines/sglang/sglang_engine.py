@@ -109,14 +109,15 @@ class SglangEngine:
                 server_call.backlog.acknowledge(count)
                 server_call.changed.set()
 
-    async def stage(self, folder: Path, policy_version: int) -> None:
+    async def stage(self, folder: Path, policy_version: int) -> bool:
         """Check that the weights fit; EngineError if they do not. The server reads them in ``load``, adapters now."""
         self._state.serving()
         if self._adapters is not None:
             async with self._load_lock:
                 await self._load_adapter(self._adapters, folder, policy_version)
-            return
+            return True
         await asyncio.to_thread(self._read_fitting, folder)
+        return False
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; returns the seconds during which decoding stopped.

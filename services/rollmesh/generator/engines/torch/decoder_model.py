@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -74,14 +75,23 @@ class DecoderModel:
     def swap(self, weights: Weights) -> None:
         """Replace the weights by others of the same architecture, from the next call on.
 
-        On a GPU they are copied into the tensors in use. This needs no second copy in GPU memory and keeps all
-        addresses, so captured graphs compute with the new weights.
+        On a GPU they are copied into the tensors in use. This keeps all addresses, so captured graphs compute with the
+        new weights, and the new ones may be in host memory.
         """
         if not self._swap_in_place:
             self._bind(weights)
             return
         for old, new in zip(self.weights.tensors(), weights.tensors(), strict=True):
             old.copy_(new, non_blocking=True)
+
+    def with_weights(self, weights: Weights) -> DecoderModel:
+        """Return a model that computes the same with other weights of the same architecture and device.
+
+        ``score`` of the two models may run at the same time as any method of the other.
+        """
+        other = copy.copy(self)
+        other._bind(weights)
+        return other
 
     def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
         """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""

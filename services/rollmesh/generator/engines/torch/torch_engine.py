@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from rollmesh.config.generator import GeneratorConfig
@@ -22,9 +21,10 @@ from rollmesh.generator.engines.torch.architecture import Architecture, differen
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_widths, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
-from rollmesh.generator.engines.torch.prefill_admission import prefill_batches
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.running_call import RunningCall
+from rollmesh.generator.engines.torch.scoring import score_sequences
+from rollmesh.generator.engines.torch.staged_weights import StagedWeights, staging_device
 from rollmesh.generator.engines.torch.stepper import make_stepper
 from rollmesh.generator.engines.torch.torch_options import TORCH_DTYPES, forward_tokens, torch_device
 from rollmesh.generator.engines.torch.weights import Weights, load_weights
@@ -50,7 +50,7 @@ class TorchEngine:
         self._thread: ModelThread | None = None
         self._closed = False
         self._load_lock = asyncio.Lock()
-        self._staged: tuple[Path, Weights] | None = None
+        self._staged: StagedWeights | None = None
 
     async def start(self, folder: Path, policy_version: int) -> None:
         """Load the first policy and start the model thread.
@@ -135,14 +135,17 @@ class TorchEngine:
         if thread is not None:
             thread.post(lambda: thread.acknowledge(context_token_counts))
 
-    async def stage(self, folder: Path, policy_version: int) -> None:
-        running = self._serving().batch.model.arch
+    async def stage(self, folder: Path, policy_version: int) -> bool:
+        model = self._serving().batch.model
         async with self._load_lock:
             if self._adapter_reader is not None:
                 await self._load_adapter(self._adapter_reader, folder, policy_version)
-                return
+                return True
             self._staged = None
-            self._staged = folder, await asyncio.to_thread(self._read_compatible, folder, running)
+            device = staging_device(self._device, model.weights)
+            weights = await asyncio.to_thread(self._read_compatible, folder, model.arch, device)
+            self._staged = StagedWeights(folder=folder, policy_version=policy_version, weights=weights)
+            return self._staged.scorable_on(self._device)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; unless it is staged, its weights are read while calls run."""
@@ -160,10 +163,11 @@ class TorchEngine:
                 await self._call(lambda thread: thread.serve_adapter(policy_version, kept))
                 return 0.0
             staged, self._staged = self._staged, None
-            if staged is not None and staged[0] == folder:
-                weights = staged[1]
+            if staged is not None and staged.folder == folder:
+                weights = staged.weights
             else:
-                weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch)
+                host = torch.device("cpu")
+                weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch, host)
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(thread, lambda: thread.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
@@ -176,8 +180,10 @@ class TorchEngine:
         await self._call(lambda thread: thread.batch.put_adapter(version, factors))
 
     def _is_loaded(self, version: int) -> bool:
-        adapters = self._serving().batch.adapters
-        return version == self._base_version or (adapters is not None and version in adapters.versions)
+        batch = self._serving().batch
+        if batch.adapters is None:
+            return version == batch.policy_version
+        return version == self._base_version or version in batch.adapters.versions
 
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._serving().batch.model.arch.vocab_size, self._config.max_context_tokens
@@ -185,9 +191,14 @@ class TorchEngine:
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
             check_ids(ids, vocab_size, f"sequences[{number}]")
+        staged = self._staged
+        if staged is not None and staged.policy_version == policy_version and staged.scorable_on(self._device):
+            # In a thread of its own, while the model thread decodes with the weights in use.
+            model = self._serving().batch.model.with_weights(staged.weights)
+            return await asyncio.to_thread(score_sequences, model, sequences)
         if policy_version is not None and not self._is_loaded(policy_version):
             raise EngineError(f"policy version {policy_version} is not loaded; stage it before it is scored")
-        return await self._call(lambda thread: self._score(thread.batch, sequences, policy_version))
+        return await self._call(lambda thread: _score_in_use(thread.batch, sequences, policy_version))
 
     async def pause(self) -> None:
         await self._call(lambda thread: thread.set_paused(True))
@@ -243,12 +254,11 @@ class TorchEngine:
         if not thread.post(command):
             raise thread.failure or GenerationRefused("the engine has stopped")
 
-    def _read_compatible(self, folder: Path, running: Architecture) -> Weights:
+    def _read_compatible(self, folder: Path, running: Architecture, device: torch.device) -> Weights:
         arch = read_architecture(folder)
         if differs := difference(running, arch):
             raise EngineError(f"{folder}: another architecture: {differs}")
-        # On a GPU the swap copies the new weights into those in use (DecoderModel.swap), so they stay in host memory.
-        return load_weights(folder, arch, self._dtype, torch.device("cpu"))
+        return load_weights(folder, arch, self._dtype, device)
 
     async def _call(self, function: Callable[[ModelThread], T]) -> T:
         """Run ``function`` in the model thread and return its result."""
@@ -266,22 +276,11 @@ class TorchEngine:
         self._post(thread, command)
         return await asyncio.wrap_future(done)
 
-    def _score(
-        self, batch_in_use: RunningBatch, sequences: Sequence[Int32Array], version: int | None
-    ) -> list[Float32Array]:
-        model, adapters = batch_in_use.model, batch_in_use.adapters
-        place = BASE
-        if adapters is not None:
-            place = adapters.place_of(batch_in_use.policy_version if version is None else version)
-        results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
-        for batch in prefill_batches([len(ids) for ids in sequences], forward_tokens(self._device)):
-            width = len(sequences[batch[0]])
-            if width < 2:
-                continue
-            tokens = np.zeros((len(batch), width), np.int64)
-            for row, index in enumerate(batch):
-                tokens[row, : len(sequences[index])] = sequences[index]
-            logprobs = model.score(torch.from_numpy(tokens).to(self._device), place).cpu().numpy()
-            for row, index in enumerate(batch):
-                results[index] = logprobs[row, : len(sequences[index]) - 1].copy()
-        return results
+
+def _score_in_use(
+    batch: RunningBatch, sequences: Sequence[Int32Array], policy_version: int | None
+) -> list[Float32Array]:
+    place = BASE
+    if batch.adapters is not None:
+        place = batch.adapters.place_of(batch.policy_version if policy_version is None else policy_version)
+    return score_sequences(batch.model, sequences, place)

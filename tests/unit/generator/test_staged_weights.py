@@ -1,0 +1,102 @@
+"""Staged weights are scored beside the weights in use, and one swap puts them in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.adapter_stack import BASE
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel
+from rollmesh.generator.engines.torch.staged_weights import staging_device
+
+from .conftest import collect, hf_logprobs, make_call, prompt_ids
+from .made_steps import StepBench
+
+NAMES = ["qwen2", "qwen2-untied-grouped", "qwen3", "llama3-biased"]
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_staged_weights_score_as_their_model_does_before_and_after_the_swap(
+    engine_of, model_folder, name, in_place
+):
+    engine = await engine_of(name, cuda_graphs=in_place)
+    ids = prompt_ids(3, 40)
+    wanted = [hf_logprobs(model_folder(name, seed), ids) for seed in range(3)]
+    for version in (1, 2):
+        assert await engine.stage(model_folder(name, version), version)
+        (staged,), (used,) = await engine.score([ids], version), await engine.score([ids])
+        np.testing.assert_allclose(staged, wanted[version], atol=1e-4)
+        np.testing.assert_allclose(used, wanted[version - 1], atol=1e-4)
+        await engine.load(model_folder(name, version), version, OnNewVersion.KEEP_KV)
+        rollout = await collect(engine, make_call(f"v{version}"))
+        np.testing.assert_allclose((await engine.score([ids]))[0], wanted[version], atol=1e-4)
+        full = np.concatenate((prompt_ids(0), rollout.tokens))
+        np.testing.assert_allclose(
+            rollout.logprobs, hf_logprobs(model_folder(name, version), full)[len(prompt_ids(0)) - 1 :], atol=1e-4
+        )
+
+
+async def test_staged_weights_in_bfloat16_score_as_they_do_in_use(engine_of, model_folder):
+    engine = await engine_of(dtype="bfloat16")
+    await engine.stage(model_folder(seed=1), 1)
+    staged = await engine.score([prompt_ids(3, 40)], 1)
+    await engine.load(model_folder(seed=1), 1, OnNewVersion.INTERRUPT)
+    np.testing.assert_array_equal(staged, await engine.score([prompt_ids(3, 40)]))
+
+
+async def test_calls_decode_while_staged_weights_are_scored(engine_of, model_folder, monkeypatch):
+    engine = await engine_of()
+    score, decoded = DecoderModel.score, threading.Event()
+
+    def held_score(self, tokens, place=BASE):
+        assert decoded.wait(60), "no call decodes while the staged weights are scored"
+        return score(self, tokens, place)
+
+    monkeypatch.setattr(DecoderModel, "score", held_score)
+    await engine.stage(model_folder(seed=1), 1)
+    scoring = asyncio.create_task(engine.score([prompt_ids(3, 40)], 1))
+    rollout = await collect(engine, make_call())
+    assert not scoring.done()
+    decoded.set()
+    (staged,) = await scoring
+    np.testing.assert_allclose(staged, hf_logprobs(model_folder(seed=1), prompt_ids(3, 40)), atol=1e-4)
+    full = np.concatenate((prompt_ids(0), rollout.tokens))
+    np.testing.assert_allclose(rollout.logprobs, hf_logprobs(model_folder(), full)[len(prompt_ids(0)) - 1 :], atol=1e-4)
+
+
+async def test_only_the_version_in_service_and_the_staged_one_can_be_scored_by_name(engine_of, model_folder):
+    engine = await engine_of()
+    ids = prompt_ids(3, 40)
+    with pytest.raises(EngineError, match="policy version 1 is not loaded; stage it before it is scored"):
+        await engine.score([ids], 1)
+    await engine.stage(model_folder(seed=1), 1)
+    await engine.score([ids], 1)
+    await engine.load(model_folder(seed=1), 1, OnNewVersion.INTERRUPT)
+    np.testing.assert_array_equal(await engine.score([ids], 1), await engine.score([ids]))
+    with pytest.raises(EngineError, match="policy version 0 is not loaded"):
+        await engine.score([ids], 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "kept_by_torch", "device"),
+    [(20, 0, "cuda"), (0, 20, "cuda"), (8, 0, "cpu"), (7, 2, "cuda"), (7, 1, "cpu")],
+)
+def test_weights_are_staged_on_the_gpu_if_they_fit_beside_those_in_use(
+    model_folder, monkeypatch, free, kept_by_torch, device
+):
+    """One GiB of weights, 80 GiB of memory: the tenth that stays free is 8 GiB."""
+    weights = StepBench(model_folder()).model.weights
+    monkeypatch.setattr(type(weights), "tensors", lambda _: [torch.empty(GIB, dtype=torch.uint8, device="meta")])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: (1 + kept_by_torch) * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)
+    assert staging_device(torch.device("cuda"), weights).type == device
+    assert staging_device(torch.device("cpu"), weights).type == "cpu"
