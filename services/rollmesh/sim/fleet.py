@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +79,8 @@ class Fleet:
         self._clock = clock
         self._on_progress = on_progress
         self._router = Candidates(settings.placement)
-        self._homes: dict[str, str] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        """Generator of each prompt's newest call; a plain dict would take ever longer to find its oldest entry."""
         self._moved: dict[SimulatedGenerator, None] = {}
         """Generators whose next event may have changed, in order."""
         self._newest: PolicyRecord | None = None
@@ -180,7 +181,7 @@ class Fleet:
         self._router.occupy(generator.name, context)
         self._homes[prompt] = generator.name
         if len(self._homes) > _REMEMBERED_PROMPTS:
-            del self._homes[next(iter(self._homes))]
+            self._homes.popitem(last=False)
         return True
 
     def free_slots(self, floor: int) -> int:
