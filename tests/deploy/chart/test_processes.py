@@ -29,7 +29,7 @@ from ...certificates import Authority
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, EXAMPLES, ROOT, Helm, Rendering
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
 
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SECRETS = {
@@ -111,7 +111,6 @@ def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
     return ((name, pod) for name, group in pods.items() if name not in ("redis", "trainer") for pod in group)
 
 
-@pytest.mark.timeout(1200)
 def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tmp_path: Path) -> None:
     machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
     with pods_of(machine, {"generator": 2}) as pods:
@@ -141,7 +140,6 @@ def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tm
 GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mesh", "security.token.enabled=true"]
 
 
-@pytest.mark.timeout(1200)
 def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
     sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED]
     machine = machine_of(helm4, sets, tmp_path, commands)

@@ -363,7 +363,7 @@ async def _above(count: Any, least: int) -> bool:
 
 async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(
-        rollout={"agent": {"idle_timeout_seconds": 4.0}}, schedule={"groups_per_batch": 1, "pool_size": 2}
+        rollout={"agent": {"idle_timeout_seconds": 9.0}}, schedule={"groups_per_batch": 1, "pool_size": 2}
     )
     async with mesh.api() as api, http_of(api) as http:
         silent = await Agent.open(api, http)
@@ -374,7 +374,7 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
         third = await Agent.open(api, http)
         assert third.told["messages"] == leaver.told["messages"]
         begun = time.monotonic()
-        while time.monotonic() - begun < 6.0:  # a sign of life now and then keeps a session
+        while time.monotonic() - begun < 11.0:  # a sign of life now and then keeps a session
             await third.turn(max_tokens=2)
             await asyncio.sleep(0.8)
         with pytest.raises(openai.APIStatusError) as gone:

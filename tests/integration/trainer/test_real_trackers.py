@@ -75,7 +75,7 @@ def run(folder: Path, *steps: int, mode: str) -> subprocess.CompletedProcess[str
     home = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_MODE": mode}
     words = [sys.executable, str(Path(__file__).with_name("wandb_process.py")), str(folder), *map(str, steps)]
     return subprocess.run(
-        words, env=keyless | home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+        words, env=keyless | home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False
     )
 
 
