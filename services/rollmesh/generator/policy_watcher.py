@@ -282,31 +282,40 @@ class PolicyWatcher:
             )
 
     async def _replace(self, policy: VerifiedPolicy, *, checked: bool) -> float:
-        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held.
-
-        A policy that is not ``checked`` is checked after the swap: no token is sampled from unchecked weights.
-        """
-        engine, version = self._engine, policy.manifest.policy_version
+        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
         if self._mode is OnNewVersion.DRAIN:
             self._serving_state.set_reloading(True)
         try:
             if self._mode is OnNewVersion.DRAIN:
                 await self._serving_state.until_idle()
-            was_paused = engine.status().paused and not self._unchecked
-            started = time.monotonic()
-            await engine.pause()
-            try:
-                await self._staging.timed("swap", engine.load(policy.folder, version, self._mode))
-                if not checked:
-                    await self._check_or_restore(policy)
-                self._unchecked = False
-                self._serving_state.put_in_service()
-            finally:
-                if not (was_paused or self._unchecked):
-                    await engine.resume()
-            return time.monotonic() - started
+            return await (self._swap(policy) if checked else self._swap_and_check(policy))
         finally:
             self._serving_state.set_reloading(False)
+
+    async def _swap(self, policy: VerifiedPolicy) -> float:
+        """Put a policy in service that has passed its canary."""
+        load = self._engine.load(policy.folder, policy.manifest.policy_version, self._mode)
+        held_seconds = await self._staging.timed("swap", load)
+        self._serving_state.put_in_service()
+        if self._unchecked:
+            self._unchecked = False
+            await self._engine.resume()
+        return held_seconds
+
+    async def _swap_and_check(self, policy: VerifiedPolicy) -> float:
+        """Put a policy in service, holding decoding until its canary has passed: unchecked weights sample no token."""
+        engine, version = self._engine, policy.manifest.policy_version
+        was_paused = engine.status().paused and not self._unchecked
+        started = time.monotonic()
+        await engine.pause()
+        try:
+            await self._staging.timed("swap", engine.load(policy.folder, version, self._mode))
+            await self._check_or_restore(policy)
+            self._serving_state.put_in_service()
+        finally:
+            if not (was_paused or self._unchecked):
+                await engine.resume()
+        return time.monotonic() - started
 
     async def _check_or_restore(self, policy: VerifiedPolicy) -> None:
         """Check the policy that was just loaded; restore the last good one if the check fails.
@@ -323,6 +332,7 @@ class PolicyWatcher:
             self._serving_state.take_out_of_service(str(error))
             self._unchecked = not await self._restore_old_policy()
             raise
+        self._unchecked = False
 
     async def _check_or_leave(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
         """Check the policy in the engine, or a staged one; leave the rotation if the check fails, and raise."""

@@ -243,7 +243,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
     assert stream.versions == {0} and not (await run.client.status(record)).paused
     await run.publish(2)
     await run.serving(2)
-    assert pauses == [mode]
+    assert not pauses, "the swap is between two decode steps"
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "interrupt"])

@@ -38,6 +38,7 @@ class Engine:
     paused: bool = False
     staged: int | None = None
     scores_staged: bool = False
+    held_seconds: float = 0.0
 
     async def start(self, folder: Path, version: int) -> None:
         assert not self.told, "started twice"
@@ -61,7 +62,7 @@ class Engine:
     async def load(self, folder: Path, version: int, mode: OnNewVersion) -> float:
         await self.may_load.wait()
         self.told.append(f"load {version}")
-        return 0.0
+        return self.held_seconds
 
     async def score(self, sequences: list[Any], version: int | None = None) -> list[Any]:
         if self.score_error is not None:
@@ -235,15 +236,25 @@ async def test_a_first_policy_that_the_engine_cannot_load_ends_the_process_and_s
     assert ended.value is error and error.final is final
 
 
-async def test_staged_weights_are_scored_before_decoding_pauses_and_only_their_swap_is_in_the_pause(
-    watcher, engine, serving_state
-):
+async def test_staged_weights_are_scored_before_their_swap_which_is_the_whole_pause(watcher, engine, serving_state):
+    engine.may_load.set()
+    engine.scores_staged = True
+    engine.held_seconds = 0.25
+    await watcher.load_version(0)
+    await watcher.load_version(1)
+    assert engine.told == ["start 0", "score 1", "load 1"]
+    assert not serving_state.reason
+    (samples,) = [metric.samples for metric in watcher._metrics.pause_seconds.collect()]
+    assert {s.value for s in samples if s.name.endswith("_sum")} == {0.25}
+
+
+async def test_an_engine_that_an_operator_paused_stays_paused_when_staged_weights_are_swapped_in(watcher, engine):
     engine.may_load.set()
     engine.scores_staged = True
     await watcher.load_version(0)
+    await engine.pause()
     await watcher.load_version(1)
-    assert engine.told == ["start 0", "score 1", "pause", "load 1", "resume"]
-    assert not serving_state.reason
+    assert engine.told == ["start 0", "pause", "score 1", "load 1"] and engine.paused
 
 
 async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watcher, engine, serving_state):
@@ -256,7 +267,7 @@ async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watche
     assert engine.told == ["start 0"] and "out of memory" in serving_state.reason
     engine.score_error = None
     await watcher.load_version(2)
-    assert engine.told[1:] == ["score 2", "pause", "load 2", "resume"]
+    assert engine.told[1:] == ["score 2", "load 2"]
     assert not serving_state.reason
 
 
@@ -283,7 +294,7 @@ async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_w
     assert engine.told == ["start 0", "load 1", "interrupt all"] and engine.paused
     engine.score_error, engine.scores_staged = None, True
     await watcher.load_version(2)
-    assert engine.told[3:] == ["score 2", "pause", "load 2", "resume"]
+    assert engine.told[3:] == ["score 2", "load 2", "resume"]
     assert not engine.paused and not serving_state.reason
 
 

@@ -1,4 +1,4 @@
-"""Weights of the next policy version, beside those in use."""
+"""Weights of the next policy version, beside those in use. Staging on a GPU has not yet run on one."""
 
 from __future__ import annotations
 

@@ -168,9 +168,13 @@ class TorchEngine:
             else:
                 host = torch.device("cpu")
                 weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch, host)
+            replaced = [thread.batch.model.weights]
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(thread, lambda: thread.request_swap(swap))
-            return await asyncio.wrap_future(swap.done)
+            held_seconds = await asyncio.wrap_future(swap.done)
+            # To free gigabytes takes a while: here, calls decode meanwhile.
+            await asyncio.to_thread(replaced.clear)
+            return held_seconds
 
     async def _load_adapter(self, reader: AdapterReader, folder: Path, version: int) -> None:
         """Read an adapter and load it beside the others; the base has none."""
