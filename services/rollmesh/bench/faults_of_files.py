@@ -78,10 +78,23 @@ def damage_policy(attacked: AttackedRun) -> None:
 
 
 def lose_policies(attacked: AttackedRun) -> None:
-    """Kill a generator and delete the node's announced policies, so that the next one pulls them from the bucket."""
+    """Kill a generator and delete the node's announced policies; wait until one is pulled from the bucket again.
+
+    The trainer is stopped meanwhile: generators would load the newer policies that it publishes on this node.
+    """
+    trainer = random_process(attacked, "trainer")
     kill_service(attacked, "generator")
-    for marker in _paths(attacked, f"{_POLICIES}/*/ANNOUNCED"):
-        shutil.rmtree(marker.parent, ignore_errors=True)  # the mesh may delete the same folder
+    if trainer is None:
+        return
+    send(trainer.pid, signal.SIGSTOP)
+    try:
+        folders = [marker.parent for marker in _paths(attacked, f"{_POLICIES}/*/ANNOUNCED")]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)  # the mesh may delete the same folder
+        if not attacked.wait_for(lambda: any((folder / "manifest.json").exists() for folder in folders), 0.02):
+            attacked.struck_at.clear()  # the round fails: nothing was pulled
+    finally:
+        send(trainer.pid, signal.SIGCONT)
 
 
 def flip_byte(file: Path, rng: random.Random) -> None:

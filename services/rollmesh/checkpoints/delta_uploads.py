@@ -48,13 +48,16 @@ class DeltaUploads:
         return WeightDelta(base=BaseReference.of(record), files=files)
 
     def _encoded(self, base: Path, before: ManifestFile | None, new: Path) -> ManifestFile | None:
-        """Write one delta; return None if the base has no such file, or is damaged here."""
+        """Write one delta; return None if the base has no such file, is evicted, or is damaged here."""
         if before is None or _size(base / before.path) != new.stat().st_size:
             return None
         name = f"{before.path}{SUFFIX}"
         target = confined(self._root / FOLDER, name)
         make_folder(target.parent)
-        written = write_delta(base / before.path, new, target)
+        try:
+            written = write_delta(base / before.path, new, target)
+        except FileNotFoundError:  # the base was evicted meanwhile
+            return None
         if written.base_sha256 != before.sha256:
             return None
         return ManifestFile(path=name, size_bytes=target.stat().st_size, sha256=written.sha256)

@@ -245,7 +245,7 @@ def expect(shown: Locator) -> LocatorAssertions:
 
 
 def ask(url: str, **options: Any) -> httpx.Response:
-    """Send a GET request with the patience of the page tests."""
+    """Send a GET request with the timeout of the page tests."""
     return httpx.get(url, timeout=_SECONDS, **options)
 
 

@@ -1,4 +1,4 @@
-"""The outside judge rebuilds weights that a bucket has as deltas, and names the versions of a chain that is torn."""
+"""The outside judge rebuilds weights that a bucket has as deltas, and names the versions of a broken chain."""
 
 from __future__ import annotations
 

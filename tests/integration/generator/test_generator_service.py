@@ -217,7 +217,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
 
     monkeypatch.setattr(DecoderModel, "score", held_score)
     monkeypatch.setattr(TorchEngine, "pause", noted_pause)
-    run = await make_run(pace=SLOW, on_new_version=mode)
+    run = await make_run(pace=[[1, 0.06]], on_new_version=mode)  # 12 seconds, in which the staged weights are scored
     await run.publish(0)
     wrong = await run.prepare(1, canary_error=0.5)
     run.start()
@@ -248,7 +248,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
 
 @pytest.mark.parametrize("mode", ["keep_kv", "interrupt"])
 async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode, monkeypatch):
-    # As an engine without room for the staged weights on its device: they are scored once they are swapped in.
+    # As an engine on a GPU: the staged weights are scored once they are swapped in.
     monkeypatch.setattr(StagedWeights, "scorable_on", lambda weights, device: False)
     run = await make_run(pace=SLOW, on_new_version=mode)
     old = await run.publish(0)

@@ -7,19 +7,15 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.adapter_stack import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
-from rollmesh.generator.engines.torch.staged_weights import staging_device
 
 from .conftest import collect, hf_logprobs, make_call, prompt_ids
-from .made_steps import StepBench
 
 NAMES = ["qwen2", "qwen2-untied-grouped", "qwen3", "llama3-biased"]
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,20 +79,3 @@ async def test_only_the_version_in_service_and_the_staged_one_can_be_scored_by_n
     np.testing.assert_array_equal(await engine.score([ids], 1), await engine.score([ids]))
     with pytest.raises(EngineError, match="policy version 0 is not loaded"):
         await engine.score([ids], 0)
-
-
-@pytest.mark.parametrize(
-    ("free", "kept_by_torch", "device"),
-    [(20, 0, "cuda"), (0, 20, "cuda"), (8, 0, "cpu"), (7, 2, "cuda"), (7, 1, "cpu")],
-)
-def test_weights_are_staged_on_the_gpu_if_they_fit_beside_those_in_use(
-    model_folder, monkeypatch, free, kept_by_torch, device
-):
-    """One GiB of weights, 80 GiB of memory: the tenth that stays free is 8 GiB."""
-    weights = StepBench(model_folder()).model.weights
-    monkeypatch.setattr(type(weights), "tensors", lambda _: [torch.empty(GIB, dtype=torch.uint8, device="meta")])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: (1 + kept_by_torch) * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)
-    assert staging_device(torch.device("cuda"), weights).type == device
-    assert staging_device(torch.device("cpu"), weights).type == "cpu"

@@ -17,8 +17,8 @@ _SUFFIX = ".delta"
 def write_full_weights(root: Path) -> None:
     """Write the full weight files beside the deltas of every policy below ``root``, older versions first.
 
-    A delta is the zstd-compressed XOR of a file with that of the version before. Where the base is missing, is another
-    one or cannot be combined with it, nothing is written: the weight file of that policy is then missing.
+    A delta is the zstd-compressed XOR of a file with that of the version before. Where the base is missing or is
+    another one, nothing is written: the weight file of that policy is then missing.
     """
     found = [(folder, _manifest(folder)) for folder in sorted((root / "policies").glob("[0-9]*-*"))]
     for folder, manifest in sorted(found, key=lambda item: item[1].get("policy_version", -1)):

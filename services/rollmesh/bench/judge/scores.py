@@ -106,7 +106,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         optimizer.state[parameter] = {k: v if k == "step" else v.double() for k, v in moments.items()}
     if norm.isfinite():
         optimizer.step()
-    # The published weights are float32: near 1 that keeps half of the digits of an update of 1e-7.
+    # The published weights are float32, whose neighbours near 1 are 1e-7 apart: more than a small update.
     after = {name: parameter.detach().float().double() for name, parameter in model.named_parameters()}
     moved = sum(float((wanted[name] - before[name]).square().sum()) for name in wanted)
     off = sum(float((wanted[name] - after[name]).square().sum()) for name in wanted)

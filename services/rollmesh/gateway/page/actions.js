@@ -80,14 +80,17 @@ export class Actions {
   // button of the next. A second press of a button whose action has not ended is ignored.
   async #act(name, call) {
     if (this.#pending.has(name)) return;
+    if (this.#pending.size === 0) {
+      // An action that waited must not remove the error of the one before.
+      setText(byId("action-error"), "");
+      setText(byId("action-result"), "");
+    }
     this.#pending.add(name);
     this.#last = this.#last.finally(() => this.#run(call)).finally(() => this.#pending.delete(name));
     await this.#last;
   }
 
   async #run(call) {
-    setText(byId("action-error"), "");
-    setText(byId("action-result"), "");
     try {
       const done = await call();
       const more = done.group_id ? ` (group ${done.group_id})` : "";

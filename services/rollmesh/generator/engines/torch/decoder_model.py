@@ -75,8 +75,8 @@ class DecoderModel:
     def swap(self, weights: Weights) -> None:
         """Replace the weights by others of the same architecture, from the next call on.
 
-        On a GPU they are copied into the tensors in use. This keeps all addresses, so captured graphs compute with the
-        new weights, and the new ones may be in host memory.
+        On a GPU they are copied into the tensors in use. This needs no second copy in GPU memory and keeps all
+        addresses, so captured graphs compute with the new weights.
         """
         if not self._swap_in_place:
             self._bind(weights)

@@ -24,7 +24,7 @@ from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.running_call import RunningCall
 from rollmesh.generator.engines.torch.scoring import score_sequences
-from rollmesh.generator.engines.torch.staged_weights import StagedWeights, staging_device
+from rollmesh.generator.engines.torch.staged_weights import StagedWeights
 from rollmesh.generator.engines.torch.stepper import make_stepper
 from rollmesh.generator.engines.torch.torch_options import TORCH_DTYPES, forward_tokens, torch_device
 from rollmesh.generator.engines.torch.weights import Weights, load_weights
@@ -142,8 +142,7 @@ class TorchEngine:
                 await self._load_adapter(self._adapter_reader, folder, policy_version)
                 return True
             self._staged = None
-            device = staging_device(self._device, model.weights)
-            weights = await asyncio.to_thread(self._read_compatible, folder, model.arch, device)
+            weights = await asyncio.to_thread(self._read_compatible, folder, model.arch)
             self._staged = StagedWeights(folder=folder, policy_version=policy_version, weights=weights)
             return self._staged.scorable_on(self._device)
 
@@ -166,8 +165,7 @@ class TorchEngine:
             if staged is not None and staged.folder == folder:
                 weights = staged.weights
             else:
-                host = torch.device("cpu")
-                weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch, host)
+                weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch)
             replaced = [thread.batch.model.weights]
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(thread, lambda: thread.request_swap(swap))
@@ -258,11 +256,12 @@ class TorchEngine:
         if not thread.post(command):
             raise thread.failure or GenerationRefused("the engine has stopped")
 
-    def _read_compatible(self, folder: Path, running: Architecture, device: torch.device) -> Weights:
+    def _read_compatible(self, folder: Path, running: Architecture) -> Weights:
         arch = read_architecture(folder)
         if differs := difference(running, arch):
             raise EngineError(f"{folder}: another architecture: {differs}")
-        return load_weights(folder, arch, self._dtype, device)
+        # On a GPU the swap copies the new weights into those in use (DecoderModel.swap), so they stay in host memory.
+        return load_weights(folder, arch, self._dtype, torch.device("cpu"))
 
     async def _call(self, function: Callable[[ModelThread], T]) -> T:
         """Run ``function`` in the model thread and return its result."""
