@@ -13,7 +13,7 @@ from rich.table import Table
 from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults import Cost, ExpectedEnd, Fault
 from rollmesh.bench.judge import judge
-from rollmesh.bench.judge.deltas import delta_count
+from rollmesh.bench.judge.full_weights import delta_count
 from rollmesh.launcher.run_folder import RunFolder
 
 EXEMPT = "no bound"

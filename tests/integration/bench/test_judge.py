@@ -250,7 +250,7 @@ def test_a_run_of_which_nothing_can_be_scored_is_not_sound(run: Any) -> None:
 def test_the_judge_imports_nothing_else_of_rollmesh() -> None:
     code = "import rollmesh.bench.judge, sys; print([m for m in sys.modules if m.startswith('rollmesh.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    mine = {f"rollmesh.bench.judge{part}" for part in ("", ".deltas", ".files", ".trained_groups", ".scores")}
+    mine = {f"rollmesh.bench.judge{part}" for part in ("", ".files", ".full_weights", ".trained_groups", ".scores")}
     assert set(json.loads(done.stdout.replace("'", '"'))) == {"rollmesh.bench", *mine}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.judge.deltas import delta_count
 from rollmesh.bench.judge.files import read_run
+from rollmesh.bench.judge.full_weights import delta_count
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.objects import ObjectStore
 

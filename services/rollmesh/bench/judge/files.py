@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmesh.bench.judge.deltas import write_full_weights
+from rollmesh.bench.judge.full_weights import write_full_weights
 
 _HEAD, _TAIL = b"RMBATCH1", b"RMBATCHE"
 _HMAC_BYTES = 64

@@ -14,5 +14,7 @@ torch_engine           asyncio interface: implements ``generator.engines.engine_
     multiply           matrix products by torch or numpy
     sampling           noise keyed by (seed, trajectory, position), inverse CDF
     prefill_admission  admission and prefill batches (pure)
+  sequence_scores      log-probabilities of the canary and the audit
+  staged_weights       weights of the next version, until the swap
   weights, architecture, rope   packed tensors from a Hugging Face folder
 """

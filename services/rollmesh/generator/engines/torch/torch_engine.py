@@ -23,7 +23,7 @@ from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_width
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.scoring import score_sequences
+from rollmesh.generator.engines.torch.sequence_scores import score_sequences
 from rollmesh.generator.engines.torch.staged_weights import StagedWeights
 from rollmesh.generator.engines.torch.stepper import make_stepper
 from rollmesh.generator.engines.torch.torch_options import TORCH_DTYPES, forward_tokens, torch_device
