@@ -1,4 +1,4 @@
-"""Write the files derived from the chart's values.yaml: README.md, values.schema.json, rules of prometheus-adapter.
+"""Write the derived files of the chart: README, values schema, rules of prometheus-adapter, bounds of the schedules.
 
     python helm/generate.py            write the files
     python helm/generate.py --check    list the files that are out of date (exit 1)
@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 from chart_schema import schema_of
+
+from rollmesh.scheduling.presets import PRESETS
 
 CHART = Path(__file__).resolve().parent / "rollmesh"
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?P<rest>.*)$")
@@ -126,6 +128,15 @@ def adapter_rules() -> str:
     return head + yaml.safe_dump({"rules": {"external": rules}}, sort_keys=False, width=116)
 
 
+def schedule_bounds() -> str:
+    """Return the staleness bound of every preset, from which the chart computes flags of SGLang sidecars."""
+    bounds = {
+        name: {"max_staleness": preset.max_staleness, "staleness_follows_window": preset.staleness_follows_window}
+        for name, preset in PRESETS.items()
+    }
+    return "# Made by helm/generate.py from the presets of schedules.\n" + yaml.safe_dump(bounds)
+
+
 def metric_name(service: str, signal: str) -> str:
     """Name of the external metric of a signal, as the HorizontalPodAutoscalers ask for it."""
     return f"rollmesh_{service}_{signal}".replace("-", "_")
@@ -140,6 +151,7 @@ def outputs() -> dict[Path, str]:
         CHART / "README.md": readme(values, chart),
         CHART / "values.schema.json": json.dumps(schema_of(yaml.safe_load(text), values), indent=2) + "\n",
         CHART / "files" / "prometheus-adapter" / "rules.yaml": adapter_rules(),
+        CHART / "files" / "schedules.yaml": schedule_bounds(),
     }
 
 

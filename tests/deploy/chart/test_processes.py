@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +27,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 
 from ...certificates import Authority
+from ...sglang_cpu.server import UNPINNED
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, EXAMPLES, ROOT, Helm, Rendering
 
@@ -158,7 +160,7 @@ def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str,
         assert refused.status_code == 401, "metrics want a certificate or the token"
 
 
-SIDECAR = {
+SIDECAR: dict[str, Any] = {
     "run": {
         "model": {"path": "/models/countdown"},
         # Without a limit SGLang would take most of the machine's memory for its cache.
@@ -177,6 +179,21 @@ SIDECAR = {
     },
 }
 """Settings that a CPU needs beside the values of an example."""
+ADAPTERS = {
+    "run": {"model": {"adapter": {"rank": 4, "alpha": 8}}},
+    "generator": {
+        "sglang": {
+            "sidecar": {
+                "args": [*SIDECAR["generator"]["sglang"]["sidecar"]["args"], "--lora-backend=torch_native"],
+                "extraEnv": [
+                    *SIDECAR["generator"]["sglang"]["sidecar"]["extraEnv"],
+                    *({"name": name, "value": value} for name, value in UNPINNED.items()),
+                ],
+            }
+        }
+    },
+}
+"""The same for a run that trains an adapter."""
 
 
 @pytest.fixture
@@ -190,13 +207,15 @@ def sglang_python() -> str:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("trained", [{}, ADAPTERS], ids=["all-weights", "an-adapter"])
 def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
-    helm4: Helm, commands: str, sglang_python: str, tmp_path: Path
+    helm4: Helm, commands: str, sglang_python: str, tmp_path: Path, trained: dict[str, Any]
 ) -> None:
-    values = tmp_path / "sidecar.yaml"
+    values, more = tmp_path / "sidecar.yaml", tmp_path / "trained.yaml"
     values.write_text(yaml.safe_dump(SIDECAR))
+    more.write_text(yaml.safe_dump(trained))
     machine = machine_for(
-        helm4.template(CHART, [KIND, values], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
+        helm4.template(CHART, [KIND, values, more], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
     )
     machine.pythons = {"sglang": sglang_python}
     shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")

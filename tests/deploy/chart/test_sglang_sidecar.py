@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.sglang.lora_options import check_lora_server, lora_flags
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
-from .rendering import CHART, Helm, Object, Rendering
+from .rendering import CHART, Helm, HelmError, Object, Rendering
 
 ONE_NODE = CHART / "ci" / "one-node-8-gpus-values.yaml"
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -106,3 +109,77 @@ def test_every_rank_of_a_server_over_several_nodes_gets_the_same_flags(helm: Hel
     assert shared["shared"] == ours["shared"] and shared["model"] == ours["model"], (
         "policies are at one path everywhere"
     )
+
+
+RANK_8 = "run.model.adapter.rank=8"
+NO_BOUND = "run.schedule.max_staleness=null"
+SEVEN_LAYERS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+
+
+def lora_words(server: Object) -> list[str]:
+    """The words of a server's command line from its adapter flags on."""
+    words = [word for argument in server["args"] for word in argument.split("=", 1)]
+    return words[words.index("--enable-lora") :]
+
+
+@pytest.mark.parametrize(
+    ("example", "sets"),
+    [
+        (ONE_NODE, [RANK_8]),
+        (ONE_NODE, [RANK_8, "run.schedule.max_staleness=0", "run.model.adapter.target={v_proj,q_proj,o_proj,q_proj}"]),
+        (ONE_NODE, [RANK_8, NO_BOUND, "run.schedule.preset=one_step_off"]),
+        # These schedules set the bound in groups.
+        (KIND, [*SGLANG, RANK_8, NO_BOUND, "run.schedule.preset=pipeline", "run.schedule.window_groups=33"]),
+        (KIND, [*SGLANG, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=33",
+                "run.schedule.groups_per_batch=null", NO_BOUND]),
+        (KIND, [*SGLANG, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=40"]),
+        # Nothing said: the defaults of the chart are those of the run file.
+        (KIND, [*SGLANG, "run.model.adapter.alpha=16", "run.generator.slots=null", NO_BOUND]),
+    ],
+)  # fmt: skip
+def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
+    helm: Helm, tmp_path: Path, example: Path, sets: list[str]
+) -> None:
+    rendering = helm.template(CHART, [example], ["run.schedule.pool_size=null", *sets])
+    config = config_of(rendering, tmp_path)
+    settings = AdapterSettings.from_config(config)
+    assert settings is not None
+    # A template cannot read the layers of a model.
+    target = settings.config.target
+    targets = ["all"] if target == "all_linear" else sorted(set(target))
+
+    wanted = lora_flags(settings, targets, config.generator.slots)
+    found = lora_words(server_of(rendering))
+
+    assert found[: len(wanted)] == wanted
+    assert found[len(wanted) :] == flags_after(example), "flags of the values come last, so they win"
+    info = {
+        "enable_lora": True,
+        "lora_strict_loading": True,
+        "max_lora_rank": int(found[found.index("--max-lora-rank") + 1]),
+        "max_loaded_loras": int(found[found.index("--max-loaded-loras") + 1]),
+        "lora_target_modules": found[found.index("--lora-target-modules") + 1 : len(wanted)],
+    }
+    check_lora_server(info, "http://127.0.0.1:30000", settings, SEVEN_LAYERS if targets == ["all"] else targets)
+
+
+def flags_after(example: Path) -> list[str]:
+    """The flags of an example's own, word by word."""
+    sidecar = yaml.safe_load(example.read_text())["generator"].get("sglang", {}).get("sidecar", {})
+    return [word for argument in sidecar.get("args", []) for word in argument.split("=", 1)]
+
+
+def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm: Helm) -> None:
+    rendering = helm.template(CHART, [SEVERAL_NODES], [RANK_8, "run.generator.on_new_version=null"])
+    (workers,) = rendering.of_kind("LeaderWorkerSet")
+    (worker,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    assert lora_words(worker) == lora_words(server_of(rendering))
+    assert flags_of(worker["args"])["--max-lora-rank"] == "8"
+
+    for example in (ONE_NODE, SEVERAL_NODES):
+        assert not [a for a in server_of(helm.template(CHART, [example]))["args"] if "lora" in a]
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones(helm: Helm) -> None:
+    with pytest.raises(HelmError, match=r"run\.schedule\.preset=coprs is unknown; use one of april, .*copris"):
+        helm.template(CHART, [ONE_NODE], [RANK_8, "run.schedule.preset=coprs"])

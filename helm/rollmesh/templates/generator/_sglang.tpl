@@ -45,6 +45,9 @@ args:
   - --node-rank=$(LWS_WORKER_INDEX)
   - --dist-init-addr=$(LWS_LEADER_ADDRESS):{{ $root.Values.generator.leaderWorkerSet.port }}
   {{- end }}
+  {{- with include "rollmesh.loraFlags" $root }}
+  {{- . | nindent 2 }}
+  {{- end }}
   {{- range $sidecar.args }}
   - {{ . | quote }}
   {{- end }}
