@@ -21,6 +21,7 @@ from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.sentences import facts, moment, sentences
 from rollmesh.report.series import EvaluationPoint, TrainSeries, number, train_series
 from rollmesh.report.summary import RunSummary, summarise
+from rollmesh.report.version_bytes import version_bytes
 
 REPORT_FILE = "report.html"
 TEMPLATE = "report.html.j2"
@@ -52,6 +53,7 @@ def _render(folder: RecordedRun, summary: RunSummary, plots: Sequence[tuple[Plot
             plots=plots,
             train=train,
             versions=_versions(summary, train),
+            version_bytes=version_bytes(folder),
             rescoring=None if audit is None else audit.rescoring,
             samples=_samples(folder.samples.records),
             config_text=folder.config_text,

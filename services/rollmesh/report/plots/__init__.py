@@ -26,7 +26,7 @@ _CAPTIONS = {
     "drift": "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
     "throughput": "Tokens generated and tokens trained per second of wall time.",
     "versions": "Seconds from the copy of a version's weights, after which training continues, until it is announced "
-    "and until the first and the last generator serve it.",
+    "and until the first and the last generator serve it. The table of policy versions has their bytes.",
     "queue": "Trajectories by state, and groups that are open or ready for a batch.",
 }
 _WIDE = ("in_flight", "queue")
