@@ -109,7 +109,7 @@ def _run_round(
     data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
     bucket = None
     if server is not None:
-        data["checkpoints"] |= {"folder": _PREFIX, "object_store": {"endpoint_url": server.url}}
+        data["checkpoints"] |= {"folder": _PREFIX, "object_store": server.options}
         bucket = folder / "bucket"
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS

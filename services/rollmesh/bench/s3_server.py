@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.errors import RollmeshError
@@ -31,9 +32,14 @@ class S3Server:
 
     url: str
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a client, without credentials; a proxy of the environment cannot reach the server."""
+        return {"endpoint_url": self.url, "config_kwargs": {"proxies": {}}}
+
     def copy(self, prefix: str, folder: Path) -> None:
         """Copy the objects below a prefix of the bucket into a folder."""
-        objects = ObjectStore(prefix, {"endpoint_url": self.url, "key": _KEY, "secret": _KEY})
+        objects = ObjectStore(prefix, {**self.options, "key": _KEY, "secret": _KEY})
         objects.get_all([(key, folder / key) for key in objects.sizes("")])
 
 
@@ -58,6 +64,7 @@ def running_s3(log: Path) -> Iterator[S3Server]:
 def _started(process: subprocess.Popen[bytes], log: Path) -> S3Server:
     """Wait for the port in the server's log, then create the bucket."""
     deadline = time.monotonic() + _START_SECONDS
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def await_value(find: Callable[[], str]) -> str:
         while not (found := find()):
@@ -73,7 +80,7 @@ def _started(process: subprocess.Popen[bytes], log: Path) -> S3Server:
     def with_bucket() -> str:
         try:
             request = urllib.request.Request(f"{address}/{BUCKET}", method="PUT")
-            return address if urllib.request.urlopen(request, timeout=30).status == 200 else ""
+            return address if direct.open(request, timeout=30).status == 200 else ""
         except OSError:
             return ""
 
