@@ -137,6 +137,29 @@ def test_an_action_that_is_pressed_while_another_has_no_answer_follows_it(window
     page.locator("#facts", has_text=f"pinned at v{later}").wait_for()
 
 
+PIN_TWICE = """async ([token, versions]) => {
+  const api = await import("/page/api.js");
+  const { Actions } = await import("/page/actions.js");
+  api.setToken(token);
+  let drawings = 0;
+  const actions = new Actions(() => {
+    drawings += 1;
+    if (drawings === 1) throw new Error("cannot be drawn");
+  });
+  const ends = [];
+  for (const version of versions)
+    await actions.pin(version).then(() => ends.push("done"), (error) => ends.push(error.message));
+  return ends;
+}"""
+
+
+def test_an_action_whose_effect_cannot_be_drawn_leaves_the_next_one_alone(window: Open, scene: Scene) -> None:
+    page = window().open()
+    later, earlier = _older(scene, 2)
+    assert page.evaluate(PIN_TWICE, [TOKEN, [earlier, later]]) == ["cannot be drawn", "done"]
+    assert scene.in_store(lambda store: store.policies.pinned()) == later
+
+
 def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)

@@ -86,8 +86,9 @@ export class Actions {
       setText(byId("action-result"), "");
     }
     this.#pending.add(name);
-    this.#last = this.#last.finally(() => this.#run(call)).finally(() => this.#pending.delete(name));
-    await this.#last;
+    const run = this.#last.then(() => this.#run(call)).finally(() => this.#pending.delete(name));
+    this.#last = run.catch(() => {}); // an error of this action is its caller's; the next one starts all the same
+    await run;
   }
 
   async #run(call) {
