@@ -128,6 +128,14 @@ def test_an_action_that_is_pressed_while_another_has_no_answer_follows_it(window
     _with_token(page)
     later, earlier = _older(scene, 2)
     unanswered: list[Route] = []
+    order: list[str] = []
+
+    def note(event: str, url: str) -> None:
+        if url.endswith("/pin"):
+            order.append(f"{event} {url.split('/')[-2]}")
+
+    page.on("request", lambda request: note("request", request.url))
+    page.on("response", lambda response: note("response", response.url))
     page.route(f"**/policies/{earlier}/pin", lambda route: unanswered.append(route))
     page.get_by_role("button", name=f"Pin v{earlier}", exact=True).click()
     until(lambda: bool(page.title() and unanswered), "the request")  # a call of the page lets its events arrive
@@ -135,6 +143,8 @@ def test_an_action_that_is_pressed_while_another_has_no_answer_follows_it(window
     assert scene.in_store(lambda store: store.policies.pinned()) is None
     unanswered[0].continue_()
     page.locator("#facts", has_text=f"pinned at v{later}").wait_for()
+    until(lambda: bool(page.title() and len(order) >= 4), "both answers")
+    assert order == [f"request {earlier}", f"response {earlier}", f"request {later}", f"response {later}"]
 
 
 PIN_TWICE = """async ([token, versions]) => {
