@@ -4,6 +4,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.bearer_tokens import Tokens
 from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
 from rollmesh.runtime.grpc_requests import RequestInterceptor
@@ -35,6 +36,25 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         watched = await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()
         assert watched.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
+async def test_a_proxy_of_the_environment_is_not_asked_for_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")  # no proxy is there
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = create_server()
+    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await reporter.set_serving(True)
+    channel = create_channel(f"127.0.0.1:{port}")
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await channel.close()
         await server.stop(None)
