@@ -30,6 +30,8 @@ ScoreSequences = Callable[[Sequence[Int32Array]], list[Float32Array]]
 class PolicyCopy:
     """Weights of one version in host memory, until the next version is copied."""
 
+    weights: Mapping[str, Tensor]
+    """Copied weights, by their published names; empty except on rank 0."""
     write: WriteWeights
     """Writes full weights as a Hugging Face folder, an adapter as a PEFT folder."""
     score: ScoreSequences | None
@@ -58,10 +60,10 @@ class PolicyOutput:
         if base and self._model.adapter is not None:
             # Published once: its memory is not kept.
             weights = WeightCopy(self._dtype).take(self._model.base_parameters(), world)
-            return PolicyCopy(write=partial(self._write_full, weights), score=None)
+            return PolicyCopy(weights=weights, write=partial(self._write_full, weights), score=None)
         weights = self._weights.take(self._model.trained_parameters(), world)
         write = self._write_full if self._model.adapter is None else self._write_adapter
-        return PolicyCopy(write=partial(write, weights), score=self._score_with(weights))
+        return PolicyCopy(weights=weights, write=partial(write, weights), score=self._score_with(weights))
 
     def _score_with(self, weights: Mapping[str, Tensor]) -> ScoreSequences | None:
         trained = self._model.trained_parameters()

@@ -155,7 +155,7 @@ class Publisher:
         base = await self._in_thread(lambda: self._ranks.base_of(version))
         with self._timed("copy_out"):
             copied = await self._in_thread(lambda: self._ranks.copy_out(version))
-        canary = cache(lambda: self._scored_canary(train_step, copied.score or self._ranks.score))
+        canary = cache(lambda: self._scored_canary(train_step, copied.score))
         if copied.score is None:
             # The next step changes the weights.
             await self._in_thread(canary)
@@ -186,9 +186,9 @@ class Publisher:
 
         return write
 
-    def _scored_canary(self, train_step: int, score: ScoreSequences) -> list[CanarySequence]:
-        with self._timed("canary"):
-            return scored_canary(train_step, self._canary, score(self._canary))
+    def _scored_canary(self, train_step: int, score: ScoreSequences | None) -> list[CanarySequence]:
+        with self._timed("copy_canary" if score else "canary"):
+            return scored_canary(train_step, self._canary, (score or self._ranks.score)(self._canary))
 
     async def _written(self, write: WritePolicy) -> PolicyRecord:
         return await self._retry.run("publish", lambda: asyncio.to_thread(write))
