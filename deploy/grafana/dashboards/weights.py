@@ -138,8 +138,8 @@ PAGE = Page(
             ),
             curve(
                 "Publication",
-                "Mean seconds of its phases: training waits for canary and copy of the weights (copy_out); write, "
-                "digest and announce are in the background.",
+                "Mean seconds of its phases: training waits for canary and copy of the weights (copy_out); "
+                "copy_canary, write, digest and announce are in the background.",
                 Query(
                     f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
                     f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",

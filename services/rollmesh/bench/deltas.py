@@ -131,7 +131,7 @@ class _Mesh:
 
     def publish(self, trainer: PolicyTrainer, version: int) -> None:
         """Publish the trainer's weights and let every node open them."""
-        write = trainer.copy_out()
+        write = trainer.copy_out().write
         started = time.monotonic()
         record = self._trainer.publish(
             session="bench",

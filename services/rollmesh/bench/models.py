@@ -9,17 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.attention import PACKED_ATTENTION, register_packed_attention
 from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.weight_copy import WeightCopy
+from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.policy_output import PolicyCopy, PolicyOutput
 from rollmesh.trainer.learner.weight_file import write_weights
+from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, CANARY_TOKENS, canary_sequences, scored_canary
 
 CONTEXT = 256
 """Default number of positions of a random model."""
@@ -28,11 +32,10 @@ SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediat
 _LARGE_VOCABULARY, _MLP_WIDTHS = 8192, 3
 _WIDE_BYTES = 256 << 20
 """Size from which a model has hidden states of 1024 numbers instead of 512."""
-_CANARY_SHAPE = (8, 32)
-"""Sequences and tokens of a canary, as in the trainer."""
+_CANARY_SHAPE = (CANARY_SEQUENCES, CANARY_TOKENS)
 
-Policy = tuple[Callable[[Path], Any], list[CanarySequence]]
-"""Function that writes a policy's folder, and its canary."""
+Policy = tuple[Callable[[Path], Any], Callable[[], list[CanarySequence]]]
+"""Functions that write a policy's folder and score its canary."""
 
 
 class BenchModel(Protocol):
@@ -47,7 +50,7 @@ class BenchModel(Protocol):
         """Value of ``model.dtype`` of the run."""
 
     def policy(self, version: int) -> Policy:
-        """Return the weights and the canary of one version."""
+        """Return the functions that write one version and score its canary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +67,7 @@ class RandomModel:
 
     def policy(self, version: int) -> Policy:
         model = self._make(version)
-        return lambda folder: _write_like_the_trainer(model, folder), _canary(model, self.vocab_size)
-
-    def stall_seconds(self, count: int) -> list[tuple[float, float]]:
-        """Measure canary and copy of the weights, which precede a publication in the background, and the copy alone."""
-        model, copy = self._make(0), WeightCopy(torch.float32)
-        seconds: list[tuple[float, float]] = []
-        for _ in range(count + 1):
-            started = time.monotonic()
-            _canary(model, self.vocab_size)
-            scored = time.monotonic()
-            copy.take(dict(model.named_parameters()), World())
-            seconds.append((time.monotonic() - started, time.monotonic() - scored))
-        return seconds[1:]  # the first one allocates the copy
+        return partial(_write_like_the_trainer, model), partial(_canary, model, self.vocab_size)
 
     def write(self, folder: Path) -> None:
         """Write the weights of version 0 to a Hugging Face folder."""
@@ -87,14 +78,33 @@ class RandomModel:
 
 
 class UpdatedModel:
-    """Qwen2 model of about ``size_bytes`` whose float32 weights all change in every version and are copied out.
+    """Qwen2 model whose float32 weights all change in every version, and are copied out as a trainer does.
 
     One model serves for all versions, because making a large one takes longer than publishing it.
     """
 
     dtype = "float32"
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, shape: Mapping[str, Any], folder: Path) -> None:
+        """Make a random model of these fields of the configuration; its configuration is kept in ``folder``."""
+        register_packed_attention()
+        causal_lm = _random_model(shape, 0, PACKED_ATTENTION)
+        causal_lm.config.architectures = [type(causal_lm).__name__]
+        causal_lm.config.save_pretrained(folder)
+        self._model = PolicyModel(causal_lm, linear_head=True)
+        compute = Compute(
+            device=torch.device("cpu"), world=World(), token_budget=CANARY_SEQUENCES * CANARY_TOKENS, autocast=False
+        )
+        self._output = PolicyOutput(self._model, folder, torch.float32, compute)
+        self._canary = canary_sequences(self.vocab_size)
+        self.copies: list[tuple[float, float]] = []
+        """Seconds of every policy but the first: copy out, and a plain copy of the same tensors by numpy."""
+        self.canaries: list[float] = []
+        """Seconds in which the canary of every policy but the first was scored."""
+
+    @classmethod
+    def of_size(cls, size_bytes: int, folder: Path) -> Self:
+        """Make a model of about this size."""
         hidden = 1024 if size_bytes >= _WIDE_BYTES else 512
         fixed = _LARGE_VOCABULARY * hidden
         per_layer = (2 + 3 * _MLP_WIDTHS) * hidden**2 + 64 * hidden
@@ -104,30 +114,34 @@ class UpdatedModel:
             "intermediate_size": _MLP_WIDTHS * hidden,
             "vocab_size": _LARGE_VOCABULARY,
         }
-        self._model = _random_model(shape, 0)
-        self._copy = WeightCopy(torch.float32)
-        self.seconds: list[tuple[float, float, float]] = []
-        """Seconds of every policy but the first: canary, copy out, and a plain copy of the same tensors by numpy."""
+        return cls(shape, folder)
 
     @property
     def vocab_size(self) -> int:
-        return _LARGE_VOCABULARY
+        return int(self._model.config.vocab_size)
 
     def policy(self, version: int) -> Policy:
-        """Change all weights, score the canary and copy the weights out; return the function that writes the copy."""
+        """Change all weights and copy them out; return the functions that write the copy and score with it."""
+        weights = self._model.trained_parameters()
         with torch.no_grad():
-            for parameter in self._model.parameters():
+            for parameter in weights.values():
                 parameter.mul_(1.001)
         started = time.monotonic()
-        canary = _canary(self._model, self.vocab_size)
-        scored = time.monotonic()
-        weights = self._copy.take(dict(self._model.named_parameters()), World())
-        copied = time.monotonic()
-        for name, parameter in self._model.named_parameters():
-            np.copyto(weights[name].numpy(), parameter.detach().numpy())
+        copied = self._output.copy_out()
+        done = time.monotonic()
+        for name, weight in weights.items():
+            np.copyto(copied.weights[name].numpy(), weight.detach().numpy())
         if version:  # the first copy allocates its memory
-            self.seconds.append((scored - started, copied - scored, time.monotonic() - copied))
-        return partial(_write_weights, self._model, weights), canary
+            self.copies.append((done - started, time.monotonic() - done))
+        return copied.write, partial(self._scored, version, copied)
+
+    def _scored(self, version: int, copied: PolicyCopy) -> list[CanarySequence]:
+        assert copied.score is not None, "float32 on a CPU"
+        started = time.monotonic()
+        logprobs = copied.score(self._canary)
+        if version:
+            self.canaries.append(time.monotonic() - started)
+        return scored_canary(version, self._canary, logprobs)
 
 
 class SavedModel:
@@ -156,28 +170,29 @@ class SavedModel:
         return self._dtype
 
     def policy(self, version: int) -> Policy:
-        """Return the folder's weights and their canary, which is computed once, in float32."""
+        """Return the functions that copy the folder and return its canary, which is computed once, in float32."""
         if not self._canary:
             from transformers import AutoModelForCausalLM
 
             _disable_progress_bars()
             model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
             self._canary = _canary(model, self._vocab_size)
-        return self._copy, self._canary
+        return self._copy, lambda: self._canary
 
     def _copy(self, target: Path) -> None:
         for file in (*self._folder.glob("*.json"), *self._folder.glob("*.safetensors")):
             shutil.copyfile(file, target / file.name)
 
 
-def _random_model(shape: Mapping[str, Any], seed: int) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _random_model(shape: Mapping[str, Any], seed: int, attention: str = "sdpa") -> Any:
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     _disable_progress_bars()
     torch.manual_seed(seed)
     heads = {"num_attention_heads": shape["hidden_size"] // 32, "num_key_value_heads": 1}
     fields = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **shape}
-    return Qwen2ForCausalLM(Qwen2Config(**fields))
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(Qwen2Config(**fields), attn_implementation=attention)
 
 
 def _write_like_the_trainer(model: Any, folder: Path) -> dict[str, str]:

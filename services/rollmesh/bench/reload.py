@@ -3,11 +3,11 @@
 A real generator process, a real registry and a real checkpoint store, with 16 streams running throughout. For each
 mode of ``generator.on_new_version``, policies are published one after the other:
 
-* publish to serving: from the start of the write (weights, digests, manifest, fsync, announcement) until the registry
-  shows that the generator serves the version, verified and checked on the canary;
+* publish to serving: from the copy of the weights, over canary, write with digests, manifest, fsync and announcement,
+  until the registry shows that the generator serves the version, verified and checked on the canary;
 * pause: the time for which the generator holds decoding, from its histogram;
-* stall: the seconds in which the trainer computes the canary and copies the weights, beside the copy alone, and beside
-  the sum with writing and announcing, for which it would wait if publications did not run in the background;
+* stall: the seconds in which the trainer copies the weights out, beside a copy of the same tensors by numpy, and beside
+  the sum with all until the announcement, for which it would wait if publications did not run in the background;
 * silence: the longest time without a token in any stream around the swap, with re-prefill and rejected calls.
 
 Bytes per second are those of the reload (from detection to serving: read, hash, load, canary), with a plain copy of
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from rollmesh.bench.measure import Measure, at_least, at_most, compared
-from rollmesh.bench.models import SMALL, RandomModel, UpdatedModel
+from rollmesh.bench.measure import Bar, Measure, at_least, at_most, compared
+from rollmesh.bench.models import SMALL, UpdatedModel
 from rollmesh.bench.scene import STREAMS, open_scene, peak_bytes
 from rollmesh.errors import ConfigError
 
@@ -61,23 +61,27 @@ def run(*, quick: bool = False, size: str | None = None) -> list[Measure]:
 
 async def _measure(shape: dict[str, Any], size: str, mode: str, reloads: int) -> list[Measure]:
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        model = RandomModel(shape=shape)
+        model = UpdatedModel(shape, Path(folder) / "model")
         async with open_scene(Path(folder), model, {"on_new_version": mode}) as scene, scene.streams():
             serving, pause, silence, load, published = await scene.reloads(reloads)
             copy_seconds = statistics.median(scene.copy_seconds() for _ in range(reloads))
             byte_count = float(sum(file.stat().st_size for file in scene.folder.iterdir()))
-        stalls = await asyncio.to_thread(model.stall_seconds, reloads)
-        stall, copy = (statistics.median(column) for column in zip(*stalls, strict=True))
     title = f"{mode}, {size}"
     return [
         Measure(name=f"publish to serving, {title}", value=serving, unit="seconds"),
         Measure(name=f"pause of decoding, {title}", value=pause, unit="seconds"),
         Measure(name=f"longest silence of {STREAMS} streams, {title}", value=silence, unit="seconds"),
-        compared(f"trainer's stall, {title}", stall, "seconds", "copy of the weights alone", copy),
-        compared(
-            f"trainer's stall beside waiting, {title}", stall, "seconds", "with write, announce", stall + published
-        ),
+        *_stall(model, published, title),
         compared(f"reload, {title}", byte_count / load, "bytes/s", "plain file copy", byte_count / copy_seconds),
+    ]
+
+
+def _stall(model: UpdatedModel, published: float, title: str, bars: tuple[Bar, ...] = ()) -> list[Measure]:
+    stall, plain = _medians(model.copies)
+    whole = stall + published
+    return [
+        compared(f"trainer's stall, {title}", stall, "seconds", "copy by numpy", plain, bars),
+        compared(f"trainer's stall beside waiting, {title}", stall, "seconds", "until the announcement", whole),
     ]
 
 
@@ -87,7 +91,7 @@ async def _measure_size(size: str, reloads: int) -> list[Measure]:
     except ValidationError as error:
         raise ConfigError(f"--size {size}: expected a size such as 64MiB or 1GiB") from error
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        model = UpdatedModel(size_bytes)
+        model = UpdatedModel.of_size(size_bytes, Path(folder) / "model")
         results: list[tuple[float, ...]] = []
         parts: list[tuple[float, ...]] = []
         async with open_scene(Path(folder), model, {}) as scene, scene.streams():
@@ -101,22 +105,17 @@ async def _measure_size(size: str, reloads: int) -> list[Measure]:
             peaks = {"trainer": peak_bytes(os.getpid()), "generator": peak_bytes(scene.process.pid)}
             byte_count = float(sum(file.stat().st_size for file in scene.folder.iterdir()))
     copies, serving, pause, silence, _, published = _medians(results)
-    stall_canary, copy_out, plain = _medians(model.seconds)
-    stall = stall_canary + copy_out
-    two_copies, whole, most = "two plain file copies", "publish to serving", (at_most("ratio", 1.2),)
+    canary = statistics.median(model.canaries)
+    two_copies, whole = "two plain file copies", "publish to serving"
     rates = byte_count / serving, byte_count / copies
-    phases = {"write and announce": published, **dict(zip(_PHASES, _medians(parts), strict=True))}
+    phases = {"trainer's canary": canary, "write and announce": published - canary}
+    phases |= dict(zip(_PHASES, _medians(parts), strict=True))
     return [
         compared(f"publish to serving, {size}", rates[0], "bytes/s", two_copies, rates[1], (at_least("ratio", 0.6),)),
         *(compared(f"{name}, {size}", seconds, "seconds", whole, serving) for name, seconds in phases.items()),
         compared(f"pause of decoding, {size}", pause, "seconds", whole, serving, (at_most("ratio", 0.02),)),
         Measure(name=f"longest silence of {STREAMS} streams, {size}", value=silence, unit="seconds"),
-        compared(f"trainer's copy out, {size}", copy_out, "seconds", "copy by numpy", plain, most),
-        Measure(name=f"trainer's canary, {size}", value=stall_canary, unit="seconds"),
-        compared(f"trainer's stall, {size}", stall, "seconds", "copy out alone", copy_out, most),
-        compared(
-            f"trainer's stall beside waiting, {size}", stall, "seconds", "with write, announce", stall + published
-        ),
+        *_stall(model, published, size, (at_most("ratio", 1.2),)),
         *(
             compared(f"peak memory of {who}, {size}", peak, "bytes", "weights", byte_count)
             for who, peak in peaks.items()

@@ -51,8 +51,9 @@ class BenchPublisher:
     session: str
 
     async def publish(self, version: int, policy: Policy) -> Path:
-        """Write and announce a policy; return its folder."""
-        write, canary = policy
+        """Score the canary of a policy, write it and announce it; return its folder."""
+        write, score = policy
+        canary = await asyncio.to_thread(score)
         record = await asyncio.to_thread(
             self.checkpoints.publish,
             session=self.session,
@@ -89,7 +90,7 @@ class Scene:
     async def reloads(self, count: int) -> tuple[float, ...]:
         """Publish versions 1 to ``count`` while streams run.
 
-        Return the median seconds to serving, of the pause, of silence, of the load, and of writing and announcing.
+        Return the median seconds to serving, of the pause, of silence, of the load, and until the announcement.
         """
         results = [await self.reload(version) for version in range(1, count + 1)]
         return tuple(statistics.median(column) for column in zip(*results, strict=True))

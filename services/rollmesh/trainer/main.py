@@ -35,7 +35,8 @@ from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
 from rollmesh.trainer.service.part_source import PartSource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.publishing import Publisher, canary_sequences
+from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
 from rollmesh.trainer.service.replay_source import ReplaySource

@@ -130,7 +130,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
         policy_version=NEWEST + 1,
         train_step=STEPS,
         parent=0,
-        write=trainer.copy_out(),
+        write=trainer.copy_out().write,
         canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
         base=BasePolicy(record=base, manifest=store.open(base).manifest),
     )

@@ -23,7 +23,7 @@ from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.published_policy import load_published
-from rollmesh.trainer.service.publishing import canary_sequences
+from rollmesh.trainer.service.published_canary import canary_sequences
 from rollmesh.types import Trajectory
 
 from ...unit.trainer.learner.made_batches import random_batch
@@ -76,7 +76,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VerifiedPoli
             policy_version=version,
             train_step=version,
             parent=version - 1 if version else None,
-            write=trainer.copy_out(base=not version),
+            write=trainer.copy_out(base=not version).write,
             canary=[CanarySequence(token_ids=ids.tolist(), logprobs=values.tolist()) for ids, values in scores],
             base=base,
         )

@@ -22,6 +22,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service import publishing
 from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import Batch
 
@@ -33,6 +34,7 @@ def _step_of(path: Path) -> int:
 
 
 POINTS: dict[str, tuple[Any, str, Callable[..., int]]] = {
+    "before the canary": (Publisher, "_scored_canary", lambda _, train_step, __: train_step),
     "before the folder": (CheckpointStore, "publish", lambda *_, train_step, **__: train_step),
     "before the manifest": (policies, "write_new_file", lambda path, _: _step_of(path)),
     "before the announcement": (Announcer, "announce", lambda _, record: record.train_step),

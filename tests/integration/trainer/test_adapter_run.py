@@ -60,7 +60,7 @@ def calm() -> dict[int, bytes]:
     return {}
 
 
-@pytest.mark.parametrize("at", ["before the folder", "before the manifest", "before the announcement"])
+@pytest.mark.parametrize("at", ["before the canary", "before the manifest", "before the announcement"])
 async def test_a_trainer_killed_between_state_and_publication_publishes_the_same_adapters(
     tmp_path: Path,
     tiny_model: Path,

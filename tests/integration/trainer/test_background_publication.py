@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 5
 IN_BACKGROUND = (
-    "before the folder",
+    "before the canary",
     "before the manifest",
     "before the announcement",
     "before the marker",

@@ -16,6 +16,7 @@ from rollmesh.config.reward import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
 from rollmesh.worker.trajectory_scoring import shape
@@ -57,9 +58,13 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
         assert {len(t.segments) for g in groups for t in g.trajectories} == {1}
         first = run.checkpoints.open(records[0]).manifest
         for record in records:
-            manifest = run.checkpoints.open(record, like=first).manifest
+            policy = run.checkpoints.open(record, like=first)
+            manifest = policy.manifest
             assert manifest.parent == (record.policy_version - 1 if record.policy_version else None)
             assert len(manifest.canary) == 8
+            ids = [np.array(sequence.token_ids, np.int32) for sequence in manifest.canary]
+            for sequence, scores in zip(manifest.canary, PolicyScorer.from_policy(policy).logprobs(ids), strict=True):
+                np.testing.assert_allclose(sequence.logprobs, scores, atol=1e-5)
         initial, last = (
             load_file(run.checkpoints.open(r).folder / "model.safetensors") for r in (records[0], records[-1])
         )

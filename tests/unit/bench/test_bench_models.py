@@ -26,8 +26,9 @@ def logprobs(folder: Path, ids: list[int]) -> list[float]:
 
 def test_a_saved_model_is_published_as_it_is_with_a_canary_of_its_own(tmp_path):
     model = SavedModel(FOLDER, 512)
-    write, canary = model.policy(3)
+    write, score = model.policy(3)
     write(tmp_path)
+    canary = score()
     assert (tmp_path / "model.safetensors").read_bytes() == (FOLDER / "model.safetensors").read_bytes()
     assert (
         model.dtype == "float32" and model.vocab_size == json.loads((FOLDER / "config.json").read_text())["vocab_size"]
@@ -40,8 +41,9 @@ def test_random_models_differ_by_version(tmp_path):
     model = RandomModel(shape=SMALL)
     canaries = []
     for version in (0, 1):
-        write, canary = model.policy(version)
+        write, score = model.policy(version)
         write(tmp_path / str(version))
+        canary = score()
         np.testing.assert_allclose(
             canary[0].logprobs, logprobs(tmp_path / str(version), canary[0].token_ids), atol=1e-4
         )

@@ -32,7 +32,7 @@ from rollmesh.trainer.learner.minibatches import Updates, run_minibatches, token
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
 from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
-from rollmesh.trainer.learner.policy_output import PolicyOutput, WriteWeights
+from rollmesh.trainer.learner.policy_output import PolicyCopy, PolicyOutput
 from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_state import PolicyState
 from rollmesh.trainer.learner.policy_versions import PolicyFolder, PolicyVersions
@@ -75,7 +75,7 @@ class PolicyTrainer:
         self._fp32_copy = Fp32Copy(model, source, compute)
         self._average = WeightAverage(model, source, compute)
         self._state = PolicyState(model, self._optimizer, self._stage, self._average)
-        self._output = PolicyOutput(model, source.folder, publish_dtype, compute.world)
+        self._output = PolicyOutput(model, source.folder, publish_dtype, compute)
         versions = PolicyVersions(model, compute, policy_folder)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
         self._parts = EarlyParts(model, self._optimizer, compute, self._old_logprob_scorer)
@@ -294,18 +294,17 @@ class PolicyTrainer:
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> Mapping[str, str]:
-        """Write the policy as ``copy_out`` does. Rank 0 writes; every rank must call it.
+        """Write the policy to a folder. Rank 0 writes; every rank must call it.
 
         Returns the digest of the weights, by path.
         """
-        write = self.copy_out()
-        return write(Path(folder)) if self._compute.world.leads else {}
+        copied = self.copy_out()
+        return copied.write(Path(folder)) if self._compute.world.leads else {}
 
-    def copy_out(self, *, base: bool = False) -> WriteWeights:
-        """Copy the weights to host memory; return the function that writes the copy. Every rank must call it.
+    def copy_out(self, *, base: bool = False) -> PolicyCopy:
+        """Copy the weights to host memory, in the publishing dtype, to write them later. Every rank must call it.
 
-        The result is a Hugging Face folder in the publishing dtype. With an adapter it is a PEFT folder, unless
-        ``base`` asks for the frozen weights.
+        With an adapter only the adapter is copied, unless ``base`` asks for the frozen weights.
         """
         return self._output.copy_out(base=base)
 

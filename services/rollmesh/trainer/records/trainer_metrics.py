@@ -26,7 +26,7 @@ MOST_DOMAINS = 64
 """Most domains with metrics, because every label value is a series of its own."""
 _OTHER_DOMAINS = "other"
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
-PUBLICATION_PHASES = ("canary", "copy_out", "write", "digest", "announce")
+PUBLICATION_PHASES = ("copy_out", "canary", "copy_canary", "write", "digest", "announce")
 _DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
 
 
@@ -77,8 +77,9 @@ class TrainerMetrics:
         )
         self.publication_seconds = m.histogram(
             "rollmesh_trainer_publication_seconds",
-            "Wall time of a publication's phases; training waits for canary and copy_out only. write includes the "
-            "digest of the weights; digest is the rest of the folder: other digests, manifest, flush, upload.",
+            "Wall time of a publication's phases; training waits for copy_out and canary only. copy_canary is a canary "
+            "that is scored with the copy instead. write includes the digest of the weights; digest is the rest of the "
+            "folder: other digests, manifest, flush, upload.",
             labels={"phase": PUBLICATION_PHASES},
         )
         self.staleness = m.histogram(

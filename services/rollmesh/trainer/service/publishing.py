@@ -1,7 +1,9 @@
 """Publishing of policies in the background. Each train step and version is published once.
 
-    begin       wait for the publication in flight; score the canary and copy the weights to host memory
-    background  write the folder with its digests, manifest last -> announce -> mark the folder -> prune
+    begin       wait for the publication in flight; copy the weights to host memory
+    background  score the canary -> write the folder with its digests, manifest last -> announce -> mark it -> prune
+
+The canary is scored with the copy. If only the model in training can compute, ``begin`` scores it.
 
 One publication is in flight at most, so versions are announced in order, and the copy of the weights is free for the
 next one. The training loop says what may happen before a publication is announced.
@@ -19,19 +21,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
+from rollmesh.trainer.learner.policy_output import ScoreSequences
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.announcing import Announcer
+from rollmesh.trainer.service.published_canary import scored_canary
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
@@ -42,17 +46,8 @@ T = TypeVar("T")
 WritePolicy = Callable[[], PolicyRecord]
 """Function that writes a policy's folder."""
 
-CANARY_SEQUENCES = 8
-CANARY_TOKENS = 32
-_CANARY_SEED = 20_071_115
 _IDLE_SECONDS = 5.0
 """Time between two orders to the other ranks while a publication is awaited; a longer wait is logged."""
-
-
-def canary_sequences(vocab_size: int) -> list[Int32Array]:
-    """Return the canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
-    noise = np.random.default_rng(_CANARY_SEED)
-    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
 
 
 @dataclass(eq=False)
@@ -158,18 +153,21 @@ class Publisher:
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
         """Copy the weights out; return the function that writes them."""
         base = await self._in_thread(lambda: self._ranks.base_of(version))
-        with self._timed("canary"):
-            # A policy that no generator can serve fails here, before anything of it is written.
-            canary = await self._in_thread(lambda: self._ranks.canary(self._canary))
         with self._timed("copy_out"):
             copied = await self._in_thread(lambda: self._ranks.copy_out(version))
+        canary = cache(lambda: self._scored_canary(train_step, copied.score))
+        if copied.score is None:
+            # The next step changes the weights.
+            await self._in_thread(canary)
 
         def write() -> PolicyRecord:
+            # A policy that no generator can serve fails here, before anything of it is written.
+            scored = canary()
             begun = written = time.monotonic()
 
             def folder_and_digests(folder: Path) -> Mapping[str, str]:
                 nonlocal written
-                digests = copied(folder)
+                digests = copied.write(folder)
                 written = time.monotonic()
                 return digests
 
@@ -179,7 +177,7 @@ class Publisher:
                 train_step=train_step,
                 parent=parent,
                 write=folder_and_digests,
-                canary=canary,
+                canary=scored,
                 base=base,
             )
             self._observe("write", written - begun)
@@ -187,6 +185,10 @@ class Publisher:
             return record
 
         return write
+
+    def _scored_canary(self, train_step: int, score: ScoreSequences | None) -> list[CanarySequence]:
+        with self._timed("copy_canary" if score else "canary"):
+            return scored_canary(train_step, self._canary, (score or self._ranks.score)(self._canary))
 
     async def _written(self, write: WritePolicy) -> PolicyRecord:
         return await self._retry.run("publish", lambda: asyncio.to_thread(write))

@@ -18,18 +18,17 @@ from rollmesh.checkpoints.batch_frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, TrainingDiverged
+from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes
-from rollmesh.trainer.learner.policy_output import WriteWeights
+from rollmesh.trainer.learner.policy_output import PolicyCopy
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.policy_versions import BASE_VERSION
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.types import Batch, Group, Int32Array, PolicyRecord, Trajectory
+from rollmesh.types import Batch, Float32Array, Group, Int32Array, PolicyRecord, Trajectory
 
 Order = dict[str, Any]
 
@@ -98,22 +97,12 @@ class RankCoordinator:
         self._order({"do": "take_weights", "policy_version": policy_version, "policies": policies})
         self._take_weights(policy_version)
 
-    def canary(self, sequences: Sequence[Int32Array]) -> list[CanarySequence]:
-        """Score the canary sequences with the current weights. Raises TrainingDiverged if a value is not finite."""
-        self._order({"do": "canary", "sequences": [s.tolist() for s in sequences]})
-        values = self.trainer.logprobs(sequences)
-        if not all(np.isfinite(logprobs).all() for logprobs in values):
-            raise TrainingDiverged(
-                f"train step {self.trainer.train_step}: the log-probabilities of the policy are not finite, so no "
-                "generator can serve it. Start a new run from an older policy (model.path) with a lower "
-                "trainer.learning_rate"
-            )
-        return [
-            CanarySequence(token_ids=ids.tolist(), logprobs=[float(v) for v in logprobs])
-            for ids, logprobs in zip(sequences, values, strict=True)
-        ]
+    def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """Score sequences with the current weights (``PolicyTrainer.logprobs``)."""
+        self._order({"do": "score", "sequences": [s.tolist() for s in sequences]})
+        return self.trainer.logprobs(sequences)
 
-    def copy_out(self, policy_version: int) -> WriteWeights:
+    def copy_out(self, policy_version: int) -> PolicyCopy:
         """Copy the weights to publish as this version to host memory (``PolicyTrainer.copy_out``)."""
         base = policy_version == BASE_VERSION
         self._order({"do": "copy_out", "base": base})
@@ -164,7 +153,7 @@ class RankCoordinator:
             case "take_weights":
                 self.catalog.update(PolicyRecord(**record) for record in order["policies"])
                 self._take_weights(order["policy_version"])
-            case "canary":
+            case "score":
                 self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
             case "copy_out":
                 self.trainer.copy_out(base=order["base"])

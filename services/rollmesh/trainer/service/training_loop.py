@@ -8,9 +8,9 @@
     report_trained                          the batch's capacity is refunded
     record                                  one line in metrics.jsonl, its main numbers in the queue
     state -> COMMITTED -> report_committed  every state_every_steps
-    copy out                                canary and a copy of the weights; once per train step, also after a replay
+    copy out                                once per train step, also after a replay
 
-    write -> announce -> prune              in the background, until before report_trained of the next step
+    canary -> write -> announce -> prune    in the background, until before report_trained of the next step
 
 While version s is written and announced, the trainer waits for batch s+1, writes and confirms its file and trains it.
 It reports nothing of step s+1 before version s is announced, so the queue, the committed states and the announced

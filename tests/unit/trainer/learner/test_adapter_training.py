@@ -74,7 +74,7 @@ def test_only_the_adapter_is_trained(make_model: ModelMaker, tmp_path: Path, che
     assert not any(torch.equal(before[name], after[name]) for name in after)
     states = {name.removeprefix("optimizer.") for name in trainer.state_tensors() if name.startswith("optimizer.")}
     assert {name.rpartition(".")[0] for name in states} == {name.removeprefix("model.") for name in after}
-    trainer.copy_out(base=True)(tmp_path / "base")
+    trainer.copy_out(base=True).write(tmp_path / "base")
     assert same(load_file(tmp_path / "base" / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 
@@ -150,7 +150,7 @@ def test_targets_and_ranks_that_no_layer_has_are_refused(
 def versions(make_model: ModelMaker, tmp_path: Path) -> dict[int, Path]:
     """Base, and two trained adapters above it."""
     trainer = make(make_model("qwen2"))
-    trainer.copy_out(base=True)(tmp_path / "0")
+    trainer.copy_out(base=True).write(tmp_path / "0")
     for version in (1, 2):
         trained(trainer, 1).export(tmp_path / str(version))
     return {version: tmp_path / str(version) for version in range(3)}
@@ -246,7 +246,7 @@ def test_weights_of_every_version_are_restored_and_the_moments_reset(
 
 def test_the_base_is_trained_above_as_it_is_published(make_model: ModelMaker, tmp_path: Path) -> None:
     trainer = make(make_model("qwen2"), dtype="bfloat16")
-    trainer.copy_out(base=True)(tmp_path)
+    trainer.copy_out(base=True).write(tmp_path)
     published = PolicyScorer.from_folder(tmp_path).logprobs(IDS)
     assert all(np.array_equal(a, b) for a, b in zip(trainer.logprobs(IDS), published, strict=True))
 

@@ -39,14 +39,14 @@ class Published:
     def __init__(self, root: Path, model: Path, adapter: AdapterConfig) -> None:
         self.store = CheckpointStore(root, b"secret")
         self.trainer = PolicyTrainer.from_folder(model, TrainerConfig(learning_rate=3e-2), adapter=adapter)
-        base = self.store.publish(**self._draft(0, self.trainer.copy_out(base=True)))
+        base = self.store.publish(**self._draft(0, self.trainer.copy_out(base=True).write))
         self.base = BasePolicy(record=base, manifest=self.store.open(base).manifest)
         for step in (1, 2):
             self.trainer.train(random_batch(step, train_step=step), {0: 0, 1: 1, 2: 2})
 
     def policy(self, change: Change = lambda _: None) -> VerifiedPolicy:
         """The trained adapter, published after a change of its folder."""
-        write = self.trainer.copy_out()
+        write = self.trainer.copy_out().write
 
         def write_and_change(folder: Path) -> dict[str, str] | None:
             write(folder)

@@ -117,12 +117,12 @@ def _pack_layer(
     gate = tensor(f"{prefix}mlp.gate_proj.weight", arch.mlp_size, hidden)
     up = tensor(f"{prefix}mlp.up_proj.weight", arch.mlp_size, hidden)
     return Layer(
-        qkv=place((joined("weight", hidden) * input_norm).t()),
+        qkv=place(joined("weight", hidden).mul_(input_norm).t()),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         output=place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size).t()),
         output_bias=output_bias,
-        gate_up=place((torch.cat((gate, up)) * mlp_norm).t()),
+        gate_up=place(torch.cat((gate, up)).mul_(mlp_norm).t()),
         down=place(tensor(f"{prefix}mlp.down_proj.weight", hidden, arch.mlp_size).t()),
     )
 

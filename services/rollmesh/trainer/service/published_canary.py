@@ -1,0 +1,39 @@
+"""The canary of a published policy: fixed sequences with the trainer's log-probabilities, for its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.errors import TrainingDiverged
+from rollmesh.types import Float32Array, Int32Array
+
+CANARY_SEQUENCES = 8
+CANARY_TOKENS = 32
+_SEED = 20_071_115
+
+
+def canary_sequences(vocab_size: int) -> list[Int32Array]:
+    """Return the canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
+    noise = np.random.default_rng(_SEED)
+    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
+
+
+def scored_canary(
+    train_step: int, sequences: Sequence[Int32Array], logprobs: Sequence[Float32Array]
+) -> list[CanarySequence]:
+    """Return the sequences with their scores under the policy of a train step.
+
+    Raises TrainingDiverged if a score is not finite.
+    """
+    if not all(np.isfinite(values).all() for values in logprobs):
+        raise TrainingDiverged(
+            f"train step {train_step}: the log-probabilities of the policy are not finite, so no generator can serve "
+            "it. Start a new run from an older policy (model.path) with a lower trainer.learning_rate"
+        )
+    return [
+        CanarySequence(token_ids=ids.tolist(), logprobs=values.tolist())
+        for ids, values in zip(sequences, logprobs, strict=True)
+    ]
