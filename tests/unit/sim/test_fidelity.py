@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -125,21 +124,6 @@ def test_a_document_without_the_marks_is_refused() -> None:
 @pytest.mark.parametrize("published", ROWS, ids=lambda each: each.name)
 def test_the_document_has_every_published_row(published: PublishedSpeedUp) -> None:
     assert f"{published.speed_up:.2f}" in line_of(published.name)
-
-
-def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The two cheapest rows; the others take minutes: rollmesh fidelity-document docs/simulator.md.
-    cheap = (row("APRIL, 4B, DAPO-17k"), row("CoPRIS, R1-Distill-7B"))
-    monkeypatch.setattr("rollmesh.sim.published_speed_ups.published_speed_ups", lambda: cheap)
-    result = CliRunner().invoke(app, ["sim", "--fidelity", "--json"])
-    assert result.exit_code == 0, result.output
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [each["row"] for each in found] == [each.name for each in cheap]
-    for each in found:
-        committed = float(line_of(each["row"])[5])
-        assert each["simulated"] == pytest.approx(committed, rel=0.02), (
-            "run: rollmesh fidelity-document docs/simulator.md"
-        )
 
 
 @pytest.mark.parametrize(

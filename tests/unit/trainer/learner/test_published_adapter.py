@@ -36,13 +36,11 @@ Change = Callable[[Path], None]
 class Published:
     """A run's base and one adapter, in a checkpoint store."""
 
-    def __init__(self, root: Path, model: Path, adapter: AdapterConfig) -> None:
+    def __init__(self, root: Path, trainer: PolicyTrainer) -> None:
         self.store = CheckpointStore(root, b"secret")
-        self.trainer = PolicyTrainer.from_folder(model, TrainerConfig(learning_rate=3e-2), adapter=adapter)
-        base = self.store.publish(**self._draft(0, self.trainer.copy_out(base=True).write))
+        self.trainer = trainer
+        base = self.store.publish(**self._draft(0, trainer.copy_out(base=True).write))
         self.base = BasePolicy(record=base, manifest=self.store.open(base).manifest)
-        for step in (1, 2):
-            self.trainer.train(random_batch(step, train_step=step), {0: 0, 1: 1, 2: 2})
 
     def policy(self, change: Change = lambda _: None) -> VerifiedPolicy:
         """The trained adapter, published after a change of its folder."""
@@ -61,14 +59,32 @@ class Published:
         return {"session": "s", "write": write, "canary": CANARY, **names}
 
 
-@pytest.fixture(params=["qwen2", "qwen3", "llama"])
-def published(request: pytest.FixtureRequest, make_model: ModelMaker, tmp_path: Path) -> Published:
-    return Published(tmp_path / "store", make_model(request.param), AdapterConfig(rank=4, alpha=8))
+def trained(model: Path, adapter: AdapterConfig) -> PolicyTrainer:
+    trainer = PolicyTrainer.from_folder(model, TrainerConfig(learning_rate=3e-2), adapter=adapter)
+    for step in (1, 2):
+        trainer.train(random_batch(step, train_step=step), {0: 0, 1: 1, 2: 2})
+    return trainer
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+def trainer(request: pytest.FixtureRequest, make_model: ModelMaker) -> PolicyTrainer:
+    """A trained adapter; the tests publish it and train no further."""
+    return trained(make_model(request.param), AdapterConfig(rank=4, alpha=8))
+
+
+@pytest.fixture(scope="module")
+def trainer_of_one_layer(make_model: ModelMaker) -> PolicyTrainer:
+    return trained(make_model("qwen2"), AdapterConfig(rank=4, alpha=8, target=("q_proj",)))
 
 
 @pytest.fixture
-def one(make_model: ModelMaker, tmp_path: Path) -> Published:
-    return Published(tmp_path / "store", make_model("qwen2"), AdapterConfig(rank=4, alpha=8, target=("q_proj",)))
+def published(trainer: PolicyTrainer, tmp_path: Path) -> Published:
+    return Published(tmp_path / "store", trainer)
+
+
+@pytest.fixture
+def one(trainer_of_one_layer: PolicyTrainer, tmp_path: Path) -> Published:
+    return Published(tmp_path / "store", trainer_of_one_layer)
 
 
 def logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
