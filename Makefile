@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CONSTRAINTS := deploy/constraints.txt
 # A file stays in one process; files that are marked slow come first (tests/conftest.py), so that none is left for last.
-BY_FILE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder --numprocesses
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
@@ -77,7 +77,7 @@ unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE)
+	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 2
 # Only the files that have such tests: to collect all the others takes ten seconds.
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
@@ -94,7 +94,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest tests/deploy $(BY_FILE)
+	$(BIN)/pytest tests/deploy $(BY_FILE) 2
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
@@ -134,10 +134,10 @@ chromium-try:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
 
 e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
-	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m "not alone" $(BY_FILE)
-	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m alone
-# A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
-	$(BIN)/pytest tests/e2e/gateway
+# Three processes on two cores: a test of a mesh waits for a third of its time, and one of the page for two thirds.
+	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway $(BY_FILE) 3
+# Processes of their own: the browser's driver keeps an event loop running, in which no other test could start one.
+	$(BIN)/pytest tests/e2e/gateway $(BY_FILE) 3
 
 chaos: $(VENV)/.dev ## 35 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos

@@ -26,8 +26,9 @@ SMALL = {
     "trainer": {"train_steps": 6, "learning_rate": 4e-4},
     "evaluation": {"prompt_count": 32},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
+    "gateway": {"enabled": False},
 }
-"""A run of the demo's model and task that takes seconds once its processes are up."""
+"""A run of the demo's model and task that takes seconds once its processes are up; a test that needs a page says so."""
 ENDLESS = 100_000
 """Train steps of a run that is stopped once everything was seen: however slow the test, it does not end before."""
 WAIT_SECONDS = 300.0

@@ -45,7 +45,8 @@ def launched(line: Any) -> Iterator[subprocess.Popen[str]]:
 
 def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_run, wait_until) -> None:
     line = small_run(
-        generator={"replicas": 1, "slots": 32},
+        # At this pace training leaves the cores to the processes that start.
+        generator={"replicas": 1, "slots": 32, "pace": [[1, 0.02]]},
         trainer={"train_steps": ENDLESS},
         evaluation={"before_and_after": False},
         gateway={"enabled": True},

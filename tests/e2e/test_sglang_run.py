@@ -95,7 +95,7 @@ async def pause(run_folder: Path, paused: bool) -> None:
         await running.store.settings.set_user_paused(paused)
 
 
-@pytest.mark.alone  # two real servers and a trainer want both cores
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, sections, wait_until, capsys) -> None:
     line, process = started(**sections)

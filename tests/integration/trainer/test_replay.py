@@ -17,6 +17,8 @@ from .test_parts import trained as trained_step
 from .test_rollback import _announced, _rolled_back
 from .trainer_run import GROUPS, TrainerRun, opened_run, write_run_file
 
+pytestmark = pytest.mark.slow
+
 STEPS = len(MOMENTS) + 2
 ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "recompute"}
 TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "replay": {"share": 0.5, "batches": 2, "by": "reward"}}
@@ -39,7 +41,6 @@ def draws(run: TrainerRun) -> list[list[tuple[int, str]]]:
     return [footer.replay.groups for footer in footers if footer.replay is not None]
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterrupted_one(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer

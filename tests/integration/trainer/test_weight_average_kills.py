@@ -18,7 +18,6 @@ ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_opti
 TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "optimizer": "adamw_8bit"}
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 async def test_a_trainer_with_ewma_and_8_bit_moments_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
