@@ -68,6 +68,8 @@ class SimulatedLeader:
 
     def look_soon(self) -> None:
         """Decide at the next moment that the pace of decisions allows."""
+        if self._alarm.time <= self._last_look + LOOK_SECONDS:
+            return  # It is planned.
         time = max(self._clock.now, self._last_look + LOOK_SECONDS, self.absent_until)
         if time < self._alarm.time:
             self._alarm.set(time)

@@ -44,10 +44,9 @@ class GroupOrder:
             raise KeyError(key)
         return place
 
-    def first(self, count: int | None = None, *, below: float | None = None) -> list[GroupView]:
-        """Return the first views, at most ``count`` of them and those with numbers ``below`` a limit; else all."""
-        end = len(self._keys) if below is None else bisect_left(self._keys, (below, ""))
-        return self._views[: end if count is None else min(count, end)]
+    def first(self, count: int | None = None) -> list[GroupView]:
+        """Return the first views, at most ``count`` of them; without it all."""
+        return self._views[:count]
 
 
 class ListedGroups:
@@ -81,12 +80,14 @@ class ListedGroups:
         self._enter_step(group, view)
 
     def _enter_step(self, group: ModelGroup, view: GroupView) -> None:
-        self._by_step.add(_step_number(group), view)
+        if _has_place_by_step(group):
+            self._by_step.add(_step_number(group), view)
         if group.step is not None:
             self.steps[group.step] += 1
 
     def _leave_step(self, group: ModelGroup) -> None:
-        self._by_step.remove(_step_number(group), group.group_id)
+        if _has_place_by_step(group):
+            self._by_step.remove(_step_number(group), group.group_id)
         if group.step is not None:
             self.steps[group.step] -= 1
             if not self.steps[group.step]:
@@ -106,8 +107,8 @@ class ListedGroups:
         return list({view.group_id: view for view in listed}.values())
 
     def stalest(self, bound: int) -> list[GroupView]:
-        """Return the groups with the smallest step, then those of the first in admission order without tokens."""
-        stalest = self._by_step.first(bound, below=math.inf)
+        """Return the open groups with the smallest step, then those of the first in admission order without tokens."""
+        stalest = self._by_step.first(bound)
         if len(stalest) < bound:
             stalest += (view for view in self._by_index.first(bound) if view.min_train_step is None)
         return stalest
@@ -120,6 +121,11 @@ def _view(group: ModelGroup) -> GroupView:
         min_train_step=group.step,
         token_count=group.scored_tokens if group.state is GroupState.READY else 0,
     )
+
+
+def _has_place_by_step(group: ModelGroup) -> bool:
+    """Tell whether a group is in the order by step: an open one without tokens, which no view lists there, is not."""
+    return group.step is not None or group.state is GroupState.READY
 
 
 def _step_number(group: ModelGroup) -> float:
