@@ -89,15 +89,13 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
 
 
-def open_groups_block(schedule: Schedule, view: MeshView) -> bool:
-    """Tell from the counts of the view whether unfinished groups block the next batch, although enough are ready."""
+def blocking_groups(schedule: Schedule, view: MeshView) -> int:
+    """Return from the counts of the view how many unfinished groups block the next batch, although enough are ready."""
     ready = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
-    return (
-        ready
-        and not view.rolling_back
-        and not any_stale(schedule, view)
-        and _unfilled_quota(schedule, view) is not None
-    )
+    if not ready or view.rolling_back or any_stale(schedule, view):
+        return 0
+    _, missing = _unfilled_quota(schedule, view) or (0, 0)
+    return missing
 
 
 def _unfilled_quota(schedule: Schedule, view: MeshView) -> tuple[int, int] | None:

@@ -58,7 +58,7 @@ class FleetWork:
 class Fleet:
     """Generators by name, and the router over them.
 
-    The driver takes finished calls with ``take_finished`` after every event.
+    After every event the driver takes finished calls with ``take_finished``, and then plans with ``plan_events``.
     """
 
     def __init__(
@@ -213,15 +213,17 @@ class Fleet:
         return 0 if generator is None else generator.engine.progress(trajectory.call) - trajectory.saved_in_call
 
     def take_finished(self) -> Collection[tuple[SimulatedTrajectory, int]]:
-        """Return the calls that have finished since the last time, with their tokens, and plan the next events."""
-        if self._moved:
-            for generator in self._moved:
-                generator.alarm.set(generator.engine.next_event())
-            self._moved.clear()
+        """Return the calls that have finished since the last time, with their tokens."""
         if not self.finished:
             return ()
         finished, self.finished = self.finished, deque()
         return finished
+
+    def plan_events(self) -> None:
+        """Set the alarms of the generators whose next event may have changed: once per event, not at every change."""
+        for generator in self._moved:
+            generator.alarm.set(generator.engine.next_event())
+        self._moved.clear()
 
     # -- policies --------------------------------------------------------------------------------------------------
     def announce(self, record: PolicyRecord) -> None:

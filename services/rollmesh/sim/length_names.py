@@ -25,7 +25,7 @@ class QuantileLine:
     def at(self, z: Float64Array) -> Float64Array:
         """Return the quantiles."""
         known, logs, slopes = self._line
-        segment = np.clip(np.searchsorted(known, z) - 1, 0, len(slopes) - 1)
+        segment = known[1:-1].searchsorted(z)
         lengths: Float64Array = np.exp(logs[segment] + slopes[segment] * (z - known[segment]))
         return lengths
 

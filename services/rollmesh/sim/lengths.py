@@ -110,7 +110,7 @@ class LengthModel:
         within = self._normals.draw(1, position, members)
         z = math.sqrt(self.prompt_share) * between + math.sqrt(1 - self.prompt_share) * within
         lengths = self.marginal.at(z) * (1 + self.growth_per_step) ** step
-        capped: Int32Array = np.clip(np.rint(lengths), 1, self.cap).astype(np.int32)
+        capped: Int32Array = np.minimum(np.maximum(np.rint(lengths), 1), self.cap).astype(np.int32)
         return capped
 
 

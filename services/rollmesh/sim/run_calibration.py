@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -16,15 +16,27 @@ from rollmesh.sim.trainer_model import TrainerModel
 from rollmesh.sim.update_record import UpdateRecord
 from rollmesh.types import Float64Array
 
+_BOUNDS = tuple(
+    np.array(columns, dtype=float).T
+    for columns in (
+        [(1, 0, 0), (0, 1, 0), (0, 0, 1)],
+        [(1, 0, 0), (0, 1, 0)],
+        [(1, 0, 0), (0, 1, 1)],
+        [(1, 0, 0)],
+    )
+)
+"""Coefficients (a, b, p) of a fit as combinations of free ones: all free, p = 0, p = b, b = p = 0."""
 _FORWARD_SHARE = 1 / 3
 """Share of a pass that only computes log-probabilities in one with gradients: of forward and backward, the latter takes
 two thirds of the operations."""
 
 
 def engine_costs(work: Sequence[RecordedWork], slots: int) -> EngineCosts:
-    """Fit seconds = a * steps + b * tokens + p * prefill tokens, none of them below 0, and the sum as measured.
+    """Fit seconds = a * steps + b * tokens + p * prefill tokens with 0 <= p <= b, a > 0, and the sum as measured.
 
-    A step of r calls then takes a + b * r; the cost of the context is part of b. Raises DataError without a step.
+    A step of r calls then takes a + b * r; the cost of the context is part of b. A prefilled token passes through the
+    same weights as a sampled one, so it costs no more. In ``sync`` prefills come with the steps of most calls, and
+    without this bound the fit may charge the prefills for these steps. Raises DataError without a step.
     """
     rows = np.array([(each.steps, each.tokens, each.prefill_tokens) for each in work if each.steps], dtype=float)
     seconds = np.array([each.busy_seconds for each in work if each.steps], dtype=float)
@@ -39,15 +51,16 @@ def engine_costs(work: Sequence[RecordedWork], slots: int) -> EngineCosts:
 
 
 def _fitted(rows: Float64Array, seconds: Float64Array) -> tuple[float, float, float]:
-    """Return the least-squares coefficients that are not negative; those of steps are always above 0."""
+    """Return the least-squares coefficients (a, b, p) with a > 0 and 0 <= p <= b.
+
+    The best ones are inside of these bounds, or on one of them: p = 0, p = b, or b = p = 0.
+    """
     best, least = (float(seconds.sum() / rows[:, 0].sum()), 0.0, 0.0), np.inf
-    for more in (others for size in range(3) for others in combinations((1, 2), size)):
-        columns = [0, *more]
-        found = np.linalg.lstsq(rows[:, columns], seconds, rcond=None)[0]
-        error = float(np.square(rows[:, columns] @ found - seconds).sum())
-        if found[0] > 0 and found.min() >= 0 and error < least:
-            values = dict(zip(columns, found.tolist(), strict=True))
-            best, least = (values[0], values.get(1, 0.0), values.get(2, 0.0)), error
+    for bound in _BOUNDS:
+        found = bound @ np.linalg.lstsq(rows @ bound, seconds, rcond=None)[0]
+        error = float(np.square(rows @ found - seconds).sum())
+        if found[0] > 0 and 0 <= found[2] <= found[1] and error < least:
+            best, least = (float(found[0]), float(found[1]), float(found[2])), error
     return best
 
 

@@ -12,7 +12,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
-from rollmesh.scheduling.cutting import open_groups_block
+from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
 from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.event_clock import EventClock
@@ -68,6 +68,8 @@ class SimulatedLeader:
 
     def look_soon(self) -> None:
         """Decide at the next moment that the pace of decisions allows."""
+        if self._alarm.time <= self._last_look + LOOK_SECONDS:
+            return  # It is planned.
         time = max(self._clock.now, self._last_look + LOOK_SECONDS, self.absent_until)
         if time < self._alarm.time:
             self._alarm.set(time)
@@ -85,7 +87,7 @@ class SimulatedLeader:
         view = self._with_load(queue.view(groups=False))
         if needs_groups(schedule, view):
             shortest = schedule.cut_order is CutOrder.SHORTEST
-            view = self._with_load(queue.view(ready=not open_groups_block(schedule, view), shortest=shortest))
+            view = self._with_load(queue.view(blocking=blocking_groups(schedule, view), shortest=shortest))
         decisions = decide(schedule, view)
         if decisions.fail:
             raise ConfigError(f"train step {queue.cut_step + 1}: {decisions.fail}")

@@ -66,6 +66,7 @@ class SimulatedWorker:
             if self._waiting:
                 self._notice(freed=bool(finished))
             if not self._lease() + len(finished):
+                self._fleet.plan_events()
                 return changed
             changed = True
 
@@ -263,4 +264,5 @@ class SimulatedWorker:
         cuts_off = group.spare > 0 and group.scored + 1 >= group.needed
         held = self.save(group.members) if cuts_off else []
         self._queue.score(_SESSION, member.trajectory_id, trajectory.work.rewards[member.number])
-        self.drop((each for each in held if each.member.state is TrajectoryState.SURPLUS), "surplus")
+        if held:
+            self.drop((each for each in held if each.member.state is TrajectoryState.SURPLUS), "surplus")

@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.mesh import Eviction
 from rollmesh.scheduling import decide, needs_groups
-from rollmesh.scheduling.cutting import open_groups_block, plan_cut
+from rollmesh.scheduling.cutting import blocking_groups, plan_cut
 
 from .views import at_step, group, schedule, view
 
@@ -147,9 +147,9 @@ def test_single_groups_are_not_read_while_nothing_can_be_cut(changes):
 
 def test_counts_tell_a_cut_that_open_groups_block_without_the_ready_groups():
     rules = schedule(max_staleness=1)
-    blocked = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2)])
-    assert open_groups_block(rules, unlisted(blocked))
-    decisions = decide(rules, replace(blocked, ready=()))
+    blocked = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2), group(2, 3)])
+    assert blocking_groups(rules, unlisted(blocked)) == 1
+    decisions = decide(rules, replace(blocked, ready=(), stalest_open=blocked.stalest_open[:1]))
     assert decisions == decide(rules, blocked)
     assert decisions.cut is None and decisions.blocked_by.startswith("due ")
 
@@ -165,8 +165,8 @@ def test_counts_tell_a_cut_that_open_groups_block_without_the_ready_groups():
     ],
     ids=["the quota is filled", "too few are ready", "one is stale", "the trainer works", "the last batch"],
 )
-def test_open_groups_block_no_cut_that_other_things_decide(seen):
-    assert not open_groups_block(schedule(max_staleness=1), seen)
+def test_no_open_groups_block_a_cut_that_other_things_decide(seen):
+    assert not blocking_groups(schedule(max_staleness=1), seen)
 
 
 def test_due_groups_that_stale_ones_hold_off_the_bounded_lists_are_waited_for():
@@ -182,7 +182,7 @@ def test_nothing_is_cut_or_blocked_while_a_rollback_drops_the_abandoned_branch()
     rules = schedule(max_staleness=1)
     blocked = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 2)])
     seen = replace(blocked, ready=(), rolling_back=True)
-    assert not open_groups_block(rules, seen)
+    assert not blocking_groups(rules, seen)
     decisions = decide(rules, seen)
     assert decisions.cut is None and not decisions.blocked and "rollback" in decisions.desired.waiting_for
 

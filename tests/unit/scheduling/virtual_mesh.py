@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
-from rollmesh.scheduling.cutting import open_groups_block
+from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.orders import CutOrder
 from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.sim.invariants import Invariants
@@ -157,8 +157,9 @@ class VirtualMesh:
         assert unlisted == replace(view, listed=False, ready=(), stalest_open=(), aside=())
         if not needs_groups(self.schedule, unlisted):
             assert decide(self.schedule, unlisted) == decisions
-        elif open_groups_block(self.schedule, unlisted):
-            assert decide(self.schedule, replace(view, ready=())) == decisions
+        elif blocking := blocking_groups(self.schedule, unlisted):
+            few = replace(view, ready=(), stalest_open=view.stalest_open[:blocking])
+            assert decide(self.schedule, few) == decisions
 
     def look(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
         """Read the view as the leader does: with the load of the generators for an automatic pool."""

@@ -69,6 +69,20 @@ def test_the_fitted_seconds_add_up_to_the_measured_ones_and_none_is_negative() -
     assert costs.prefill_seconds_per_token == 0.0
 
 
+def test_steps_of_many_calls_are_not_charged_to_the_prefills_that_come_with_them() -> None:
+    """Least squares alone would charge 1 ms for a token of a prefill and nothing for a sampled one."""
+    busy = [
+        RecordedWork(steps=100, tokens=6400, prefill_tokens=640, busy_seconds=0.84),
+        RecordedWork(steps=100, tokens=3000, prefill_tokens=0, busy_seconds=0.2),
+        RecordedWork(steps=100, tokens=200, prefill_tokens=0, busy_seconds=0.2),
+    ]
+    costs = engine_costs(busy, slots=64)
+    per_token = costs.base[64] - costs.base[63]
+    assert per_token > 0
+    assert costs.prefill_seconds_per_token == pytest.approx(per_token)
+    assert 300 * costs.base[0] + per_token * (9600 + 640) == pytest.approx(1.24)
+
+
 def test_idle_intervals_alone_are_no_records() -> None:
     with pytest.raises(DataError, match="no decode step"):
         engine_costs([work(0, 0, 0)], slots=4)

@@ -28,22 +28,29 @@ class GroupOrder:
         self._keys.insert(place, key)
         self._views.insert(place, view)
 
+    def replace(self, number: float, view: GroupView) -> None:
+        """Replace the view of a group that keeps its number; raises KeyError if it is not there under it."""
+        self._views[self._place(number, view.group_id)] = view
+
     def remove(self, number: float, group_id: str) -> None:
         """Remove the view of a group; raises KeyError if it is not there under this number."""
+        place = self._place(number, group_id)
+        del self._keys[place], self._views[place]
+
+    def _place(self, number: float, group_id: str) -> int:
         key = number, group_id
         place = bisect_left(self._keys, key)
         if place == len(self._keys) or self._keys[place] != key:
             raise KeyError(key)
-        del self._keys[place], self._views[place]
+        return place
 
-    def first(self, count: int | None = None, *, below: float | None = None) -> list[GroupView]:
-        """Return the first views, at most ``count`` of them and those with numbers ``below`` a limit; else all."""
-        end = len(self._keys) if below is None else bisect_left(self._keys, (below, ""))
-        return self._views[: end if count is None else min(count, end)]
+    def first(self, count: int | None = None) -> list[GroupView]:
+        """Return the first views, at most ``count`` of them; without it all."""
+        return self._views[:count]
 
 
 class ListedGroups:
-    """Groups of one state; a group must leave before its step changes, and enter again after the change.
+    """Groups of one state.
 
     The views have the group's own step, even if the run masks tokens that are older than the bound.
     """
@@ -55,21 +62,32 @@ class ListedGroups:
 
     def enter(self, group: ModelGroup) -> None:
         """List a group; ``token_count`` is set for a ready group only."""
-        view = GroupView(
-            group_id=group.group_id,
-            admission_index=group.index,
-            min_train_step=group.step,
-            token_count=group.scored_tokens if group.state is GroupState.READY else 0,
-        )
+        view = _view(group)
         self._by_index.add(group.index, view)
-        self._by_step.add(_step_number(group), view)
-        if group.step is not None:
-            self.steps[group.step] += 1
+        self._enter_step(group, view)
 
     def leave(self, group: ModelGroup) -> None:
         """List a group no longer; raises KeyError if it is not listed."""
         self._by_index.remove(group.index, group.group_id)
-        self._by_step.remove(_step_number(group), group.group_id)
+        self._leave_step(group)
+
+    def change_step(self, group: ModelGroup, step: int | None) -> None:
+        """Change the step of a listed group."""
+        self._leave_step(group)
+        group.step = step
+        view = _view(group)
+        self._by_index.replace(group.index, view)
+        self._enter_step(group, view)
+
+    def _enter_step(self, group: ModelGroup, view: GroupView) -> None:
+        if _has_place_by_step(group):
+            self._by_step.add(_step_number(group), view)
+        if group.step is not None:
+            self.steps[group.step] += 1
+
+    def _leave_step(self, group: ModelGroup) -> None:
+        if _has_place_by_step(group):
+            self._by_step.remove(_step_number(group), group.group_id)
         if group.step is not None:
             self.steps[group.step] -= 1
             if not self.steps[group.step]:
@@ -89,11 +107,25 @@ class ListedGroups:
         return list({view.group_id: view for view in listed}.values())
 
     def stalest(self, bound: int) -> list[GroupView]:
-        """Return the groups with the smallest step, then those of the first in admission order without tokens."""
-        stalest = self._by_step.first(bound, below=math.inf)
+        """Return the open groups with the smallest step, then those of the first in admission order without tokens."""
+        stalest = self._by_step.first(bound)
         if len(stalest) < bound:
             stalest += (view for view in self._by_index.first(bound) if view.min_train_step is None)
         return stalest
+
+
+def _view(group: ModelGroup) -> GroupView:
+    return GroupView(
+        group_id=group.group_id,
+        admission_index=group.index,
+        min_train_step=group.step,
+        token_count=group.scored_tokens if group.state is GroupState.READY else 0,
+    )
+
+
+def _has_place_by_step(group: ModelGroup) -> bool:
+    """Tell whether a group is in the order by step: an open one without tokens, which no view lists there, is not."""
+    return group.step is not None or group.state is GroupState.READY
 
 
 def _step_number(group: ModelGroup) -> float:

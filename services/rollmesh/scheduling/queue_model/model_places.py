@@ -8,13 +8,14 @@ from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.scheduling.queue_model.model_records import ORDERS_PER_GROUP, ModelGroup, ModelMember
 
 _LAST_RANK = 127
+_LN_2 = math.log(2)
 _GROUPS_PER_BLOCK = 2048
 """Number of places for the groups of a block that have the same rank."""
 
 
 def length_bucket(tokens: float) -> int:
     """Return the bucket of a length, floor(4 log2(tokens + 1))."""
-    return math.floor(math.log(tokens + 1) / math.log(2) * 4)
+    return math.floor(math.log(tokens + 1) / _LN_2 * 4)
 
 
 def start_place(member: ModelMember, limits: RunLimits) -> int:

@@ -16,13 +16,13 @@ from rollmesh.scheduling.queue_model.model_workers import WorkerOperations
 class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
     """The queue of one run."""
 
-    def view(self, *, groups: bool = True, ready: bool = True, shortest: bool = False) -> MeshView:
+    def view(self, *, groups: bool = True, blocking: int = 0, shortest: bool = False) -> MeshView:
         """Return a view of the mesh: O(1) without single groups, else O(groups of a batch).
 
-        With ``shortest`` groups it is O(ready groups). Without ``ready`` it lists open groups only, which is enough
-        while they block the cut (``open_groups_block``).
+        With ``shortest`` groups it is O(ready groups). While open groups block the cut, as many of the stalest ones as
+        ``blocking`` are enough (``blocking_groups``), and no ready ones.
         """
-        return read_view(self, listed=groups, ready=ready, shortest=shortest)
+        return read_view(self, listed=groups, blocking=blocking, shortest=shortest)
 
     # -- leader ----------------------------------------------------------------------------------------------------
     def set_desired(self, desired: Desired, blocked_by: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -194,10 +195,14 @@ class GroupReset:
 
 
 class ScoredSet:
-    """Members by a score, with the smallest first; a member may leave from any place."""
+    """Members by a score, with the smallest first; a member may leave from any place.
+
+    Most members come in the order of their scores: these wait in a line, and only the others in a heap.
+    """
 
     def __init__(self) -> None:
         self._scores: dict[str, int] = {}
+        self._line: deque[tuple[int, str]] = deque()
         self._heap: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
@@ -209,20 +214,29 @@ class ScoredSet:
     def add(self, name: str, score: int) -> None:
         """Add a member, or change its score."""
         self._scores[name] = score
-        heapq.heappush(self._heap, (score, name))
-        if len(self._heap) > 64 + 2 * len(self._scores):
-            self._heap = sorted((score, name) for name, score in self._scores.items())
+        entry = (score, name)
+        if not self._line or self._line[-1] <= entry:
+            self._line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+        if len(self._line) + len(self._heap) > 64 + 2 * len(self._scores):
+            self._line, self._heap = deque(sorted((score, name) for name, score in self._scores.items())), []
 
     def score(self, name: str) -> int:
         """Return the score of a member; raises KeyError if it is not there."""
         return self._scores[name]
 
     def discard(self, name: str) -> None:
-        """Remove a member if it is there; its entry in the heap is skipped later."""
+        """Remove a member if it is there; its entry is skipped later."""
         self._scores.pop(name, None)
 
     def first(self) -> str | None:
         """Return the member with the smallest score; None if the set is empty."""
-        while self._heap and self._scores.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        scores, line, heap = self._scores, self._line, self._heap
+        while line and scores.get(line[0][1]) != line[0][0]:
+            line.popleft()
+        while heap and scores.get(heap[0][1]) != heap[0][0]:
+            heapq.heappop(heap)
+        if line and heap:
+            return min(line[0], heap[0])[1]
+        return line[0][1] if line else heap[0][1] if heap else None

@@ -232,11 +232,8 @@ class QueueState:
         self._set_step(group, None)
 
     def _set_step(self, group: ModelGroup, step: int | None) -> None:
-        if step == group.step:
-            return
-        self.listed[group.state].leave(group)
-        group.step = step
-        self.listed[group.state].enter(group)
+        if step != group.step:
+            self.listed[group.state].change_step(group, step)
 
     # -- groups ----------------------------------------------------------------------------------------------------
     def add_group(self, group: ModelGroup) -> None:

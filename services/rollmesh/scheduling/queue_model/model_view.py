@@ -15,11 +15,11 @@ _STEPS = 256
 """Most train steps in ``unclaimed_by_step`` and ``ready_by_step``."""
 
 
-def read_view(state: RestartOperations, *, listed: bool, ready: bool, shortest: bool) -> MeshView:
+def read_view(state: RestartOperations, *, listed: bool, blocking: int, shortest: bool) -> MeshView:
     """Return the view.
 
     It costs O(1) without single groups, else O(groups of a batch and groups aside), with the shortest ones
-    O(ready groups).
+    O(ready groups). With a number of ``blocking`` open groups it lists these, and no ready ones.
     """
     open_groups, ready_groups = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
     unclaimed = state.unclaimed
@@ -39,8 +39,8 @@ def read_view(state: RestartOperations, *, listed: bool, ready: bool, shortest: 
         open_groups=len(state.groups[GroupState.OPEN]),
         ready_groups=len(state.groups[GroupState.READY]),
         listed=listed,
-        ready=_views(state, ready_groups.in_order(bound if ready else 0, shortest=shortest)),
-        stalest_open=_views(state, open_groups.stalest(bound)),
+        ready=_views(state, ready_groups.in_order(0 if blocking else bound, shortest=shortest)),
+        stalest_open=_views(state, open_groups.stalest(blocking or bound)),
         unclaimed_by_step=_by_step(state, unclaimed, oldest=min(unclaimed, default=0)),
         ready_by_step=_by_step(state, ready_groups.steps, oldest=min(unclaimed, default=0)),
         pending=len(state.pending),

@@ -43,7 +43,7 @@ class WorkerOperations(QueueState):
         burials -= self._lease_from(self.partial, session, room, burials, leased)
         room = min(room, len(leased) + (limit if most_new is None else most_new))
         self._lease_from(self.pending, session, room, burials, leased)
-        held.update(member.trajectory_id for member in leased)
+        held.update([member.trajectory_id for member in leased])
         self.totals["leases_total"] += len(leased)
         return leased
 
