@@ -39,7 +39,7 @@ def version_bytes(run: RecordedRun) -> VersionBytes:
     found.sort(key=lambda pair: (pair[0], pair[1].create_time))
     return VersionBytes(
         known={manifest.policy_version: _text(manifest) for _, manifest in found},
-        older="not in this cache" if remote else "pruned",
+        older="not in this cache" if remote else "not kept or unreadable",
     )
 
 

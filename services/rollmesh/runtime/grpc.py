@@ -30,7 +30,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.so_reuseport", 0),
-    # As the HTTP clients: an HTTP proxy of the environment does not lead to the services of a mesh.
+    # HTTP proxies of the environment are ignored, as by the HTTP clients: they do not lead to the services of a mesh.
     ("grpc.enable_http_proxy", 0),
     # Same as HEAD_SECONDS of HTTP; the default is two minutes.
     ("grpc.server_handshake_timeout_ms", 30_000),

@@ -27,7 +27,7 @@ def size(store: CheckpointStore, record: PolicyRecord) -> str:
     return f"{sum(file.stat().st_size for file in files):,}"
 
 
-def test_the_table_of_versions_has_their_bytes_and_names_pruned_folders(
+def test_the_table_of_versions_has_their_bytes_and_names_those_without_a_folder(
     tmp_path: Path, make_run: Callable[..., Path]
 ) -> None:
     folder = make_run(tmp_path / "run", steps=4)
@@ -45,7 +45,7 @@ def test_the_table_of_versions_has_their_bytes_and_names_pruned_folders(
 
     assert cells == {
         0: size(store, base),
-        1: "pruned",
+        1: "not kept or unreadable",
         2: f"{size(store, adapters[1])} (adapter)",
         3: f"{size(store, adapters[2])} (adapter)",
         4: "",  # trained, and never published

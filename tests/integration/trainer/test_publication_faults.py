@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load
 
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
+from ...unit.checkpoints.ledger import read_ledger
 from .test_background_publication import held_run, release, uninterrupted, versions, waits
 from .test_full_disk import fill
 from .test_kills import assert_every_batch_counts_once, last_weights
@@ -217,3 +219,37 @@ async def test_a_version_after_a_rollback_names_the_restored_one_although_the_tr
         assert [policy.manifest.parent for policy in opened] == [None, 0, 0]
         first, _, last = ((policy.folder / "model.safetensors").read_bytes() for policy in opened)
         assert last == first
+
+
+async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_policy_was_confirmed(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = {"train_steps": 5, "learning_rate": 1e30}
+    held = held_run(
+        tmp_path / "run", tiny_model, server, monkeypatch, at="before the canary", step=1, fed=2, trainer=trainer
+    )
+    async with held as run:
+        await run.until("the next step to be trained", lambda: waits(run, 1), pause=0.01)
+        release(run)
+        for _ in range(2):
+            await run.until("the end of the trainer", lambda: run.process.poll() is not None, pause=0.01)
+            assert run.process is not None and run.process.poll() == EXIT_CONFIG
+            assert "train step 1: the log-probabilities of the policy are not finite" in run.log()
+            assert run.checkpoints.batch_steps() == [1, 2]
+            run.start()
+        await run.until("the end of the trainer", lambda: run.process.poll() is not None, pause=0.01)
+
+        await run.store.rollbacks.request(0)
+        run.start()
+
+        async def done() -> bool:
+            return await run.store.rollbacks.pending() is None
+
+        await run.until("the end of the rollback", done, pause=0.01)
+        first, last = await run.store.policies.announced()
+        assert (last.policy_version, last.train_step) == (1, 2), "the confirmed step is replayed, and no more"
+        weights = [(run.checkpoints.open(r).folder / "model.safetensors").read_bytes() for r in (first, last)]
+        assert weights[0] == weights[1]
+        ledger = read_ledger(run.checkpoints)
+        assert ledger.groups == {1: run.cuts[0], 2: run.cuts[1]}
+        assert (ledger.committed_step, ledger.damaged, ledger.trained_twice) == (2, {}, {})

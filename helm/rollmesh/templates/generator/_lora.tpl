@@ -3,7 +3,7 @@
 {{/* Largest staleness of the run's schedule, as Bounds computes it. */}}
 {{- define "rollmesh.maxStaleness" -}}
 {{- $schedule := dig "schedule" dict .Values.run -}}
-{{- $name := dig "preset" "copris" $schedule -}}
+{{- $name := default "copris" (get $schedule "preset") -}}
 {{- $presets := .Files.Get "files/schedules.yaml" | fromYaml -}}
 {{- if not (hasKey $presets $name) -}}
 {{- fail (printf "run.schedule.preset=%s is unknown; use one of %s" $name (keys $presets | sortAlpha | join ", ")) -}}
@@ -27,7 +27,7 @@
 {{- $atOnce := add (include "rollmesh.maxStaleness" .) 4 -}}
 - --enable-lora
 - --lora-strict-loading
-- --max-lora-rank={{ dig "rank" 16 $adapter }}
+- --max-lora-rank={{ default 16 (get $adapter "rank") }}
 - --max-loras-per-batch={{ $atOnce }}
 - --max-loaded-loras={{ add $atOnce (dig "generator" "slots" 64 .Values.run) }}
 - --lora-target-modules
@@ -37,7 +37,7 @@
 - {{ . | quote }}
 {{- end }}
 {{- else }}
-# The names of the layers are in the model's folder.
+{{- /* The names of the layers are in the model's folder, which a template cannot read. */}}
 - all
 {{- end }}
 {{- end -}}

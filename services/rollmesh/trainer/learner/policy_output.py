@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,8 +35,8 @@ class PolicyCopy:
     write: WriteWeights
     """Writes full weights as a Hugging Face folder, an adapter as a PEFT folder."""
     score: ScoreSequences | None
-    """Scores with the copy; None if only the model in training can compute: on a GPU, with several ranks, for the base
-    of an adapter, and for weights that are published in another dtype."""
+    """Scores with the copy. None if only the model in training scores: on a GPU, with several ranks, for weights in
+    another dtype than the published one, and for the base of an adapter, which is published once."""
 
 
 class PolicyOutput:
@@ -46,7 +46,7 @@ class PolicyOutput:
         self._model = model
         self._source = source
         self._dtype = dtype
-        self._compute = replace(compute, autocast=False, mixed_shards=False)
+        self._compute = compute
         self._weights = WeightCopy(dtype)
         self._scorer: PolicyModel | None = None
         """Second model whose trained parameters are the copied weights."""

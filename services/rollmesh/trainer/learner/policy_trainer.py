@@ -75,7 +75,7 @@ class PolicyTrainer:
         self._fp32_copy = Fp32Copy(model, source, compute)
         self._average = WeightAverage(model, source, compute)
         self._state = PolicyState(model, self._optimizer, self._stage, self._average)
-        self._output = PolicyOutput(model, source.folder, publish_dtype, compute)
+        self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)
         versions = PolicyVersions(model, compute, policy_folder)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
         self._parts = EarlyParts(model, self._optimizer, compute, self._old_logprob_scorer)
@@ -302,9 +302,10 @@ class PolicyTrainer:
         return copied.write(Path(folder)) if self._compute.world.leads else {}
 
     def copy_out(self, *, base: bool = False) -> PolicyCopy:
-        """Copy the weights to host memory, in the publishing dtype, to write them later. Every rank must call it.
+        """Copy the weights to host memory, in the publishing dtype, to write and score them later.
 
-        With an adapter only the adapter is copied, unless ``base`` asks for the frozen weights.
+        With an adapter only the adapter is copied, unless ``base`` asks for the frozen weights. Every rank must call
+        it.
         """
         return self._output.copy_out(base=base)
 

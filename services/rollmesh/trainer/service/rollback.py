@@ -17,15 +17,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, TrainingDiverged
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.store import RollbackRequest
 from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -43,11 +46,11 @@ class RollbackRunner:
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
         store = self._session.store
-        request = await self._session.retry("rollback_request", store.rollbacks.pending)
+        request = await self._pending()
         replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._ranks.trainer.train_step
         if request is None or replaying:
             return
-        await self._publisher.announced()
+        await self.unless_abandoned(self._publisher.announced())
         try:
             if request.request_id != self._progress.rollback_id:
                 await self._go_back(request, commit)
@@ -63,6 +66,23 @@ class RollbackRunner:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(error))
         token = self._session.token
         await self._session.retry("finish_rollback", lambda: store.rollbacks.finish(token, request))
+
+    async def unless_abandoned(self, publication: Awaitable[T]) -> T | None:
+        """Await a call of the publisher; return None for a policy that has diverged and that a request abandons.
+
+        Raises TrainingDiverged without a request. Batch files that were confirmed before the divergence was found are
+        replayed first, and nothing is published meanwhile.
+        """
+        try:
+            return await publication
+        except TrainingDiverged as error:
+            if await self._pending() is None:
+                raise
+            self._log.warning("diverged_policy_not_published", message=str(error))
+            return None
+
+    async def _pending(self) -> RollbackRequest | None:
+        return await self._session.retry("rollback_request", self._session.store.rollbacks.pending)
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
         store, version = self._session.store, request.policy_version

@@ -120,7 +120,7 @@ class TrainingLoop:
         try:
             # Before publishing: a rollback is the remedy for weights that cannot be published.
             await deps.rollbacks.carry_out(self._save)
-            await deps.publisher.publish(self.train_step)
+            await deps.rollbacks.unless_abandoned(deps.publisher.publish(self.train_step))
             self._engines.begin(await self._generators())
             watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
             try:
@@ -141,7 +141,7 @@ class TrainingLoop:
         while not self._shutdown.is_set():
             deps.health.beat(LOOP_NAME)
             # The batch that this loop waits for may never be cut without that version.
-            await deps.publisher.check()
+            await deps.rollbacks.unless_abandoned(deps.publisher.check())
             # After the last step too: an operator may roll back the final policy of a finished run.
             await deps.rollbacks.carry_out(self._save)
             if self.train_step >= last:
@@ -185,21 +185,21 @@ class TrainingLoop:
         stalled = 0.0
         if deps.stages is not None:
             # It records under the version of the current weights.
-            stalled += await _seconds_of(deps.publisher.announced())
+            stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
             settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
             report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
         mark_trained(claimed, started_ns)
-        stalled += await _seconds_of(deps.publisher.announced())
+        stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
         await deps.session.report_trained(step)
         await self._record(claimed, report, waited)
         if step % deps.config.checkpoints.state_every_steps == 0 or step == last:
             with tracer().span("save", traceparent):
                 await self._commit()
         started = time.monotonic()
-        version = await deps.publisher.begin(step)
+        version = await deps.rollbacks.unless_abandoned(deps.publisher.begin(step))
         stalled += time.monotonic() - started
         deps.metrics.phase_seconds.labels(phase="publish").observe(stalled)
         self._log.info(
