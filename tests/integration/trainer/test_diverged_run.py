@@ -19,7 +19,7 @@ async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(
     async with opened_run(config) as run:
         run.start()
         async with run.fed(9):
-            assert await _exit_status(run) == EXIT_CONFIG
+            assert await run.until_failed() == EXIT_CONFIG
             assert "TrainingDiverged" in run.log()
             assert "gradients of the last 2 updates are not finite (trainer.nonfinite_updates_limit=2)" in run.log()
             assert _updates(run) == [1, 0, 0]
@@ -27,13 +27,13 @@ async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(
 
             # It was the last step: started again, the run has diverged still.
             run.start()
-            assert await _exit_status(run) == EXIT_CONFIG
+            assert await run.until_failed() == EXIT_CONFIG
             assert _updates(run) == [1, 0, 0]
 
             # With more of them, the next update decides.
             write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 9, "learning_rate": 1e-3})
             run.start()
-            assert await _exit_status(run) == EXIT_CONFIG
+            assert await run.until_failed() == EXIT_CONFIG
             assert _updates(run) == [1, 0, 0, 0]
             assert "the last 3 updates" in run.log()
 
@@ -45,20 +45,11 @@ async def test_weights_whose_logprobs_are_not_finite_end_the_run_before_they_are
     async with opened_run(config) as run:
         run.start()
         async with run.fed(4):
-            assert await _exit_status(run) == EXIT_CONFIG
+            assert await run.until_failed() == EXIT_CONFIG
         assert "TrainingDiverged" in run.log()
         assert "train step 1: the log-probabilities of the policy are not finite" in run.log()
         latest = await run.store.policies.latest()
         assert latest is not None and latest.policy_version == 0
-
-
-async def _exit_status(run: TrainerRun) -> int:
-    process = run.process
-    assert process is not None
-    await run.until("the end of the trainer", lambda: process.poll() is not None, pause=0.01)
-    status = process.poll()
-    assert status is not None
-    return status
 
 
 def _updates(run: TrainerRun) -> list[int]:

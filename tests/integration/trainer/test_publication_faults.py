@@ -232,12 +232,11 @@ async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_poli
         await run.until("the next step to be trained", lambda: waits(run, 1), pause=0.01)
         release(run)
         for _ in range(2):
-            await run.until("the end of the trainer", lambda: run.process.poll() is not None, pause=0.01)
-            assert run.process is not None and run.process.poll() == EXIT_CONFIG
+            assert await run.until_failed() == EXIT_CONFIG
             assert "train step 1: the log-probabilities of the policy are not finite" in run.log()
             assert run.checkpoints.batch_steps() == [1, 2]
             run.start()
-        await run.until("the end of the trainer", lambda: run.process.poll() is not None, pause=0.01)
+        assert await run.until_failed() == EXIT_CONFIG
 
         await run.store.rollbacks.request(0)
         run.start()

@@ -158,6 +158,11 @@ class TrainerRun:
         assert process is not None
         await self.until("the end of the run", lambda: process.poll() == 0, seconds, pause=0.01)
 
+    async def until_failed(self, seconds: float = 120.0) -> int:
+        """The trainer has ended by itself, with this exit status; ``until`` takes that for a failure of the test."""
+        assert self.process is not None
+        return await asyncio.to_thread(self.process.wait, seconds)
+
     async def feed(self, steps: int, groups_per_step: int = GROUPS) -> None:
         """Admit, roll out and score the groups of the next steps; needs an announced version 0."""
         if not self.leader:
