@@ -54,6 +54,8 @@ class Machine:
     """PATH of the containers."""
     pythons: Mapping[str, str] = field(default_factory=dict)
     """Interpreter behind ``python3``, by the name of a container; this interpreter in all others."""
+    image_variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment that a container's image has, by the name of a container. Its paths are of this machine."""
     _addresses: dict[str, str] = field(default_factory=dict)
 
     def address(self, pod: str) -> str:
@@ -190,6 +192,7 @@ class Pod:
         mounts = self._mounts(container)
         plain = self._environment(container)
         variables = {name: self._mapped(value, mounts) for name, value in plain.items()}
+        image = self._machine.image_variables.get(container["name"], {})
         entry = [expanded(part, plain) for part in container.get("command", [])]
         python = self._machine.pythons.get(container["name"], sys.executable)
         entry = [python if part == "python3" else self._mapped(part, mounts) for part in entry] or PROGRAM
@@ -197,7 +200,7 @@ class Pod:
         with (output or self._log).open("ab") as log:
             return subprocess.Popen(
                 [*entry, *arguments],
-                env={"PATH": self._machine.path, "OMP_NUM_THREADS": "1", **variables},
+                env={"PATH": self._machine.path, "OMP_NUM_THREADS": "1", **image, **variables},
                 cwd=mounts["/tmp"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

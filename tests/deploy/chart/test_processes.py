@@ -183,13 +183,7 @@ ADAPTERS = {
     "run": {"model": {"adapter": {"rank": 4, "alpha": 8}}},
     "generator": {
         "sglang": {
-            "sidecar": {
-                "args": [*SIDECAR["generator"]["sglang"]["sidecar"]["args"], "--lora-backend=torch_native"],
-                "extraEnv": [
-                    *SIDECAR["generator"]["sglang"]["sidecar"]["extraEnv"],
-                    *({"name": name, "value": value} for name, value in UNPINNED.items()),
-                ],
-            }
+            "sidecar": {"args": [*SIDECAR["generator"]["sglang"]["sidecar"]["args"], "--lora-backend=torch_native"]}
         }
     },
 }
@@ -218,6 +212,7 @@ def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
         helm4.template(CHART, [KIND, values, more], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
     )
     machine.pythons = {"sglang": sglang_python}
+    machine.image_variables = {"sglang": UNPINNED}
     shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")
     with pods_of(machine, {}) as pods:
         start_all(pods)
