@@ -77,9 +77,8 @@ class TrainerMetrics:
         )
         self.publication_seconds = m.histogram(
             "rollmesh_trainer_publication_seconds",
-            "Wall time of a publication's phases; training waits for copy_out and canary only. copy_canary is a canary "
-            "that is scored with the copy instead. write includes the digest of the weights; digest is the rest of the "
-            "folder: other digests, manifest, flush, upload.",
+            "Wall time of a publication's phases; training waits for copy_out and canary, not for a canary of the copy "
+            "(copy_canary). write digests the weights, too; digest is for other files, manifest, flush and upload.",
             labels={"phase": PUBLICATION_PHASES},
         )
         self.staleness = m.histogram(
