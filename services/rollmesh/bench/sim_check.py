@@ -2,8 +2,9 @@
 
 The mesh of the demo under several schedules, with real processes. Generators and trainer share all cores, or each side
 has its own half; the engines run as fast as they can, or at a pace. For each of these four settings and each seed the
-simulator is calibrated on the run of ``sync``, whose generators and trainer take turns: decode steps, prefill, train
-steps, publication, loads, rewards and lengths. It then predicts the other schedules.
+simulator is calibrated on a run of ``sync``, whose generators and trainer take turns: decode steps, prefill, train
+steps, publication, loads, rewards and lengths. It predicts the runs right before and after that one, because the speed
+of a machine changes with time.
 
 A rate counts from the end of the first train step to the end of the last but one, real and simulated: starts and ends
 of runs are left out.
@@ -27,11 +28,13 @@ from rich.console import Console
 from rollmesh.bench.measure import Bar, Measure, at_least, at_most
 from rollmesh.bench.processes import write_run_file
 from rollmesh.bench.real_run import real_run
+from rollmesh.config import RunConfig
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.calibrated_mesh import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
+from rollmesh.sim.run_records import RunRecords
 
 CALIBRATED_ON = "sync"
 ARMS = ("copris", "areal", "pipeline", "rollpacker")
@@ -75,6 +78,14 @@ class Pair:
     """Mean number of runnable processes outside of the mesh during the real run, times their weights."""
     load_average: float
     """Load average of the machine over a minute, at the end of the real run."""
+    neighbours: tuple[str, ...] = ()
+    """Arms that the simulator, calibrated on this run, predicts; empty for a predicted arm."""
+
+    @property
+    def name(self) -> str:
+        """Arm, setting and seed."""
+        arm = f"{self.arm} for {' and '.join(self.neighbours)}" if self.neighbours else self.arm
+        return f"{arm}, {self.cell}, seed {self.seed}"
 
     @property
     def ratio(self) -> float:
@@ -84,10 +95,18 @@ class Pair:
     def __str__(self) -> str:
         """Return a line for the console."""
         return (
-            f"{self.arm}, {self.cell}, seed {self.seed}: real {self.real:.3f} updates/s, simulated "
-            f"{self.simulated:.3f}, ratio {self.ratio:.2f}; load average {self.load_average:.1f}, others' weight "
-            f"{self.strangers:.1f}"
+            f"{self.name}: real {self.real:.3f} updates/s, simulated {self.simulated:.3f}, ratio {self.ratio:.2f}; "
+            f"load average {self.load_average:.1f}, others' weight {self.strangers:.1f}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One real run."""
+
+    config: RunConfig
+    found: RunRecords
+    load_average: float
 
 
 CELLS = tuple(Cell(is_shared=shared, is_paced=paced) for paced, shared in product((False, True), (True, False)))
@@ -122,7 +141,7 @@ def run(
 
 def measures_of(pairs: Sequence[Pair]) -> list[Measure]:
     """Return a row per pair, and per arm and cell the median ratio with its bars, if the arm was predicted."""
-    rows = [_row(f"{pair.arm}, {pair.cell}, seed {pair.seed}", [pair]) for pair in pairs]
+    rows = [_row(pair.name, [pair]) for pair in pairs]
     for arm, cell in dict.fromkeys((pair.arm, pair.cell) for pair in pairs):
         chosen = [pair for pair in pairs if (pair.arm, pair.cell) == (arm, cell)]
         is_predicted = arm != CALIBRATED_ON
@@ -155,26 +174,40 @@ def _refuse_other_arms(arms: Sequence[str]) -> None:
 
 
 def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int) -> Iterator[Pair]:
-    """Run the calibrating arm, then the others, each followed by its simulation."""
-    calibration, cores = None, sorted(os.sched_getaffinity(0))
-    for arm in (CALIBRATED_ON, *(arms or ARMS)):
-        folder = root / arm
-        folder.mkdir(parents=True, exist_ok=True)
-        data = run_file(arm, cell, seed, updates, folder / "run")
-        config = write_run_file(folder / "run.yaml", data)
-        found = real_run(folder, data, *sides(cell, cores))
-        machine = SimulatedMachine(cores=len(cores), is_shared=cell.is_shared)
-        calibration = calibration or with_latencies(config, found, machine)
-        settings = calibrated_settings(config, calibration, machine, found.strangers)
-        yield Pair(
-            arm=arm,
-            cell=cell,
-            seed=seed,
-            real=found.updates_per_second,
-            simulated=updates_per_second(settings),
-            strangers=statistics.fmean(sum(each.number * each.weight for each in now) for now in found.strangers),
-            load_average=os.getloadavg()[0],
-        )
+    """Run the arms two by two, the calibrating one between them, and simulate all three."""
+    cores = sorted(os.sched_getaffinity(0))
+    machine = SimulatedMachine(cores=len(cores), is_shared=cell.is_shared)
+    for first, *others in _two_by_two(arms or ARMS):
+        runs = {
+            arm: _run(root / first / arm, arm, cell, seed, updates, cores) for arm in (first, CALIBRATED_ON, *others)
+        }
+        calibrating = runs[CALIBRATED_ON]
+        calibration = with_latencies(calibrating.config, calibrating.found, machine)
+        for arm, each in runs.items():
+            strangers = each.found.strangers
+            settings = calibrated_settings(each.config, calibration, machine, strangers)
+            yield Pair(
+                arm=arm,
+                cell=cell,
+                seed=seed,
+                real=each.found.updates_per_second,
+                simulated=updates_per_second(settings),
+                strangers=statistics.fmean(sum(other.number * other.weight for other in now) for now in strangers),
+                load_average=each.load_average,
+                neighbours=(first, *others) if arm == CALIBRATED_ON else (),
+            )
+
+
+def _two_by_two(arms: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (arms[at : at + 2] for at in range(0, len(arms), 2))
+
+
+def _run(folder: Path, arm: str, cell: Cell, seed: int, updates: int, cores: Sequence[int]) -> _Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = run_file(arm, cell, seed, updates, folder / "run")
+    config = write_run_file(folder / "run.yaml", data)
+    found = real_run(folder, data, *sides(cell, cores))
+    return _Run(config=config, found=found, load_average=os.getloadavg()[0])
 
 
 def run_file(arm: str, cell: Cell, seed: int, updates: int, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_the_median_of_the_ratios_counts_and_the_calibrated_arm_has_no_bar() -> 
     assert rows["copris, shared cores, no pace, seed 1"].ratio == pytest.approx(1.1)
     assert not missed(rows.values())
     assert len(rows) == 4 + 2
+
+
+def test_each_run_of_the_calibrating_arm_has_a_row_that_names_the_arms_it_is_for() -> None:
+    first, second = (
+        replace(pair("sync", 0, 1.0, 1.0), neighbours=names) for names in (("copris", "areal"), ("pipeline",))
+    )
+    assert [row.name for row in measures_of([first, second])] == [
+        "sync for copris and areal, shared cores, no pace, seed 0",
+        "sync for pipeline, shared cores, no pace, seed 0",
+        "sync, shared cores, no pace: median, calibrated on",
+    ]
 
 
 @pytest.mark.parametrize("ratio", [0.79, 1.21])
