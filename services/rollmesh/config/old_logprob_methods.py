@@ -17,8 +17,8 @@ class EwmaOptions(Section):
     window: float = Field(default=2.0, gt=0, le=1000)
     """W, the staleness in train steps that the average is made for."""
     reset_below: float = Field(default=0.9, ge=0, le=1)
-    """Share of tokens outside masks and clips below which the average begins again with the current weights; 0 never
-    resets it."""
+    """Share of tokens outside masks and with a gradient below which the average begins again with the current weights;
+    0 never resets it."""
 
     @property
     def beta(self) -> float:

@@ -112,7 +112,8 @@ def print_audit(result: AuditResult, console: Console) -> None:
         console.print(table)
     lines = [Text(f"- {claim}") for claim in audit_claims(result)]
     if result.off_policy_token_share is not None:
-        lines.append(Text(f"- {100 * result.off_policy_token_share:.1f}% of the tokens in the loss are off-policy"))
+        share = 100 * result.off_policy_token_share
+        lines.append(Text(f"- {share:.1f}% of the tokens are off-policy, before token masks"))
     lines.extend(Text(f"! {problem}", style="red") for problem in result.problems)
     lines.extend(Text(f"? {reason}", style="yellow") for reason in result.unchecked)
     for line in lines:

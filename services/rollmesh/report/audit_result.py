@@ -149,7 +149,7 @@ class AuditResult:
     groups: int = 0
     trajectories: int = 0
     trained_tokens: int = 0
-    """Tokens in the loss."""
+    """Tokens that are not too old for the loss, before token masks."""
     policy_versions: tuple[int, ...] = ()
     """Versions of the trained tokens, ascending."""
     trained_twice: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class AuditResult:
     unsound_states: Mapping[str, str] = field(default_factory=dict)
     """Damaged trainer states by folder name, with the reason."""
     off_policy_token_share: float | None = None
-    """Share of the tokens in the loss sampled from an older policy than the newest one, 0..1."""
+    """Share of these tokens that an older policy than the newest one sampled, 0..1."""
     max_staleness: int | None = None
     """Staleness bound of the run, in train steps."""
     largest_staleness: int | None = None

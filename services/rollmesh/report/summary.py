@@ -222,11 +222,10 @@ def _bubble_ratio(train: TrainSeries) -> float | None:
 
 
 def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:
-    """Return the share from the audit of the batch files, else from the step reports, weighted by tokens."""
-    if audit is not None and audit.off_policy_token_share is not None:
-        return audit.off_policy_token_share
+    """Return the share from the step reports, weighted by tokens; without them that of the audit, before masks."""
     tokens = train["batch.trained_tokens"]
-    return _share(train["off_policy_token_share"] * tokens, tokens)
+    share = _share(train["off_policy_token_share"] * tokens, tokens)
+    return audit.off_policy_token_share if share is None and audit is not None else share
 
 
 def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:

@@ -110,6 +110,12 @@ def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[
     if section.group_shaper == "dap":
         yield from _of_dap(config)
     if section.group_shaper == "dot":
+        if config.trainer.algorithm.old_logprobs == "stage_end":
+            yield (
+                f"trainer.algorithm.old_logprobs=stage_end with {shaper}: the log-probabilities of a stage belong to "
+                "all tokens that were recorded, and those of an answer that dot cuts would be dropped; set "
+                "trainer.algorithm.old_logprobs=sampler or curriculum.group_shaper=none"
+            )
         # A second round of dars goes to groups with wrong answers, which dot leaves as they are.
         count = bounds.group_size if section.planner == "dars" else section.largest_group(bounds.group_size)
         alpha, largest = DotOptions.model_validate(section.group_shaper_options).alpha, largest_z_score(count)

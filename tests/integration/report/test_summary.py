@@ -280,6 +280,13 @@ def test_audit_counts_reach_the_words_with_what_was_skipped(run_folder: Path) ->
     assert "audit is green" in text
     assert "trained twice 1" in text and "lost 0" in text
     assert "2 keep_kv segments" in text and "1 segments, 2.4%, have no checkpoint any more" in text
+
+
+def test_the_off_policy_share_is_that_of_the_loss_and_without_step_reports_that_of_the_audit(run_folder: Path) -> None:
+    of_steps = summarise(run_folder).off_policy_share
+    (run_folder / "audit.json").write_text(audit_result().to_json(), encoding="utf-8")
+    assert summarise(run_folder).off_policy_share == of_steps != 0.123
+    (run_folder / "metrics.jsonl").unlink()
     assert summarise(run_folder).off_policy_share == 0.123
 
 

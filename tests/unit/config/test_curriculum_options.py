@@ -144,6 +144,11 @@ DRPO = {
             },
             "group_shaper=dot with schedule.harvest=trajectory .*set schedule.harvest=group",
         ),
+        (
+            DOT,
+            {"schedule": {"preset": "copris_paper"} | LARGE, "trainer": {"algorithm": {"old_logprobs": "stage_end"}}},
+            "old_logprobs=stage_end with curriculum.group_shaper=dot: .*set trainer.algorithm.old_logprobs=sampler",
+        ),
         (DAP, {"rollout": {"max_new_tokens": 600}}, "longest_tokens=512 is not rollout.max_new_tokens=600"),
         (DAP, {"reward": {"overlong_buffer_tokens": 8}}, "overlong_buffer_tokens=8 .*twice; set .*=0"),
         (

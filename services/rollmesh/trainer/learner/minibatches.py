@@ -130,16 +130,19 @@ def _rate_factor(recipe: LossRecipe, batch: TrainBatch, logprobs: Float64Array, 
 
 
 def token_results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
-    """Return the results of a step for every token: scores, ratios and clips."""
+    """Return the results of a step for every token: scores, ratios, clips and where the loss has a gradient."""
     index, judged = judge_tokens(recipe, flat, columns, done.logprobs)
     ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
     ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
+    active = np.zeros(len(flat.token_ids), np.bool_)
+    active[index] = judged.weight.numpy() != 0
     reference = columns.reference_logprobs
     return TokenResults(
         logprobs=done.logprobs,
         entropy=done.entropy,
         ratio=ratio,
         clip=clip,
+        active=active,
         before_any_update=done.before_any_update,
         reference_logprobs=None if reference is None else reference.numpy(),
     )

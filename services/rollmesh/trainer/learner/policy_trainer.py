@@ -350,7 +350,7 @@ class PolicyTrainer:
         if recipe.algorithm.old_logprobs != "ewma":
             return False
         options = EwmaOptions.model_validate(recipe.algorithm.old_logprobs_options)
-        return self._average.update(options, active_token_share(flat, results.clip))
+        return self._average.update(options, active_token_share(flat, results.active))
 
     def _update(
         self,

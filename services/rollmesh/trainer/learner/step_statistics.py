@@ -24,6 +24,7 @@ class TokenResults:
     entropy: Float64Array  # [tokens]
     ratio: Float64Array  # [tokens]
     clip: npt.NDArray[np.int8]  # [tokens], ClipReason
+    active: BoolArray  # [tokens], True where the loss has a gradient: its weight is not 0
     before_any_update: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step
     reference_logprobs: Float64Array | None = None  # [tokens]
 
@@ -101,14 +102,13 @@ def policy_stats(
     )
 
 
-def active_token_share(batch: TrainBatch, clip: npt.NDArray[np.int8]) -> float:
-    """Return the share of the tokens of the passes with a gradient: in the loss and not clipped; ``clip`` is [tokens].
+def active_token_share(batch: TrainBatch, active: BoolArray) -> float:
+    """Return the share of the sampled tokens that are in the loss and ``active`` [tokens]; 1 without tokens.
 
-    A truncated weight leaves a gradient. 1 without tokens.
+    Trajectories that have no pass because their advantage is 0 count: they are in the loss, and no loss clips them.
     """
-    passed = batch.passed_mask
-    active = batch.loss_mask & np.isin(clip, (ClipReason.NONE, ClipReason.TRUNCATED))
-    return float(active[passed].mean()) if passed.any() else 1.0
+    sampled = batch.policy_mask
+    return float((batch.loss_mask & active)[sampled].mean()) if sampled.any() else 1.0
 
 
 def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) -> float:

@@ -81,8 +81,8 @@ def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     assert report.policy.entropy == pytest.approx(expected.policy.entropy, rel=1e-6)
     assert report.policy.old_logprob_fallbacks == expected.policy.old_logprob_fallbacks
     assert parts.accumulated_group_ids == frozenset()
-    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included. And not each tensor: that of
-    # a key's bias is a small difference of large sums.
+    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included. And not each tensor: the
+    # one of a key's bias is a small difference of large sums.
     ours, theirs = (first_moments(trainer) for trainer in (parts, whole))
     assert float((ours - theirs).norm()) <= most * float(theirs.norm())
 

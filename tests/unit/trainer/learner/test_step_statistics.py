@@ -48,6 +48,7 @@ def results_for(flat: TrainBatch, shift: float = 0.0) -> TokenResults:
         entropy=np.arange(n, dtype=np.float64),
         ratio=np.full(n, math.exp(shift)),
         clip=np.zeros(n, np.int8),
+        active=np.ones(n, np.bool_),
         before_any_update=np.ones(n, np.bool_),
     )
 

@@ -25,10 +25,11 @@ from .made_batches import batch_of, policy_segment, random_batch, trajectory
 VERSIONS = {v: v for v in range(9)}
 
 
-def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **fields: Any) -> PolicyTrainer:
+def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **algorithm: Any) -> PolicyTrainer:
     options = {"window": 3, "reset_below": reset_below}
-    algorithm = AlgorithmConfig(loss="decoupled_ppo", old_logprobs="ewma", old_logprobs_options=options)
-    return PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=rate, algorithm=algorithm, **fields))
+    chosen = {"loss": "decoupled_ppo"} | algorithm
+    config = AlgorithmConfig(old_logprobs="ewma", old_logprobs_options=options, **chosen)
+    return PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=rate, algorithm=config))
 
 
 def batch(step: int) -> Batch:
@@ -86,6 +87,27 @@ def test_a_share_of_active_tokens_below_the_bound_resets_the_average(make_model:
     assert any(report.average_reset for report in reports) and not reports[0].average_reset
     for before, after in pairwise(reports):
         assert _all_one(after) == before.average_reset
+
+
+def test_a_cap_that_keeps_the_gradient_does_not_reset_the_average(make_model: ModelMaker) -> None:
+    trainer = make(make_model("qwen2"), reset_below=1.0, loss="cispo", clip_high=0.01)
+    reports = [trainer.train(batch(step), VERSIONS) for step in range(1, 4)]
+    assert reports[-1].policy.ratio.clipped_high > 0.1
+    assert not any(report.average_reset for report in reports)
+
+
+def test_trajectories_that_are_skipped_without_an_advantage_count_as_active(make_model: ModelMaker) -> None:
+    rng = np.random.default_rng(0)
+    mixed = [trajectory(f"a.{m}", [policy_segment(rng, 8)], float(m)) for m in (0, 1)]
+    equal = [trajectory(f"b.{m}", [policy_segment(rng, 100)], 1.0) for m in range(4)]
+    for skips in (False, True):
+        trainer = make(make_model("qwen2"), reset_below=0.9, skip_zero_advantage=skips)
+        reports = [trainer.train(batch_of(mixed, equal, train_step=step), VERSIONS) for step in (1, 2, 3)]
+        ratio = reports[-1].policy.ratio
+        clipped = ratio.tokens * (ratio.clipped_high + ratio.clipped_low)
+        assert 0.1 * 2 * 8 < clipped < 0.1 * (2 * 8 + 4 * 100)
+        assert (reports[-1].batch.skipped_trajectories, ratio.tokens) == ((4, 2 * 8) if skips else (0, 2 * 8 + 4 * 100))
+        assert not any(report.average_reset for report in reports)
 
 
 def test_a_saved_average_continues_bit_by_bit(make_model: ModelMaker) -> None:
