@@ -43,7 +43,7 @@ class RolloutConfig(Section):
     """Softmax temperature of training rollouts; 0 is for evaluation only."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """Interval of partial saves in tokens, and the most tokens per rollout that kill -9 of a worker loses: generators
-    do not run further ahead. Below 48, every interval costs a new prefill. An engine may have another default; see
+    do not run further ahead. Below 32, a call waits for the save of each chunk. An engine may have another default; see
     generator.engine."""
     chunk_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time after which a generator that sends nothing counts as hung; the call continues on another generator from the
