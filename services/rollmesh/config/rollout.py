@@ -11,7 +11,7 @@ from rollmesh.types import LOWEST_TEMPERATURE
 
 
 class AgentConfig(Section):
-    """External agents, which work through the agents service (rollout.program=agent)."""
+    """Outside agents, which work through the agents service (rollout.program=agent)."""
 
     contexts: Literal["task", "free"] = "task"
     """task: a session's first call begins with the prompt of its task, which is the same for the whole group; free:
@@ -25,10 +25,10 @@ class RolloutConfig(Section):
     """Program and limits of a rollout."""
 
     program: Literal["single_turn", "environment", "agent"] = "single_turn"
-    """single_turn: one answer; environment: turns with ``environment``; agent: an external agent takes prompts from
+    """single_turn: one answer; environment: turns with ``environment``; agent: an outside agent takes prompts from
     the agents service, samples through its OpenAI-compatible API and posts rewards."""
     agent: AgentConfig = Field(default_factory=AgentConfig)
-    """Settings for external agents."""
+    """Settings for outside agents."""
     environment: str = "calculator"
     """Environment of multi-turn rollouts: ``calculator`` or ``module:Class``."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
