@@ -1,4 +1,4 @@
-"""The agents service: the OpenAI-compatible API and the sessions of external agents."""
+"""The agents service: the OpenAI-compatible API and the sessions of outside agents."""
 
 from __future__ import annotations
 

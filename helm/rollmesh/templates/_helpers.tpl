@@ -51,7 +51,7 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Whether a component is deployed: (list $ "agents"). A run of external agents needs the agents service. */}}
+{{/* Whether a component is deployed: (list $ "agents"). A run of outside agents needs the agents service. */}}
 {{- define "rollmesh.enabled" -}}
 {{- $root := index . 0 -}}
 {{- $needed := and (eq (index . 1) "agents") (eq (dig "rollout" "program" "" $root.Values.run) "agent") -}}

@@ -57,7 +57,7 @@ def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host:
     """Build the application of one run; every call requires ``token``."""
     return api_app(
         "agents",
-        "OpenAI-compatible API of a run, and sessions of external agents.",
+        "OpenAI-compatible API of a run, and sessions of outside agents.",
         PREFIX,
         [openai_router(service, token_check(token))],
         metrics,

@@ -36,9 +36,9 @@ from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spen
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
 _SLICES = (384, 256, 64)
-"""Tokens per slice: one request per answer (the default), few requests, and many."""
+"""Tokens per slice: one request per answer (as with the default of 512), few requests, and many."""
 _RATE_BARS, _COST_BARS = (at_least("ratio", 0.95),), (at_most("ratio", 1.1),)
-"""Bars of the default slice size."""
+"""Bars of one request per answer."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
     "interrupt (abort)": {"on_new_version": "interrupt", "sglang": {"interrupt": "abort"}},

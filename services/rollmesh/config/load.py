@@ -34,7 +34,7 @@ _SENTENCES: Mapping[tuple[str, str], str] = {
     ("name", "string_pattern_mismatch"): "expected 1 to 63 lower-case letters, digits, - or _, with a letter or digit "
     "first, for example my-run",
     ("data.source", "union_tag_not_found"): "has no type; write type: with a space after the colon, and one of "
-    "countdown, jsonl, parquet, reasoning_gym, python",
+    "countdown, jsonl, parquet, reasoning_gym, python, mixture",
 }
 """Words for errors of pydantic that name no remedy, by field and error type."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE", CODE_FOLDER})

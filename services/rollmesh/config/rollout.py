@@ -11,7 +11,7 @@ from rollmesh.types import LOWEST_TEMPERATURE
 
 
 class AgentConfig(Section):
-    """External agents, which work through the agents service (rollout.program=agent)."""
+    """Outside agents, which work through the agents service (rollout.program=agent)."""
 
     contexts: Literal["task", "free"] = "task"
     """task: a session's first call begins with the prompt of its task, which is the same for the whole group; free:
@@ -25,10 +25,10 @@ class RolloutConfig(Section):
     """Program and limits of a rollout."""
 
     program: Literal["single_turn", "environment", "agent"] = "single_turn"
-    """single_turn: one answer; environment: turns with ``environment``; agent: an external agent takes prompts from
+    """single_turn: one answer; environment: turns with ``environment``; agent: an outside agent takes prompts from
     the agents service, samples through its OpenAI-compatible API and posts rewards."""
     agent: AgentConfig = Field(default_factory=AgentConfig)
-    """Settings for external agents."""
+    """Settings for outside agents."""
     environment: str = "calculator"
     """Environment of multi-turn rollouts: ``calculator`` or ``module:Class``."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
@@ -43,7 +43,7 @@ class RolloutConfig(Section):
     """Softmax temperature of training rollouts; 0 is for evaluation only."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """Interval of partial saves in tokens, and the most tokens per rollout that kill -9 of a worker loses: generators
-    do not run further ahead. Below 48, every interval costs a new prefill. An engine may have another default; see
+    do not run further ahead. Below 32, a call waits for the save of each chunk. An engine may have another default; see
     generator.engine."""
     chunk_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time after which a generator that sends nothing counts as hung; the call continues on another generator from the

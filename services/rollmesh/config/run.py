@@ -101,7 +101,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _agents_are_not_evaluated(cls, data: Any) -> Any:
-        """Disable evaluation by default for external agents, which the mesh cannot run."""
+        """Disable evaluation by default for outside agents, which the mesh cannot run."""
         if not isinstance(data, dict) or not isinstance(data.get("rollout"), dict):
             return data
         evaluation = data.get("evaluation") or {}

@@ -1,7 +1,7 @@
 """Pure scheduling: the leader's decisions for one view of the mesh. No I/O, no clock, no asyncio.
 
-The leader calls ``decide`` with a view of the queue; the property tests call it with views of ``queue_model``. It must
-not remember anything between two calls.
+The leader calls ``decide`` with a view of the queue; simulator and property tests with views of ``queue_model``.
+It must not remember anything between two calls.
 """
 
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, OnStale, StartOrder

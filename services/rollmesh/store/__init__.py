@@ -3,7 +3,10 @@
 trajectory: pending -> leased -> finished -> scored | unscorable        leased -> partial | pending -> leased
                                                                         leased -> resting -> partial
             finished without its worker -> scoring queue                any before the cut -> evicted | dead
+                                                                        any without an outcome -> surplus
 group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, ready -> evicted
+            open -> undecided -> open | ready (rounds)                  open, ready -> open (restarted)
+                                                                        open, ready -> aside -> open
 
 Every service but the reward service calls it; no other package talks to Redis. It must not decide when something
 happens: a script checks that a change is allowed, and applies it.

@@ -9,6 +9,8 @@ slot_queue          running and waiting calls
 slices              request and response of one slice of a call (pure)
 reload_plan         steps that change the weights under running requests (pure)
 folders             contents of a policy folder, compared before the server loads it
+loaded_adapters     adapters in the server, by the slices that name them
+lora_options        flags with which a server serves adapters (pure)
 server              the SGLang server: start or connect, probe, pause, load
 running_clock       clock that stops while the server is paused
 api                 HTTP endpoints of the server
