@@ -22,7 +22,8 @@ from rollmesh.checkpoints.durable import sync_file
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
+"""Bytes per write. For larger ones the kernel searches larger pieces of free memory: up to seconds per GiB."""
 _SHARD_BYTES = 256 << 20
 """Smallest limit of a shard; models up to this size are one file."""
 _MOST_SHARDS = 32
