@@ -23,7 +23,13 @@ from rollmesh.trainer.learner.forward_backward import Compute
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_output import PolicyCopy, PolicyOutput
 from rollmesh.trainer.learner.weight_file import write_weights
-from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, CANARY_TOKENS, canary_sequences, scored_canary
+from rollmesh.trainer.service.published_canary import (
+    CANARY_SEQUENCES,
+    CANARY_TOKENS,
+    canary_count,
+    canary_sequences,
+    scored_canary,
+)
 
 CONTEXT = 256
 """Default number of positions of a random model."""
@@ -96,7 +102,8 @@ class UpdatedModel:
             device=torch.device("cpu"), world=World(), token_budget=CANARY_SEQUENCES * CANARY_TOKENS, autocast=False
         )
         self._output = PolicyOutput(self._model, folder, torch.float32, compute)
-        self._canary = canary_sequences(self.vocab_size)
+        parameter_count = sum(parameter.numel() for parameter in self._model.parameters())
+        self._canary = canary_sequences(self.vocab_size, canary_count(parameter_count, compute.device.type))
         self.copies: list[tuple[float, float]] = []
         """Seconds of every policy but the first: copy out, and a plain copy of the same tensors by numpy."""
         self.canaries: list[float] = []

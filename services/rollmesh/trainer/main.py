@@ -35,7 +35,7 @@ from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
 from rollmesh.trainer.service.part_source import PartSource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.published_canary import canary_count, canary_sequences
 from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
@@ -137,7 +137,8 @@ async def _build_deps(
     algorithm, model = config.trainer.algorithm, resolve_model(config.model.path)
     vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
     references = await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
-    canary = canary_sequences(vocab_size)
+    device_type = pick_device(config.trainer.device).type
+    canary = canary_sequences(vocab_size, canary_count(ranks.trainer.parameter_count, device_type))
     announcer = Announcer(config, ranks.catalog, session, checkpoints, retry, metrics, references)
     publisher = Publisher(ranks, session, checkpoints, retry, metrics, executor, canary, progress, announcer)
     stage_end = algorithm.old_logprobs == "stage_end"

@@ -17,19 +17,22 @@ from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
+from rollmesh.generator.canary import CHANGE_NOISE, MIN_CHANGES, Canary, CanaryFailed, CanaryScores
 from rollmesh.report.audit_result import GAP_BOUNDS
 from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.published_policy import load_published
-from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, canary_count, canary_sequences
 from rollmesh.types import Trajectory
 
 from ...unit.trainer.learner.made_batches import random_batch
 
 CANARY_THRESHOLD = 0.005
 """Of generator.canary_threshold in float32."""
+COUNTS = (CANARY_SEQUENCES, canary_count(10**9, "cpu"))
+"""Numbers of canary sequences: of most models, and of a large one on a CPU."""
 Fault = Callable[[PolicyModel], None]
 
 
@@ -110,17 +113,41 @@ def over_the_bound(policy: VerifiedPolicy, trajectories: list[Trajectory]) -> in
     return gaps.over(GAP_BOUNDS["float32"].token)[0]
 
 
-def canary_gap(policy: VerifiedPolicy, scorer: PolicyScorer) -> float:
-    canary = policy.manifest.canary
+def canary_scores(policy: VerifiedPolicy, scorer: PolicyScorer, count: int) -> CanaryScores:
+    """The canary's scores of the first sequences."""
+    canary = policy.manifest.canary[:count]
     scores = scorer.logprobs([np.array(sequence.token_ids, np.int32) for sequence in canary])
-    return max(float(np.abs(s - c.logprobs).max()) for s, c in zip(scores, canary, strict=True))
+    own = policy.manifest.policy_version
+    return CanaryScores(
+        policy_version=own,
+        engine_logprobs=np.concatenate(scores).astype(np.float64),
+        trainer_logprobs=np.concatenate([np.array(sequence.logprobs) for sequence in canary]),
+        weights=frozenset({str(own)}),
+        is_adapter=own > 0,
+    )
+
+
+def assert_canary_refuses(policies: dict[int, VerifiedPolicy], version: int, scorer: PolicyScorer) -> None:
+    """The canary refuses the scores by their distance, and also by their change alone, from the version before."""
+    before = PolicyScorer.from_policy(policies[version - 1], device="cpu")
+    for count in COUNTS:
+        found = canary_scores(policies[version], scorer, count)
+        assert found.gap > CANARY_THRESHOLD
+        canary = Canary(threshold=np.inf, min_change=MIN_CHANGES["float32"], change_noise=CHANGE_NOISE["float32"])
+        canary.check(canary_scores(policies[version - 1], before, count))
+        with pytest.raises(CanaryFailed):
+            canary.check(found)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_named_adapter_passes_canary_and_audit(policies: dict[int, VerifiedPolicy], version: int) -> None:
     policy = policies[version]
     scorer = PolicyScorer.from_policy(policy, device="cpu")
-    assert canary_gap(policy, scorer) < CANARY_THRESHOLD
+    before = PolicyScorer.from_policy(policies[version - 1], device="cpu")
+    for count in COUNTS:
+        canary = Canary(CANARY_THRESHOLD, MIN_CHANGES["float32"], CHANGE_NOISE["float32"])
+        canary.check(canary_scores(policies[version - 1], before, count))
+        canary.check(canary_scores(policy, scorer, count))
     assert over_the_bound(policy, answered_by(scorer, version)) == 0
     assert load_published(policy, dtype=torch.float32, device=torch.device("cpu")).adapter is not None
 
@@ -130,11 +157,11 @@ def test_other_weights_than_the_named_adapter_fail_canary_and_audit(
     policies: dict[int, VerifiedPolicy], fault: Fault
 ) -> None:
     scorer = faulty(policies[1], fault)
-    assert canary_gap(policies[1], scorer) > CANARY_THRESHOLD
+    assert_canary_refuses(policies, 1, scorer)
     assert over_the_bound(policies[1], answered_by(scorer, 1)) > 0
 
 
 def test_the_adapter_of_the_version_before_fails_canary_and_audit(policies: dict[int, VerifiedPolicy]) -> None:
     scorer = PolicyScorer.from_policy(policies[1], device="cpu")
-    assert canary_gap(policies[2], scorer) > CANARY_THRESHOLD
+    assert_canary_refuses(policies, 2, scorer)
     assert over_the_bound(policies[2], answered_by(scorer, 2)) > 0

@@ -12,13 +12,23 @@ from rollmesh.types import Float32Array, Int32Array
 
 CANARY_SEQUENCES = 8
 CANARY_TOKENS = 32
+_FEW_SEQUENCES = 2
+_LARGE_PARAMETERS = 100_000_000
 _SEED = 20_071_115
 
 
-def canary_sequences(vocab_size: int) -> list[Int32Array]:
-    """Return the canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
+def canary_count(parameter_count: int, device_type: str) -> int:
+    """Return the number of canary sequences for a model that is trained on a device of this type.
+
+    A large model takes seconds of a CPU core to score them all, in the trainer and in every generator.
+    """
+    return _FEW_SEQUENCES if device_type == "cpu" and parameter_count >= _LARGE_PARAMETERS else CANARY_SEQUENCES
+
+
+def canary_sequences(vocab_size: int, count: int = CANARY_SEQUENCES) -> list[Int32Array]:
+    """Return the first canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
     noise = np.random.default_rng(_SEED)
-    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
+    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(count)]
 
 
 def scored_canary(

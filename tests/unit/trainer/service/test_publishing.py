@@ -9,7 +9,7 @@ import numpy as np
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.trainer.service.announcing import kept_policies
-from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.published_canary import canary_count, canary_sequences
 
 
 def config(state_every_steps: int = 1, **algorithm: Any) -> RunConfig:
@@ -33,6 +33,14 @@ def test_the_canary_is_the_same_for_every_policy_and_within_the_vocabulary() -> 
         assert len(left) >= 2
         assert left.min() >= 0
         assert left.max() < 50
+
+
+def test_only_a_large_model_on_a_cpu_has_fewer_canary_sequences_and_they_are_the_first_ones() -> None:
+    assert canary_count(99_999_999, "cpu") == canary_count(10**11, "cuda") == 8
+    count = canary_count(100_000_000, "cpu")
+    assert count == 2
+    few = canary_sequences(50, count)
+    assert [ids.tolist() for ids in few] == [ids.tolist() for ids in canary_sequences(50)[:2]]
 
 
 def test_the_snapshot_source_keeps_every_version_that_a_batch_may_name() -> None:
