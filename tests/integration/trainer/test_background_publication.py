@@ -147,6 +147,32 @@ async def test_a_trainer_that_is_stopped_announces_what_it_has_trained(
         assert await versions(run) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("at", ["before the canary", "before the manifest"])
+async def test_a_trainer_that_must_end_at_once_leaves_a_whole_folder_or_none(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2, fed=2) as run:
+        process = run.process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        await run.until("the end to wait for the announcement", lambda: waits(run, 2), pause=0.01)
+        process.send_signal(signal.SIGTERM)
+        await run.until("the cancellation", lambda: '"cancelled_after_grace"' in run.log(), pause=0.01)
+        release(run)
+        assert await asyncio.to_thread(process.wait, 120) == 1
+        left = list(run.checkpoints.root.glob("policies/00000002-*"))
+        assert await versions(run) == [0, 1]
+        assert [record.train_step for record in run.checkpoints.complete_policies()][2:] == [2] * len(left)
+        assert len(left) == (at == "before the manifest"), "nothing is written after a cancelled canary"
+        run.start()
+        await run.until("version 2", lambda: _announced(run, 2), pause=0.02)
+        assert not left or run.checkpoints.root / (await run.store.policies.announced())[2].path == left[0]
+
+
+async def _announced(run: TrainerRun, version: int) -> bool:
+    return version in await versions(run)
+
+
 async def test_a_rollback_waits_for_the_publication_in_flight(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,8 +43,8 @@ from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Int32Array, PolicyRecord
 
 T = TypeVar("T")
-WritePolicy = Callable[[], PolicyRecord]
-"""Function that writes a policy's folder."""
+WritePolicy = Callable[[], Awaitable[PolicyRecord]]
+"""Function that writes the folder of a copied policy, in other threads."""
 
 _IDLE_SECONDS = 5.0
 """Time between two orders to the other ranks while a publication is awaited; a longer wait is logged."""
@@ -138,14 +138,18 @@ class Publisher:
             self._log.error("publication_failed", policy_version=self._newest, message=str(error))
 
     async def cancel(self) -> None:
-        """End the publication in flight, if there is one; the next start of the trainer publishes the step."""
+        """End the publication in flight, if there is one; the next start of the trainer publishes the step.
+
+        Scoring or writing continues in its thread, and the process ends after it. A folder that is completed so is
+        announced by the next start.
+        """
         if self._in_flight is not None:
             await cancel_and_wait(self._in_flight)
 
     async def _finish(self, source: PolicyRecord | WritePolicy, version: int, train_step: int, label: str) -> None:
         step = tracer().train_step(train_step)
         with tracer().span("publish", step, kind="producer", policy_version=version):
-            record = source if isinstance(source, PolicyRecord) else await self._written(source)
+            record = source if isinstance(source, PolicyRecord) else await source()
             with self._timed("announce"):
                 await self._announcer.announce(record)
         await self._announcer.prune(label)
@@ -155,14 +159,10 @@ class Publisher:
         base = await self._in_thread(lambda: self._ranks.base_of(version))
         with self._timed("copy_out"):
             copied = await self._in_thread(lambda: self._ranks.copy_out(version))
-        canary = cache(lambda: self._scored_canary(train_step, copied.score))
-        if copied.score is None:
-            # The next step changes the weights.
-            await self._in_thread(canary)
+        # Without a score of the copy, the canary is scored before the next step changes the weights.
+        early = None if copied.score else await self._in_thread(lambda: self._scored_canary(train_step, None))
 
-        def write() -> PolicyRecord:
-            # A policy that no generator can serve fails here, before anything of it is written.
-            scored = canary()
+        def write(canary: Sequence[CanarySequence]) -> PolicyRecord:
             begun = written = time.monotonic()
 
             def folder_and_digests(folder: Path) -> Mapping[str, str]:
@@ -177,21 +177,26 @@ class Publisher:
                 train_step=train_step,
                 parent=parent,
                 write=folder_and_digests,
-                canary=scored,
+                canary=canary,
                 base=base,
             )
             self._observe("write", written - begun)
             self._observe("digest", time.monotonic() - written)
             return record
 
-        return write
+        async def score_and_write() -> PolicyRecord:
+            # A policy that no generator can serve fails here, before anything of it is written.
+            canary = early
+            if canary is None:
+                canary = await asyncio.to_thread(self._scored_canary, train_step, copied.score)
+            return await self._retry.run("publish", partial(asyncio.to_thread, write, canary))
+
+        return score_and_write
 
     def _scored_canary(self, train_step: int, score: ScoreSequences | None) -> list[CanarySequence]:
+        """Score the canary with the copied weights, or with the model in training if ``score`` is None."""
         with self._timed("copy_canary" if score else "canary"):
             return scored_canary(train_step, self._canary, (score or self._ranks.score)(self._canary))
-
-    async def _written(self, write: WritePolicy) -> PolicyRecord:
-        return await self._retry.run("publish", lambda: asyncio.to_thread(write))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
