@@ -183,3 +183,9 @@ def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm:
 def test_an_unknown_schedule_is_refused_with_the_known_ones(helm: Helm) -> None:
     with pytest.raises(HelmError, match=r"run\.schedule\.preset=coprs is unknown; use one of april, .*copris"):
         helm.template(CHART, [ONE_NODE], [RANK_8, "run.schedule.preset=coprs"])
+
+
+def test_a_target_that_the_run_file_refuses_is_refused_with_the_two_forms(helm: Helm) -> None:
+    message = r"run\.model\.adapter\.target=q_proj is neither all_linear nor a list .* write all_linear, or a list"
+    with pytest.raises(HelmError, match=message):
+        helm.template(CHART, [ONE_NODE], [RANK_8, "run.model.adapter.target=q_proj"])

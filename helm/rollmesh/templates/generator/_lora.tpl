@@ -36,6 +36,8 @@
 {{- range uniq $target | sortAlpha }}
 - {{ . | quote }}
 {{- end }}
+{{- else if ne (toString $target) "all_linear" }}
+{{- fail (printf "run.model.adapter.target=%v is neither all_linear nor a list of layer names; write all_linear, or a list such as [q_proj, v_proj]" $target) }}
 {{- else }}
 {{- /* The names of the layers are in the model's folder, which a template cannot read. */}}
 - all
