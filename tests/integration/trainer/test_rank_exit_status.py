@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
 from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
+from .two_ranks import run_two_ranks
 
 
 def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
@@ -50,3 +52,11 @@ async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
         run.ranks()[1].kill()
 
         assert ranks.wait(120) == 1, run.log()[-4000:]
+
+
+def test_the_wait_for_an_order_outlasts_the_limit_of_collective_calls_and_ends_with_the_leader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "waited")
+    _, follower = run_two_ranks("waiting_process", tmp_path)
+    assert re.search(r"^training: .*[Tt]imed out", follower, re.MULTILINE), follower
+    assert re.search(r"^order: late$", follower, re.MULTILINE), follower
+    assert re.search(r"^leader: .*(closed|reset)", follower, re.MULTILINE), follower

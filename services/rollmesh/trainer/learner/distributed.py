@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+_ORDER_TIMEOUT = timedelta(days=1)
+"""Limit of the wait for the next message of rank 0, which may wait for Redis, a full disk or an object store meanwhile.
+A rank that dies closes its connections, which ends the wait of its peers at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +25,8 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    orders: dist.ProcessGroup | None = None
+    """Group of the messages of rank 0; None with one process."""
 
     @property
     def leads(self) -> bool:
@@ -30,14 +37,14 @@ class World:
 def join_world(device_type: str) -> World:
     """Join the process group that torchrun describes in the environment. A single process joins none.
 
-    Idempotent. ``device_type`` is ``cpu`` (gloo) or ``cuda`` (nccl).
+    ``device_type`` is ``cpu`` (gloo) or ``cuda`` (nccl).
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
-    return World(rank=dist.get_rank(), size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
+    orders = dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT)
+    return World(rank=dist.get_rank(), size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")), orders=orders)
 
 
 def leave_world() -> None:
@@ -100,10 +107,10 @@ def broadcast_bytes(data: bytes | None, world: World) -> bytes:
             raise ValueError("broadcast_bytes: data is None; rank 0 must pass bytes")
         return data
     length = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-    dist.broadcast(length, 0)
+    dist.broadcast(length, 0, group=world.orders)
     buffer = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
     )
     if len(buffer):
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, 0, group=world.orders)
     return buffer.numpy().tobytes()

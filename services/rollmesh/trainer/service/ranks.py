@@ -114,7 +114,7 @@ class RankCoordinator:
         return self.catalog.base(BASE_VERSION) if adapted else None
 
     def idle(self) -> None:
-        """Keep the other ranks alive: without an order their wait for the next one would time out."""
+        """Send an order without work: the wait of the other ranks for the next order is limited."""
         self._order({"do": "idle"})
 
     def dismiss(self) -> None:
@@ -204,10 +204,14 @@ class RankCoordinator:
         self.trainer.take_weights(self._kept_folder(policy_version))
 
     def _kept_folder(self, policy_version: int) -> Path:
-        folder = self.catalog.folder(policy_version)
-        if folder is None:
-            raise CheckpointError(f"policy version {policy_version} is no longer kept; choose a version that is")
-        return folder
+        try:
+            return self.catalog.open(policy_version)
+        except CheckpointError as error:
+            if error.passing:
+                raise
+            raise CheckpointError(
+                f"policy version {policy_version} is no longer kept ({error}); choose a version that is"
+            ) from error
 
     def _find(self, name: str) -> CommittedState:
         for state in self._checkpoints.committed_states():
