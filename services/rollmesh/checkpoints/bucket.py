@@ -196,7 +196,9 @@ class BucketStore(CheckpointStore):
             return local.payload_sha256
         try:
             stored = self.batch_footer(train_step)
-        except CheckpointError:
+        except CheckpointError as error:
+            if error.passing:
+                raise
             self.objects.put(path, key)  # damaged, so no trainer has used it
             return local.payload_sha256
         if stored.group_ids != local.group_ids:
@@ -221,10 +223,10 @@ class BucketStore(CheckpointStore):
 
     def _has_batch(self, train_step: int, stored: BatchFooter) -> bool:
         try:
-            local = batches.read_footer(self.root, self._secret, train_step)
+            # The same groups in two files may be trained with other settings.
+            return batches.read_footer(self.root, self._secret, train_step) == stored
         except CheckpointError:
             return False  # missing or damaged local copy
-        return (local.payload_sha256, local.replay) == (stored.payload_sha256, stored.replay)
 
     def _pull_batch(self, train_step: int) -> None:
         key = batch_key(train_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.batches import StepSettings, batch_path
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
@@ -245,6 +246,46 @@ def test_of_two_trainers_that_write_a_step_at_once_the_first_one_counts(
     assert [g.group_id for g in node("older").read_batch(1).groups] == ["e0-2", "e0-3"]
     # An answer that was lost on the way: the same batch is written again, and that is fine.
     assert node("newer").write_batch(make_batch(1), CURSOR) == node("older").batch_footer(1).payload_sha256
+
+
+def test_of_two_trainers_with_the_same_groups_the_settings_of_the_first_one_count(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (StepSettings(learning_rate=rate, kl_reference_version=None) for rate in (1e-3, 1e-4))
+    put_new = ObjectStore.put_new
+
+    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
+        monkeypatch.setattr(ObjectStore, "put_new", put_new)
+        node("first").write_batch(make_batch(1), CURSOR, settings=first)
+        return put_new(self, source, key)
+
+    monkeypatch.setattr(ObjectStore, "put_new", overtaken)
+    late = node("late")
+    late.write_batch(make_batch(1), CURSOR, settings=second)
+    assert late.stored_batch(1).footer == node("other").batch_footer(1)
+    assert node("late").stored_batch(1).footer.settings == first, "a replay after a restart"
+
+
+def test_a_batch_file_whose_footer_cannot_be_read_for_now_is_not_replaced(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise ConnectionResetError("connection reset by peer")
+
+    put_new = ObjectStore.put_new
+
+    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
+        patched.setattr(ObjectStore, "put_new", put_new)
+        node("first").write_batch(make_batch(1), CURSOR)
+        patched.setattr(ObjectStore, "open", lambda *_: Interrupted(bytes(1000)))
+        return put_new(self, source, key)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="connection reset") as caught:
+        patched.setattr(ObjectStore, "put_new", overtaken)
+        node("late").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+    assert caught.value.reason == Reason.UNREACHABLE
+    assert node("other").batch_footer(1).group_ids == ["e0-2", "e0-3"]
 
 
 def test_a_damaged_batch_file_of_a_node_is_pulled_again_and_one_of_the_bucket_is_replaced(node: Node) -> None:
