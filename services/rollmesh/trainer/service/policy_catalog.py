@@ -84,14 +84,17 @@ class PolicyCatalog:
 
         A version is verified once. Each call checks that its folder exists, because it may have been pruned since.
         """
-        verified = self._verified.pop(policy_version, None)
-        if verified is None or not (verified.folder / MANIFEST_FILE).is_file():
+        if policy_version not in (kept := self._kept()):
             record = self._records.get(policy_version)
             if record is None:
                 raise CheckpointError(f"policy version {policy_version} is not registered", reason=Reason.MISSING)
-            verified = self._checkpoints.open(record)
-        self._verified[policy_version] = verified
-        return verified
+            kept[policy_version] = self._checkpoints.open(record)
+        self._verified = kept
+        return kept[policy_version]
+
+    def _kept(self) -> dict[int, VerifiedPolicy]:
+        """Return the verified versions whose folders exist: the others were pruned."""
+        return {v: p for v, p in self._verified.items() if (p.folder / MANIFEST_FILE).is_file()}
 
     def base(self, policy_version: int) -> BasePolicy:
         """Return a version as the base of adapters; raise CheckpointError with the reason if it is damaged."""

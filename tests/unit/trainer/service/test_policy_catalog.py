@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -33,6 +35,19 @@ def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"changed")
     assert catalog.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
     assert PolicyCatalog(checkpoints).folder(0) is None
+
+
+def test_the_catalog_holds_no_more_versions_than_the_store_keeps(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    catalog = PolicyCatalog(checkpoints)
+    held = []
+    for version in range(6):
+        catalog.update([publish(checkpoints, version)])
+        held.append(weakref.ref(catalog.policy(version).manifest))
+        checkpoints.prune(catalog.records, keep_last=2, keep_versions={0}, session="abc")
+    catalog.policy(5)
+    gc.collect()
+    assert [version for version in range(6) if held[version]() is not None] == [0, 4, 5]
 
 
 def test_versions_without_a_record_keep_their_train_step_but_are_not_known_as_policies(tmp_path: Path) -> None:
