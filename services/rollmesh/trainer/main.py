@@ -153,7 +153,7 @@ async def _build_deps(
         batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, replay, ranks.trainer.settings),
         parts=PartSource(ranks, session, executor, shutdown, schedule),
         publisher=publisher,
-        rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
+        rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, retry, progress, executor),
         progress=progress,
         checkpoints=checkpoints,
         retry=retry,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
@@ -61,13 +62,14 @@ class Announcer:
         kept |= {g.policy_version for g in generators}
         kept |= {g.loading_version for g in generators if g.loading_version is not None}
         kept |= {e.request.policy_version for e in evaluations if e.result is None}
-        removed = await asyncio.to_thread(
+        prune = partial(
             self._checkpoints.prune,
             self._catalog.records,
             keep_last=kept_policies(self._config),
             keep_versions=kept,
             session=session,
         )
+        removed = await self._retry.run("prune_policies", lambda: asyncio.to_thread(prune))
         if removed:
             self._log.info("policies_pruned", paths=removed)
 

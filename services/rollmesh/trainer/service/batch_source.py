@@ -66,7 +66,7 @@ class BatchSource:
         Raises CheckpointError if Redis counts the step as trained but its batch file is missing or damaged, so that the
         step cannot be replayed, or if an earlier batch file that the step draws groups from is.
         """
-        claimed = await self._from_file(train_step)
+        claimed = await self._retry.run("read_batch", lambda: self._from_file(train_step))
         if claimed is None:
             claimed = await self._from_queue(train_step, timeout)
         if claimed is not None:
@@ -87,6 +87,8 @@ class BatchSource:
         try:
             stored = await asyncio.to_thread(self._checkpoints.stored_batch, train_step)
         except CheckpointError as error:
+            if error.passing:
+                raise
             if train_step <= self._session.trained_step:
                 raise CheckpointError(
                     f"train step {train_step} was trained before but cannot be replayed: {error}",

@@ -95,7 +95,7 @@ class Publisher:
         source: PolicyRecord | WritePolicy | None = None
         if newest is None or newest.policy_version != self._newest:
             # Only the publication in flight of a process that was killed, or of a registry that was lost, is left over.
-            source = await self._whole_folder(version, train_step)
+            source = await self._retry.run("find_policy", lambda: self._whole_folder(version, train_step))
         label = self._progress.label(self._session.token)
         if source is None:
             parent = newest.policy_version if newest else None
@@ -156,7 +156,7 @@ class Publisher:
 
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
         """Copy the weights out; return the function that writes them."""
-        base = await self._in_thread(lambda: self._ranks.base_of(version))
+        base = await self._retry.run("read_base", lambda: self._in_thread(lambda: self._ranks.base_of(version)))
         with self._timed("copy_out"):
             copied = await self._in_thread(lambda: self._ranks.copy_out(version))
         # Without a score of the copy, the canary is scored before the next step changes the weights.
@@ -218,6 +218,8 @@ class Publisher:
                 try:
                     await asyncio.to_thread(self._checkpoints.open, record)
                 except CheckpointError as error:
+                    if error.passing:  # a second set of weights of this version must not be written
+                        raise
                     self._log.warning("unannounced_policy_refused", path=record.path, message=str(error))
                     return None
                 return record

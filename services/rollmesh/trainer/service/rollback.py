@@ -27,6 +27,7 @@ from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.write_retry import Retry
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class RollbackRunner:
     _session: TrainingSession
     _publisher: Publisher
     _checkpoints: CheckpointStore
+    _retry: Retry
     _progress: Progress
     _executor: Executor
     _log: Logger = field(default_factory=lambda: get_logger("rollback"), init=False)
@@ -47,8 +49,7 @@ class RollbackRunner:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
         store = self._session.store
         request = await self._pending()
-        replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._ranks.trainer.train_step
-        if request is None or replaying:
+        if request is None or await self._replaying():
             return
         await self.unless_abandoned(self._publisher.announced())
         try:
@@ -81,13 +82,28 @@ class RollbackRunner:
             self._log.warning("diverged_policy_not_published", message=str(error))
             return None
 
+    async def _replaying(self) -> bool:
+        steps = await self._retry.run("list_batch_files", lambda: asyncio.to_thread(self._checkpoints.batch_steps))
+        return bool(steps) and steps[-1] > self._ranks.trainer.train_step
+
     async def _pending(self) -> RollbackRequest | None:
         return await self._session.retry("rollback_request", self._session.store.rollbacks.pending)
+
+    async def _take_weights(self, version: int) -> CheckpointError | None:
+        """Load the weights of a version; return the error of one that is not kept, which is no failure of the store."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
+        except CheckpointError as error:
+            if error.passing:
+                raise
+            return error
+        return None
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
         store, version = self._session.store, request.policy_version
         self._ranks.catalog.update(await self._session.retry("policies", store.policies.announced))
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
+        if (refusal := await self._retry.run("take_weights", lambda: self._take_weights(version))) is not None:
+            raise refusal
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id
         self._progress.rollback_step = self._ranks.trainer.train_step

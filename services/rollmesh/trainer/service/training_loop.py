@@ -33,6 +33,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -234,7 +235,8 @@ class TrainingLoop:
         await deps.session.report_committed(self.train_step)
         deps.metrics.committed_step.set(self.train_step)
         deps.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
-        await asyncio.to_thread(deps.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        prune = partial(deps.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        await deps.retry.run("prune_states", lambda: asyncio.to_thread(prune))
         await asyncio.to_thread(deps.metrics.disk.observe, deps.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
