@@ -1,6 +1,6 @@
-"""Run as a script by the tests: the trainer service, whose checkpoint store is unreachable at the first use of a method.
+"""Run as a script by the tests: the trainer service, whose checkpoint store is unreachable at the first use of methods.
 
-METHODS are those that the training loop uses; each fails once. Usage: unreachable_process.py RUN.yaml
+The methods are those that the training loop uses; each fails once. Usage: unreachable_process.py RUN.yaml
 """
 
 from __future__ import annotations

@@ -227,6 +227,8 @@ class TrainingSession:
             try:
                 footer = await asyncio.to_thread(self._checkpoints.batch_footer, step)
             except CheckpointError as error:
+                if error.passing:  # without this file its groups would be admitted again
+                    raise
                 self._log.warning("batch_file_refused", train_step=step, reason=error.reason, message=str(error))
                 continue
             batches.append((step, footer.group_ids))

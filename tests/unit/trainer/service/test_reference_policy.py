@@ -11,7 +11,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.reference_policy import check_reference
+from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
 from rollmesh.types import PolicyRecord
 
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, kl_reference_version=0)
@@ -26,6 +26,12 @@ class Failing:
 
     def open(self, record: PolicyRecord) -> Any:
         raise CheckpointError(f"{Path(record.path)}: no", reason=self.reason)
+
+    def batch_steps(self) -> list[int]:
+        return [1, 2]
+
+    def batch_footer(self, train_step: int) -> Any:
+        raise CheckpointError(f"batch {train_step}: no", reason=self.reason)
 
 
 def catalog(reason: Reason) -> PolicyCatalog:
@@ -49,3 +55,11 @@ def test_a_damaged_reference_is_a_wrong_setting_and_the_damage_is_named(algorith
 
 def test_a_run_that_reads_no_reference_needs_none() -> None:
     check_reference(AlgorithmConfig(kl_reference_version=7), catalog(Reason.TAMPERED))
+
+
+def test_the_references_in_use_are_unknown_while_a_batch_file_is_unreachable() -> None:
+    damaged: Any = Failing(Reason.TORN)
+    assert references_in_use(ALGORITHM, damaged, 1) == {0}
+    unreachable: Any = Failing(Reason.UNREACHABLE)
+    with pytest.raises(CheckpointError, match="batch 2: no"):
+        references_in_use(ALGORITHM, unreachable, 1)

@@ -11,6 +11,8 @@ from typing import Any, cast
 import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import TrainingState
@@ -44,12 +46,15 @@ class Checkpoints:
 
     root: Path = Path("checkpoints")
     read: list[int] = field(default_factory=list)
+    unreadable: dict[int, Reason] = field(default_factory=dict)
 
     def batch_steps(self) -> list[int]:
         return list(range(1, 7))
 
     def batch_footer(self, train_step: int) -> Any:
         self.read.append(train_step)
+        if train_step in self.unreadable:
+            raise CheckpointError(f"batch file {train_step}: no", reason=self.unreadable[train_step])
         return SimpleNamespace(
             group_ids=[f"e0-{train_step}"],
             payload_sha256=str(train_step),
@@ -122,6 +127,16 @@ async def test_a_start_reads_the_batch_files_that_redis_does_not_know_as_trained
     (told,) = store.told
     assert [step for step, _ in told["batches"]] == read
     assert (told["known_step"], told["trained_step"], told["cursor"].index) == (known, 5, 6)
+
+
+async def test_nothing_is_sent_while_a_batch_file_is_unreachable_but_a_damaged_one_is_left_out() -> None:
+    store, checkpoints = Store(trained_step=3), Checkpoints(unreadable={5: Reason.UNREACHABLE})
+    with pytest.raises(CheckpointError, match="batch file 5: no"):
+        await session_with(store, checkpoints).begin(committed_step=5)
+    assert store.told == []
+    checkpoints.unreadable[5] = Reason.TORN
+    await session_with(store, checkpoints).begin(committed_step=5)
+    assert [step for step, _ in store.told[0]["batches"]] == [4, 6]
 
 
 async def test_policies_are_read_once() -> None:
