@@ -6,6 +6,7 @@ They carry data within a process; messages between processes are protobuf (``wir
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -279,6 +280,12 @@ class PolicyRecord:
     """Checkpoint folder, relative to the checkpoint store's root."""
     manifest_digest: str
     """sha256 (hex) of the manifest file."""
+
+    @property
+    def rollback_count(self) -> int:
+        """Rollbacks of the run before this policy: the folder name ends with ``r<count>`` after the first one."""
+        mark = re.search(r"r(\d+)$", self.path)
+        return int(mark[1]) if mark else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

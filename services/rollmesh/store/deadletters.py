@@ -53,8 +53,7 @@ class DeadLetters:
     async def replay(self, trajectory_id: str) -> str:
         """Request a new group for the letter's prompt (``replay_of``); repeated calls return the same group id.
 
-        The group opens immediately if the staleness bound and memory allow it. Otherwise the leader opens it before
-        new prompts.
+        The leader opens the group before new prompts, once its schedule admits one more.
         """
         limits = await self._limits.get()
         group_id: bytes = await self._connection.run("replay_letter", trajectory_id, limits.group_size)

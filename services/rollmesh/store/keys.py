@@ -49,7 +49,7 @@ _SINGLE = frozenset(
         "evaluations",  # evaluations in the order of their requests
         "evaluation_queue",  # evaluations without a worker
         "evaluation_claims",  # evaluation -> session that runs it
-        "replays",  # replayed dead letters that wait for room
+        "replays",  # replayed dead letters that wait for the leader
         "reports",  # newest step reports, by train step
         "scale",  # requested replicas by service
         "scaler",  # launcher that applies the requested replicas

@@ -61,7 +61,8 @@ class Leadership:
 
     async def admit_replays(self, leader: str, most: int) -> int:
         """Open up to ``most`` waiting groups of replayed dead letters; returns the number of opened groups."""
-        return int(await self._connection.run("admit_replays", leader, min(most, _GROUPS_PER_ADMISSION)))
+        nonce = secrets.token_hex(8)
+        return int(await self._connection.run("admit_replays", leader, nonce, min(most, _GROUPS_PER_ADMISSION)))
 
     async def cursor(self) -> Cursor:
         """Return the position of the next prompt to admit."""

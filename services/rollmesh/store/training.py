@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Collection, Sequence
 
@@ -11,6 +12,7 @@ from rollmesh.prompt_history import PromptOutcome
 from rollmesh.store.leadership import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.queue_types import TrainingState
 from rollmesh.store.redis_connection import Connection, Reply
@@ -28,11 +30,14 @@ _UNKNOWN_DIGEST = "unknown"
 class Training:
     """Queue operations of rank 0 of the trainer."""
 
-    def __init__(self, connection: Connection, limits: Limits, records: PromptRecords) -> None:
+    def __init__(
+        self, connection: Connection, limits: Limits, records: PromptRecords, policies: PolicyRegistry
+    ) -> None:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
         self._records = records
+        self._policies = policies
         self._claimed: dict[int, tuple[str, ...]] = {}
 
     async def open_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
@@ -197,18 +202,20 @@ class Training:
     async def _needs_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
         """Tell whether a rollback is unfinished, or a policy belongs to a rollback that Redis has lost.
 
-        Such a policy is the second of its train step and is not announced in Redis.
+        Such a policy is not announced in Redis. It has more rollbacks than the policy before it, or its train step.
         """
-        fields = ("abandoned_to", "policy_version", "policy_train_step")
-        begun, *newest = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
-        if begun is not None:
+        if await self._connection.command("HGET", self._keys.single("meta"), "abandoned_to") is not None:
             return True
-        version, train_step = map(int, newest)
-        for record in sorted(policies, key=lambda p: p.policy_version):
-            if record.policy_version > version:
-                if version >= 0 and record.train_step <= train_step:
-                    return True
-                version, train_step = record.policy_version, record.train_step
+        newest = await self._policies.latest()
+        unknown = sorted(policies, key=lambda p: p.policy_version)
+        if newest is not None:
+            unknown = [newest, *(p for p in unknown if p.policy_version > newest.policy_version)]
+        for before, after in itertools.pairwise(unknown):
+            # An empty Redis tells nothing of the versions between, which are pruned: their rollback may be long ago.
+            known = newest is not None or after.policy_version == before.policy_version + 1
+            rolled_back = known and after.rollback_count > before.rollback_count
+            if rolled_back or after.train_step <= before.train_step:
+                return True
         return False
 
     async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:

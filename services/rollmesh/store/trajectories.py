@@ -123,12 +123,14 @@ class TrajectoryQueue:
             del remaining[: int(processed)]
         return released
 
-    async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes) -> bool:
-        """Save the environment state of a leased trajectory, replacing the older one; False when it is not held.
+    async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes, *, incarnation: int = 0) -> bool:
+        """Save the environment state of a leased trajectory, replacing the older one.
+
+        Returns False when the session does not hold it, or holds another incarnation of it.
 
         The snapshot is not atomic with ``append``: it contains the turns that it covers.
         """
-        return bool(await self._connection.run("keep_snapshot", session, trajectory_id, snapshot))
+        return bool(await self._connection.run("keep_snapshot", session, trajectory_id, incarnation, snapshot))
 
     async def restart(self, session: str, trajectory_ids: Sequence[str]) -> list[int | None]:
         """Drop the saved tokens of leased trajectories that have to restart, because their environment was lost.

@@ -59,7 +59,7 @@ class TrajectoryStore:
         self.policies = PolicyRegistry(connection, self.settings)
         self.generators = GeneratorRegistry(connection)
         self.reloads = ReloadLeases(connection)
-        self.training = Training(connection, self.limits, self.prompt_records)
+        self.training = Training(connection, self.limits, self.prompt_records, self.policies)
         self.rollbacks = Rollbacks(connection, self.settings)
         self.unclaimed = Unclaimed(connection)
         self.step_reports = StepReports(connection)

@@ -100,9 +100,16 @@ class Saver:
         await self._failures.submit((trajectory_id, reason))
 
     async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes) -> None:
-        """Store the state of the trajectory's environment; a lost lease is only detected by the next save."""
+        """Store the state of the trajectory's environment; a lease lost meanwhile is only detected by the next save.
+
+        Raises LetGo if the lease is known to be lost.
+        """
+        active.check_lost()
         active.keep_snapshot(snapshot)
-        await self._session.call(lambda session: self._queue.keep_snapshot(session, active.trajectory_id, snapshot))
+        trajectory_id, incarnation = active.trajectory_id, active.incarnation
+        await self._session.call(
+            lambda session: self._queue.keep_snapshot(session, trajectory_id, snapshot, incarnation=incarnation)
+        )
 
     async def restart(self, active: ActiveTrajectory) -> None:
         """Drop the saved tokens: the trajectory restarts under the same lease.

@@ -96,6 +96,7 @@ async def test_dead_letters_are_shown_replayed_and_deleted(client: httpx.AsyncCl
     done = (await client.post("api/v1/dead-letters/e0-0.0/replay")).json()
     again = (await client.post("api/v1/dead-letters/e0-0.0/replay")).json()
     assert done["group_id"] == again["group_id"] == "e0-0r1"
+    assert await scene.store.leadership.admit_replays(scene.leader, 1) == 1
     assert (await client.get("api/v1/trajectories/e0-0r1.0")).json()["state"] == "pending"
     assert (await client.delete("api/v1/dead-letters/e0-0.0")).status_code == 200
     assert (await client.delete("api/v1/dead-letters/e0-0.0")).status_code == 404

@@ -101,3 +101,10 @@ async def test_a_leader_whose_queue_was_lost_asks_for_no_version_that_may_be_pru
     assert await store.evaluations.all() == []
     await PeriodicEvaluations(store.evaluations, config, keep_last=3).request_due(5)
     assert [r.request.policy_version for r in await store.evaluations.all()] == [3]
+
+
+async def test_a_leader_of_an_empty_queue_asks_for_no_pruned_version_once_the_trainer_is_back(store) -> None:
+    evaluations = PeriodicEvaluations(store.evaluations, EvalConfig(every_versions=3, prompt_count=2), keep_last=3)
+    for newest in (-1, 8, 9):
+        await evaluations.request_due(newest)
+    assert [r.request.policy_version for r in await store.evaluations.all()] == [6, 9]

@@ -43,6 +43,7 @@ class QueueMachine(QueueWorkers):
     max_staleness: ClassVar[int] = 2
     outcomes: list[PromptOutcome]
     """Outcomes in the newest batch file."""
+    rollbacks = 0
 
     @initialize(
         filtering=st.booleans(),
@@ -212,11 +213,13 @@ class QueueMachine(QueueWorkers):
         assert leader is not None
         self.leader = leader
 
-    @rule()
-    def publish(self) -> None:
-        version = self.model.announce(self.model.trained_step)
+    @rule(rolled_back=st.booleans())
+    def publish(self, rolled_back: bool = False) -> None:
+        self.rollbacks += rolled_back
+        version = self.model.announce(self.model.trained_step, rollback_count=self.rollbacks)
+        record = policy(version, self.model.trained_step, rollbacks=self.rollbacks)
         for _ in range(2):
-            self.do(self.store.policies.announce(self.trainer, policy(version, self.model.trained_step)))
+            self.do(self.store.policies.announce(self.trainer, record))
 
     @precondition(lambda self: self.model.claim())
     @rule()

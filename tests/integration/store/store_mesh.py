@@ -28,9 +28,10 @@ def limits(**changes: object) -> RunLimits:
     return RunLimits(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def policy(version: int, train_step: int | None = None) -> PolicyRecord:
+def policy(version: int, train_step: int | None = None, *, rollbacks: int = 0) -> PolicyRecord:
     step = version if train_step is None else train_step
-    return PolicyRecord(policy_version=version, train_step=step, path=f"{step}-x", manifest_digest="ab" * 32)
+    path = f"{step}-x" + (f"r{rollbacks}" if rollbacks else "")
+    return PolicyRecord(policy_version=version, train_step=step, path=path, manifest_digest="ab" * 32)
 
 
 def prompt(index: int, tokens: int = 4) -> Prompt:

@@ -137,16 +137,15 @@ async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(sto
     mesh = await Mesh.start(store, keeps_history=True, max_attempts=1)
     await admit(mesh, 1)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
-    opened = await copy_of_keys(store)
+    unasked = await copy_of_keys(store)
     replay = await store.dead_letters.replay("e0-0.0")
+    await open_replay(mesh)
     replayed = await copy_of_keys(store)
-    while await store.trajectories.lease(mesh.session, 64):
-        pass
     await end(mesh, replay)
     file = {1: ([replay], await train(mesh, 1, replay))}
     before = await store.prompt_records.domain_totals()
     assert before["algebra"].drawn == 2
-    for restored in (opened, replayed):
+    for restored in (unasked, replayed):
         await put_back(store, restored)
         await reassert(mesh, file, cursor=1)
         assert await store.prompt_records.domain_totals() == before
@@ -156,8 +155,8 @@ async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(sto
 async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_once(
     store: TrajectoryStore, is_trained: bool
 ) -> None:
-    """The window is full at the request; the outcome of the replay is in a file, its group in a batch or in none."""
-    mesh = await Mesh.start(store, keeps_history=True, max_attempts=1, window_groups=3, max_staleness=4)
+    """The outcome of the replay is in a file, its group in a batch or in none."""
+    mesh = await Mesh.start(store, keeps_history=True, max_attempts=1, max_staleness=4)
     await admit(mesh, 3)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
     replay = await store.dead_letters.replay("e0-0.0")

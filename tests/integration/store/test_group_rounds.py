@@ -260,6 +260,7 @@ async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: Trajecto
     first, _ = await lease(mesh)
     await store.trajectories.fail(mesh.session, [(first.trajectory.trajectory_id, "broke")])
     replay = await store.dead_letters.replay(first.trajectory.trajectory_id)
+    assert await store.leadership.admit_replays(mesh.leader, 1) == 1
     for leased in await lease(mesh):
         if leased.trajectory.group_id == replay:
             assert leased.plan == {}

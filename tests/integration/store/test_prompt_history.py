@@ -106,6 +106,7 @@ async def test_a_group_without_two_scores_and_a_replayed_one_are_in_the_history(
     assert (await history(store))["0"].members == 1
     (letter, *_) = await store.dead_letters.newest()
     replayed = await store.dead_letters.replay(letter.trajectory_id)
+    assert await store.leadership.admit_replays(mesh.leader, 1) == 1
     await store.trajectories.lease(mesh.session, 8)
     await end(mesh, replayed, (2, 1.0), (2, 0.0))
     assert (await history(store))["0"].groups == 2

@@ -10,7 +10,7 @@ from rollmesh.errors import Conflict
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import TrajectoryStore
 
-from .store_mesh import Mesh, policy
+from .store_mesh import Mesh, limits, policy
 from .stored_keys import read_truth
 
 
@@ -91,3 +91,50 @@ async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: Traject
     assert (await store.leadership.desired()).start_at_version == 3
     await store.leadership.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=4))
     assert (await store.leadership.desired()).start_at_version == 4
+
+
+async def test_a_rollback_off_an_unpublished_step_sets_the_floor(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.policies.announce(mesh.trainer, policy(1))
+    # Steps 2 and 3 were trained and reported, but their policies were not finite.
+    await store.policies.announce(mesh.trainer, policy(2, train_step=3, rollbacks=1))
+    assert (await store.leadership.desired()).start_at_version == 2
+    assert (await store.policies.outlook()).required_version == 2
+    await store.policies.announce(mesh.trainer, policy(3, train_step=4, rollbacks=1))
+    assert (await store.leadership.desired()).start_at_version == 2
+    await store.policies.announce(mesh.trainer, policy(4, train_step=6, rollbacks=2))
+    assert (await store.leadership.desired()).start_at_version == 4
+
+
+@pytest.mark.parametrize("announced", [0, 1])
+async def test_a_redis_without_a_rollback_off_an_unpublished_step_drops_the_abandoned_work(
+    store: TrajectoryStore, announced: int
+) -> None:
+    mesh = await Mesh.start(store)
+    policies = [policy(0), policy(1), policy(2, train_step=3, rollbacks=1), policy(3, train_step=4, rollbacks=1)]
+    for record in policies[1 : announced + 1]:
+        await store.policies.announce(mesh.trainer, record)
+    await mesh.admit(3)
+    # The trainer has pruned version 1.
+    await store.training.reassert(mesh.trainer, 0, 0, [], [policies[0], *policies[announced + 1 :]], Cursor())
+    assert (await store.mesh.counts()).drops == {"rolled_back": 3}
+    assert (await store.leadership.desired()).start_at_version == 2
+    await mesh.admit(1)
+    await store.training.reassert(mesh.trainer, 0, 0, [], policies, Cursor())
+    assert (await store.mesh.counts()).drops == {"rolled_back": 3}
+
+
+@pytest.mark.parametrize(("kept", "dropped"), [((0, 5, 6), 0), ((0, 4, 5), 1)])
+async def test_an_empty_redis_drops_work_only_near_a_rollback(
+    store: TrajectoryStore, kept: tuple[int, ...], dropped: int
+) -> None:
+    """Version 5 is the first one after a rollback; the trainer keeps the newest policies and version 0."""
+    await store.limits.init_run(limits())
+    trainer = await store.training.open_session("trainer")
+    leader = await store.leadership.acquire("rollout")
+    assert leader is not None
+    mesh = Mesh(store, leader=leader, trainer=trainer, session=await store.sessions.open("worker"))
+    await mesh.admit(1)
+    policies = [policy(version, version + (version > 4), rollbacks=int(version > 4)) for version in kept]
+    await store.training.reassert(trainer, 0, 0, [], policies, Cursor())
+    assert (await store.mesh.counts()).drops.get("rolled_back", 0) == dropped

@@ -9,7 +9,12 @@ import pytest
 
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
+from rollmesh.worker.saving import Saver
+from rollmesh.worker.worker_session import WorkerSession
 
 from .store_mesh import Mesh, environment_segment, group, known, policy, segment
 from .stored_keys import read_truth
@@ -170,3 +175,23 @@ async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: 
     await store.trajectories.keep_snapshot(stranger, "e0-0.1", b"of tokens that are gone")
     await store.trajectories.restart(stranger, ["e0-0.1"])
     assert not await store.connection.command("HEXISTS", store.connection.keys.of("trajectory", "e0-0.1"), "snapshot")
+    assert await store.trajectories.keep_snapshot(stranger, "e0-0.1", b"of new tokens", incarnation=1)
+
+
+async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(store: TrajectoryStore) -> None:
+    """The group began again during a step of the environment, and the same worker has leased the trajectory again."""
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    session = WorkerSession(store.sessions, "worker", 1.0, RolloutMetrics(Metrics("rollout")))
+    await session.open()
+    mesh.session = session.current
+    (leased,) = await store.trajectories.lease(mesh.session, 1)
+    slow = ActiveTrajectory(leased.trajectory, incarnation=leased.incarnation)
+    await mesh.append(slow.trajectory_id, 0, 3)
+    assert await store.trajectories.restart(mesh.session, [slow.trajectory_id]) == [1]
+    saver, key = Saver(store.trajectories, session), store.connection.keys.of("trajectory", slow.trajectory_id)
+    await saver.keep_snapshot(slow, b"of the first incarnation")
+    assert not await store.connection.command("HEXISTS", key, "snapshot")
+    slow.lose("its group began again")
+    with pytest.raises(LetGo):
+        await saver.keep_snapshot(slow, b"of the first incarnation")

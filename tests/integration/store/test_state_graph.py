@@ -83,6 +83,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "release": lambda: {"pick": rng.randrange(1000), "reason": rng.choice(list(ReleaseReason))},
         "take_over_scoring": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 3)},
         "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
+        "publish": lambda: {"rolled_back": rng.random() < 0.2},
     }
     arguments["redis_forgets"] = lambda: {
         "pick": rng.randrange(1000),

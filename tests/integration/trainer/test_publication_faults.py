@@ -247,6 +247,7 @@ async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_poli
         await run.until("the end of the rollback", done, pause=0.01)
         first, last = await run.store.policies.announced()
         assert (last.policy_version, last.train_step) == (1, 2), "the confirmed step is replayed, and no more"
+        assert (await run.store.leadership.desired()).start_at_version == 1, "version 0 is of the abandoned branch"
         weights = [(run.checkpoints.open(r).folder / "model.safetensors").read_bytes() for r in (first, last)]
         assert weights[0] == weights[1]
         ledger = read_ledger(run.checkpoints)

@@ -19,9 +19,10 @@ class PeriodicEvaluations:
         self._log = get_logger("leader")
 
     async def request_due(self, policy_version: int) -> None:
-        """Request the evaluations due up to ``policy_version``, the newest."""
+        """Request the evaluations due up to ``policy_version``, the newest; -1 before the first is announced."""
         every = self._config.every_versions
-        if every == 0 or policy_version == self._requested:
+        # An empty Redis has no version until the trainer announces all of them again: evaluations do not start at -1.
+        if every == 0 or policy_version < 0 or policy_version == self._requested:
             return
         after = await self._requested_before(policy_version) if self._requested is None else self._requested
         for version in due_versions(every, after, policy_version):

@@ -108,11 +108,12 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         self.times.cut(self.now)
 
     # -- trainer ---------------------------------------------------------------------------------------------------
-    def announce(self, train_step: int) -> int:
-        """Announce the next policy version; a second one of a train step begins a new branch (a rollback)."""
+    def announce(self, train_step: int, *, rollback_count: int = 0) -> int:
+        """Announce the next policy version; one after a rollback, or of the same train step, begins a new branch."""
         version = len(self.version_steps)
-        if version and train_step <= self.version_steps[-1]:
+        if version and (train_step <= self.version_steps[-1] or rollback_count > self.rollback_count):
             self.branch_version = version
+        self.rollback_count = rollback_count
         self.version_steps.append(train_step)
         self.times.announced(self.now)
         return version

@@ -50,6 +50,8 @@ class QueueState:
         """Train step of every announced policy version."""
         self.branch_version = 0
         """Version announced by the last rollback: no trajectory may start on an older one."""
+        self.rollback_count = 0
+        """Rollbacks before the newest policy."""
         self.batch: tuple[str, ...] = ()
         """Groups of the cut that is not trained yet, in order."""
         self.batch_is_confirmed = False

@@ -1,7 +1,8 @@
 #!lua
--- uses: core fence replay
--- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. Without room, the group
--- waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
+-- uses: core fence
+-- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. The group waits for the
+-- leader (admit_replays), which raises the oldest version to start on first. ARGV: trajectory id, needed.
+-- Returns the group id.
 local id = ARGV[1]
 local letter = call('HMGET', letter_key(id), 'group', 'replayed_as', 'domain')
 if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
@@ -18,9 +19,5 @@ call('COPY', letter_prompt_key(id), prompt_key(gid))
 call('HSET', letter_key(id), 'replayed_as', gid)
 -- Counted with its number: after a restore of Redis, save_outcomes tells by the number which draws are counted.
 if letter[3] then call('HINCRBY', K.domains, letter[3], 1) end
-if has_room_for_a_group() then
-  open_replay(gid, id, ARGV[2])
-else
-  call('HSET', K.replays, gid, ARGV[2] .. ' ' .. id)
-end
+call('HSET', K.replays, gid, ARGV[2] .. ' ' .. id)
 return gid

@@ -88,7 +88,7 @@ class Publisher:
             self._metrics.policy_version.set(newest.policy_version)
             if newest.train_step > train_step:
                 return newest.policy_version
-            published = self._progress.published(newest.path)
+            published = self._progress.published(newest)
             if newest.train_step == train_step and published and not await self._damaged(newest):
                 return newest.policy_version
         version = newest.policy_version + 1 if newest else 0
@@ -214,7 +214,7 @@ class Publisher:
         """Return the complete folder of this version that a crash left without an announcement; None if none."""
         for record in await asyncio.to_thread(self._checkpoints.complete_policies):
             known = (record.policy_version, record.train_step) == (version, train_step)
-            if known and self._progress.published(record.path):
+            if known and self._progress.published(record):
                 try:
                     await asyncio.to_thread(self._checkpoints.open, record)
                 except CheckpointError as error:

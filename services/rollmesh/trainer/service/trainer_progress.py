@@ -12,6 +12,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.records.engine_work import GeneratedTokens
 from rollmesh.trainer.records.trained_lengths import DECILES
 from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.types import PolicyRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,10 +62,9 @@ class Progress:
         """Return the session part of folder names; it has the rollback count, as a rollback repeats a train step."""
         return f"{session}r{self.rollback_count}" if self.rollback_count else session
 
-    def published(self, path: str) -> bool:
-        """Tell whether a policy folder was written at the current rollback count (session tokens are hex)."""
-        _, mark, count = path.rpartition("-")[2].partition("r")
-        return int(count) == self.rollback_count if mark else self.rollback_count == 0
+    def published(self, record: PolicyRecord) -> bool:
+        """Tell whether a policy was written at the current rollback count."""
+        return record.rollback_count == self.rollback_count
 
 
 def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore) -> Progress:
