@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancelled_awaits_as_errors
 from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Int32Array, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
@@ -104,8 +105,9 @@ class _Episode:
 
     async def _guarded(self, awaitable: Awaitable[T], operation: str) -> T:
         try:
-            async with asyncio.timeout(self._timeout):
-                return await awaitable
+            with cancelled_awaits_as_errors():
+                async with asyncio.timeout(self._timeout):
+                    return await awaitable
         except TimeoutError as error:
             raise EnvironmentFailed(f"environment: {operation} took longer than {self._timeout:g} s") from error
         except RollmeshError:
