@@ -11,6 +11,7 @@ from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_re
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier, built_in_class
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.wire.codec import outcome_to_pb
 from rollmesh.wire.reward_messages import score_item_from_bytes
 
 
@@ -30,19 +31,19 @@ class Judge:
             item = score_item_from_bytes(payload)
             response = self._tokenizer.decode(item.response_ids)
             metadata = prompt_metadata(item.prompt, self._verifier, self._tokenizer)
-        except DataError as error:
+            async with self._slots, asyncio.timeout(self._timeout_seconds):
+                result = await self._verifier.verify_async(response, metadata)
+            reward = checked_reward(result, self._name)
+            outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
+            outcome_to_pb(outcome)  # raises ValueError if the name of a part is not valid protobuf text
+        except TimeoutError as error:
+            message = str(error) or f"{self._name}: no reply within {self._timeout_seconds:g} s"
+            return timed_out(message, self._verifier.timeout_means_wrong)
+        except (DataError, VerifierError) as error:
             return verifier_error(str(error))
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout_seconds):
-                    result = await self._verifier.verify_async(response, metadata)
-                reward = checked_reward(result, self._name)
-            except TimeoutError as error:
-                message = str(error) or f"{self._name}: no reply within {self._timeout_seconds:g} s"
-                return timed_out(message, self._verifier.timeout_means_wrong)
-            except VerifierError as error:
-                return verifier_error(str(error))
-        return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
+        except Exception as error:  # as in the process pool, any exception of a verifier becomes an outcome
+            return verifier_error(f"{self._name}: {type(error).__name__}: {error}")
+        return outcome
 
     async def aclose(self) -> None:
         """Close the verifier's connections."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -36,6 +37,26 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> list[Any]:
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class AwaitedTaskCancelled(RuntimeError):
+    """A task or future that the current task awaited was cancelled."""
+
+
+@contextmanager
+def cancelled_awaits_as_errors() -> Iterator[None]:
+    """Raise AwaitedTaskCancelled for a CancelledError that does not come from a cancellation of the current task.
+
+    User code raises such an error if its library cancels a task that it awaits. The current task must not end as
+    cancelled then: no error would be seen.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise AwaitedTaskCancelled("an awaited task was cancelled") from error
 
 
 def raise_first_error(results: Iterable[object]) -> None:

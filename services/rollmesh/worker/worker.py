@@ -18,7 +18,7 @@ from rollmesh.mesh import Desired
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait
+from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import ForkStatus, OutcomeKind, RewardOutcome, Trajectory
@@ -224,7 +224,8 @@ class Worker:
         deps = self._deps
         try:
             try:
-                await work(active)
+                with cancelled_awaits_as_errors():
+                    await work(active)
             except Parked as stop:
                 active.span.set(parked=stop.reason.value)
                 await deps.saver.save(active)

@@ -33,7 +33,7 @@ class CountingEnvironment:
 
     async def step(self, response_text, idempotency_key):
         self.turns.append(response_text)
-        self.log.append(idempotency_key)
+        self.log.append(idempotency_key.rpartition(":")[0])
         if len(self.turns) == 3:
             words = sum(len(t.split()) for t in self.turns)
             return EnvironmentReply(text="", done=True, reward=float(words))

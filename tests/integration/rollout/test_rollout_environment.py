@@ -54,7 +54,7 @@ class GatedEnvironment(CountingEnvironment):
             await self.gate.wait()
         while len(self.first) < 2:
             await asyncio.sleep(0.01)
-        return EnvironmentReply(text="", done=True, reward=float(idempotency_key[-3] == "1"))
+        return EnvironmentReply(text="", done=True, reward=float(idempotency_key.split(":")[0][-1] == "1"))
 
 
 @pytest.mark.parametrize(("replayable", "chunk"), [(False, 4), (False, 8), (True, 8)])

@@ -10,6 +10,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, Trajectory
+from rollmesh.worker.programs import SingleTurnProgram
 
 from .environment_episodes import (
     TURN,
@@ -30,10 +31,29 @@ class HangingEnvironment(CountingEnvironment):
         await asyncio.sleep(3600)
 
 
-async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_attempt(store, tokenizer):
+class CancellingEnvironment(CountingEnvironment):
+    """Awaits a call that its client library has cancelled."""
+
+    async def step(self, response_text, idempotency_key):
+        call = asyncio.create_task(asyncio.sleep(3600))
+        call.cancel()
+        await call
+
+
+class CancellingProgram(SingleTurnProgram):
+    async def run(self, rollout):
+        await CancellingEnvironment([]).step("", "")
+
+
+def made(kind, tokenizer, **options):
+    return kind() if kind is CancellingProgram else program_of(kind, tokenizer, [], **options)
+
+
+@pytest.mark.parametrize("kind", [HangingEnvironment, CancellingEnvironment, CancellingProgram])
+async def test_an_attempt_that_hangs_or_awaits_a_cancelled_call_ends_as_a_dead_letter(store, tokenizer, kind):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    program = program_of(HangingEnvironment, tokenizer, [], timeout=0.05)
+    program = made(kind, tokenizer, timeout=0.05)
     async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
 
         async def letters():
@@ -48,7 +68,7 @@ async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_at
 
 class BrokenToolEnvironment(SnapshottingEnvironment):
     async def step(self, response_text, idempotency_key):
-        self.log.append(idempotency_key)
+        self.log.append(idempotency_key.rpartition(":")[0])
         raise ValueError("the tool is broken")
 
 
@@ -101,14 +121,17 @@ async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(sto
 
 
 class UnclosableEnvironment(CountingEnvironment):
+    error: BaseException
+
     async def aclose(self):
-        raise OSError("already gone")
+        raise self.error
 
 
-async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer):
+@pytest.mark.parametrize("error", [OSError("already gone"), asyncio.CancelledError()])
+async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer, error):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    program = program_of(UnclosableEnvironment, tokenizer, [])
+    program = program_of(type("Unclosable", (UnclosableEnvironment,), {"error": error}), tokenizer, [])
     async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
         check(await trainer.train(1))
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") == 0
@@ -124,12 +147,12 @@ class ChattyEnvironment(CountingEnvironment):
         return EnvironmentReply(text=None, done=False)
 
 
-@pytest.mark.parametrize("kind", [AwayEnvironment, ChattyEnvironment])
+@pytest.mark.parametrize("kind", [AwayEnvironment, ChattyEnvironment, CancellingEnvironment, CancellingProgram])
 async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_never_the_replica(store, tokenizer, kind):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     await store.settings.set_user_paused(True)
-    async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, [])) as run:
+    async with running(store, cluster, ScriptedReward(), plan, program=made(kind, tokenizer)) as run:
         await store.evaluations.request(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
 
         async def result():

@@ -175,6 +175,8 @@ async def test_a_judge_that_is_not_there_is_an_error(judge: JudgeServer) -> None
         b'{"score": null}',
         b'{"score": NaN}',
         b'{"score": 1e999}',
+        b'{"score": %s}' % (b"1" * 400),
+        b"[" * 200_000,
         b'{"score": 1, "parts": {"a": "b"}}',
         b'{"score": 1, "parts": [1]}',
         b"x" * (2 << 20),
@@ -184,6 +186,16 @@ async def test_a_reply_without_a_number_is_an_error_never_a_zero(judge: JudgeSer
     judge.answer = lambda number, _: (200, {}, body)
     with pytest.raises(VerifierError):
         await judged(judge)
+
+
+async def test_a_reply_that_cannot_be_decompressed_is_tried_again_and_then_an_error(judge: JudgeServer) -> None:
+    replies: list[Reply] = [(200, {"Content-Encoding": "gzip"}, b'{"score": 1}'), (200, {}, b'{"score": 1}')]
+    judge.answer = lambda number, _: replies[number - 1]
+    assert (await judged(judge)).value == 1.0
+    judge.answer = lambda number, _: replies[0]
+    with pytest.raises(VerifierError, match="DecodingError"):
+        await judged(judge, retries=1)
+    assert len(judge.requests) == 4
 
 
 async def test_the_key_comes_from_the_environment(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:

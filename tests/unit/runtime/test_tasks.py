@@ -7,7 +7,13 @@ import gc
 
 import pytest
 
-from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait, raise_first_error
+from rollmesh.runtime.tasks import (
+    AwaitedTaskCancelled,
+    BackgroundTasks,
+    cancel_and_wait,
+    cancelled_awaits_as_errors,
+    raise_first_error,
+)
 
 
 async def test_background_tasks_survive_a_garbage_collection_and_leave_when_they_end():
@@ -60,3 +66,32 @@ async def test_the_end_of_tasks_returns_results_and_errors_in_order():
     raise_first_error([ended[0], ended[2]])
     with pytest.raises(ValueError, match="broken"):
         raise_first_error(ended)
+
+
+async def test_a_cancelled_await_is_an_error_unless_the_task_itself_is_cancelled():
+    inner = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        with cancelled_awaits_as_errors():
+            await inner
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    inner.cancel()
+    with pytest.raises(AwaitedTaskCancelled):
+        await task
+    inner = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
+    assert task.cancelled()
+
+
+async def test_a_time_limit_around_a_cancelled_await_stays_a_time_limit():
+    with pytest.raises(TimeoutError):
+        with cancelled_awaits_as_errors():
+            async with asyncio.timeout(0):
+                await asyncio.Event().wait()
+    with pytest.raises(AwaitedTaskCancelled):  # the limit above is not a cancellation of this task
+        with cancelled_awaits_as_errors():
+            raise asyncio.CancelledError

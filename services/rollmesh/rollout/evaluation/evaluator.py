@@ -19,7 +19,7 @@ from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailab
 from rollmesh.rollout.evaluation.pinned_generator import Pin
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -221,9 +221,10 @@ class Evaluator:
             pinned_version=request.policy_version,
         )
         try:
-            result = await self._deps.program.run(rollout)
-            trajectory = active.result(result.reason)
-            outcome = (await self._deps.scorer.score(trajectory, result.outcome)).outcome
+            with cancelled_awaits_as_errors():
+                result = await self._deps.program.run(rollout)
+                trajectory = active.result(result.reason)
+                outcome = (await self._deps.scorer.score(trajectory, result.outcome)).outcome
         except (StoreUnavailable, SessionLost):
             raise
         except RollmeshError as error:

@@ -23,8 +23,9 @@ class EnvironmentReply:
 class Environment(Protocol):
     """One episode.
 
-    Calls are at-least-once: after a crash a turn can be sent again with the same ``idempotency_key``
-    (``<trajectory_id>:<turn>``). An environment with external effects must not repeat them then.
+    Calls are at-least-once: after a crash a turn can be sent again with the same ``idempotency_key``. An environment
+    with external effects must not repeat them then. The key is ``<trajectory_id>:<turn>:<digest>``. The digest
+    covers the policy's tokens up to the end of the turn and, in an evaluation, the policy version.
     """
 
     replayable: bool

@@ -29,7 +29,8 @@ class HttpJudgeVerifier:
     ``format: chat`` calls an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
     {response} and {answer}, and ``score_pattern`` finds the number in the model's reply (its last match, group 1).
     Without a pattern the last number counts; for ``8/10`` or ``8 out of 10`` that is 8.
-    Connection errors and the replies 408, 425, 429 and 5xx are retried, within ``timeout_seconds`` overall.
+    Connection errors, replies that cannot be decompressed and the replies 408, 425, 429 and 5xx are retried, within
+    ``timeout_seconds`` overall.
     """
 
     timeout_means_wrong = False
@@ -110,7 +111,7 @@ class HttpJudgeVerifier:
                 body = await _read_bounded(reply)
         except httpx.TimeoutException as error:
             raise TimeoutError(f"http_judge: {self._url}: {type(error).__name__}") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             if last:
                 raise VerifierError(f"http_judge: {self._url}: {type(error).__name__}: {error}") from error
             return 0.0
@@ -138,7 +139,7 @@ class HttpJudgeVerifier:
                 return RewardParts(value=self._scale * self._number_in(reply["choices"][0]["message"]["content"]))
             parts = reply.get("parts") or {}
             return RewardParts(value=self._scale * _number(reply["score"]), parts=dict(parts))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             text = body[:200].decode("utf-8", "replace")
             raise VerifierError(
                 f"http_judge: {self._url}: no score in the reply {text!r}: {type(error).__name__}: {error}"

@@ -12,16 +12,20 @@ newest snapshot covers all saved turns, or all but the last, and the last is the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+import numpy as np
+
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancelled_awaits_as_errors
 from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, Int32Array, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
 from rollmesh.worker.active_trajectory import Parked
 from rollmesh.worker.program import RolloutContext, RolloutResult
 from rollmesh.worker.programs.snapshots import Snapshot
@@ -38,11 +42,19 @@ class EnvironmentFailed(RollmeshError, RuntimeError):
 class _Episode:
     """One environment in use, with the turns played so far and the newest reward."""
 
-    def __init__(self, environment: Environment, trajectory: Trajectory, tokenizer: Tokenizer, timeout: float) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        trajectory: Trajectory,
+        tokenizer: Tokenizer,
+        timeout: float,
+        pinned_version: int | None = None,
+    ) -> None:
         self._environment = environment
         self._trajectory = trajectory
         self._tokenizer = tokenizer
         self._timeout = timeout
+        self._pinned_version = pinned_version
         self._reward: float | None = None
         self.turn_count = 0
 
@@ -54,10 +66,13 @@ class _Episode:
     async def begin(self) -> None:
         await self._guarded(self._environment.reset(self._trajectory.prompt), "reset")
 
-    async def play(self, token_ids: Int32Array) -> EnvironmentReply:
-        """Pass one complete turn to the environment; the key identifies a repeated tool call."""
-        text = self._tokenizer.decode(token_ids)
-        key = f"{self._trajectory.trajectory_id}:{self.turn_count}"
+    async def play(self, turns: Sequence[Turn]) -> EnvironmentReply:
+        """Pass the last of the complete ``turns`` to the environment; the key identifies a repeated turn."""
+        text = self._tokenizer.decode(turns[-1].token_ids)
+        # A restart can sample other tokens, and the evaluations of all versions have the same trajectory ids.
+        digest = hashlib.blake2b(f"{self._pinned_version}:".encode(), digest_size=8)
+        digest.update(np.concatenate([turn.token_ids for turn in turns]).astype("<i4").tobytes())
+        key = f"{self._trajectory.trajectory_id}:{self.turn_count}:{digest.hexdigest()}"
         reply = await self._guarded(self._environment.step(text, key), f"turn {self.turn_count}")
         self.turn_count += 1
         if reply.reward is not None:
@@ -104,8 +119,9 @@ class _Episode:
 
     async def _guarded(self, awaitable: Awaitable[T], operation: str) -> T:
         try:
-            async with asyncio.timeout(self._timeout):
-                return await awaitable
+            with cancelled_awaits_as_errors():
+                async with asyncio.timeout(self._timeout):
+                    return await awaitable
         except TimeoutError as error:
             raise EnvironmentFailed(f"environment: {operation} took longer than {self._timeout:g} s") from error
         except RollmeshError:
@@ -143,7 +159,8 @@ class EnvironmentProgram:
             await rollout.restart(active)
             self._metrics.restarted.inc()
         try:
-            async with aclosing(_Episode(environment, active.trajectory, self._tokenizer, self._timeout)) as episode:
+            episode = _Episode(environment, active.trajectory, self._tokenizer, self._timeout, rollout.pinned_version)
+            async with aclosing(episode):
                 await episode.begin()
                 return await self._play(episode, rollout, durable=durable)
         except Parked:
@@ -193,7 +210,7 @@ class EnvironmentProgram:
             await rollout.save(rollout.active)
         else:
             await rollout.report_first_token(rollout.active)
-        reply = await episode.play(self._turns(rollout)[-1].token_ids)
+        reply = await episode.play(self._turns(rollout))
         snapshot = episode.snapshot(reply)
         if snapshot is not None:
             await rollout.keep_snapshot(rollout.active, snapshot)
@@ -212,8 +229,8 @@ class EnvironmentProgram:
                 return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
             async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
-                for turn in turns:
-                    await episode.play(turn.token_ids)
+                for count in range(1, len(turns) + 1):
+                    await episode.play(turns[:count])
                 return episode.outcome
         except EnvironmentFailed as error:
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
@@ -226,10 +243,11 @@ class EnvironmentProgram:
         if episode.takes_snapshots:
             return await self._restore(episode, rollout)
         reply: EnvironmentReply | None = None
-        for turn in self._turns(rollout):
+        turns = self._turns(rollout)
+        for count, turn in enumerate(turns, 1):
             if not turn.complete:
                 return None
-            answer = await episode.play(turn.token_ids)
+            answer = await episode.play(turns[:count])
             if answer.done:
                 return answer
             reply = None if turn.answered else answer
