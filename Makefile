@@ -83,7 +83,7 @@ integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processe
 
 contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the behaviour of SGLang's server that we rely on
 # By server: each takes half a minute of a core to start. First the process with two of them.
-	$(BIN)/pytest tests/sglang tests/contract --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest tests/sglang_cpu tests/contract --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
