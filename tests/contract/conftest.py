@@ -45,12 +45,16 @@ _HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind."""
+    """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind.
+
+    The kinds with a real server come first: they take longest.
+    """
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
             if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
                 item.add_marker(pytest.mark.xdist_group(_group(item.callspec.params)))
+    items.sort(key=lambda item: "sglang" not in _group(getattr(getattr(item, "callspec", None), "params", {})))
 
 
 def _group(params: dict[str, Any]) -> str:

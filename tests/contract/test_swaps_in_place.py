@@ -7,7 +7,7 @@ import pytest
 from .served import TOLERANCE, Served, start_all
 
 
-@pytest.mark.parametrize(("endpoint", "early"), [("sglang-serial", 0), ("sglang-overlap", 1)], indirect=["endpoint"])
+@pytest.mark.parametrize(("endpoint", "early"), [("sglang-overlap", 1), ("sglang-serial", 0)], indirect=["endpoint"])
 def test_a_swap_in_place_is_exact_on_a_serial_schedule_and_stamped_one_token_early_on_the_overlapping_one(
     served: Served, early: int
 ) -> None:
