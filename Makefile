@@ -82,8 +82,8 @@ integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processe
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
 contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the behaviour of SGLang's server that we rely on
-# By server: each takes half a minute of a core to start. First the process with two of them.
-	$(BIN)/pytest tests/sglang_cpu tests/contract --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# By server, each of which takes eleven seconds of a core to start. Three processes: a test waits for its server half of the time.
+	$(BIN)/pytest tests/sglang_cpu tests/contract --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
