@@ -77,7 +77,8 @@ unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 2
+# Three processes on two cores: tests wait for the processes that they start half of the time.
+	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 3
 # Only the files that have such tests: to collect all the others takes ten seconds.
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
@@ -94,7 +95,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest tests/deploy $(BY_FILE) 2
+	$(BIN)/pytest tests/deploy $(BY_FILE) 3
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
