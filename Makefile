@@ -77,13 +77,14 @@ unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 2
+# Three processes on two cores: tests wait for the processes that they start half of the time.
+	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 3
 # Only the files that have such tests: to collect all the others takes ten seconds.
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
 contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the behaviour of SGLang's server that we rely on
-# By server: each takes half a minute of a core to start. First the process with two of them.
-	$(BIN)/pytest tests/sglang tests/contract --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# By server, each of which takes eleven seconds of a core to start. Three processes: a test waits for its server half of the time.
+	$(BIN)/pytest tests/sglang_cpu tests/contract --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
@@ -94,7 +95,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest tests/deploy $(BY_FILE) 2
+	$(BIN)/pytest tests/deploy $(BY_FILE) 3
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:

@@ -23,10 +23,11 @@ from ..sglang_cpu import install
 from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import UNPINNED, running_server
 from .contract_kit import KEY, LONGEST, StandIn, write_model
+from .served import Policies, Served
 
 _SERVER_ARGUMENTS = (
     "--skip-tokenizer-init",
-    *("--context-length", str(LONGEST + 8), "--max-total-tokens", "16384", "--max-running-requests", "32"),
+    *("--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--admin-api-key", KEY, "--api-key", KEY),
 )
 KINDS = ("sglang-overlap", "sglang-serial", "torch", "stand-in")
@@ -44,12 +45,16 @@ _HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind."""
+    """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind.
+
+    The kinds with a real server come first: they take longest.
+    """
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
             if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
                 item.add_marker(pytest.mark.xdist_group(_group(item.callspec.params)))
+    items.sort(key=lambda item: "sglang" not in _group(getattr(getattr(item, "callspec", None), "params", {})))
 
 
 def _group(params: dict[str, Any]) -> str:
@@ -100,6 +105,16 @@ def endpoint(
         serial = ("--disable-overlap-schedule",) if kind == "sglang-serial" else ()
         with running_server(python, models[0], log, _SERVER_ARGUMENTS + serial) as real:
             yield kind, real.url
+
+
+@pytest.fixture
+def served(endpoint: tuple[str, str | None], models: list[Path]) -> Iterator[Served]:
+    """The server itself on policy version 0, running, with an empty cache."""
+    _, url = endpoint
+    assert url is not None
+    with Served(url, Policies(models)) as served:
+        served.reset()
+        yield served
 
 
 class EngineMaker:

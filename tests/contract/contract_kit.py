@@ -27,6 +27,8 @@ VOCAB = 61
 EOS = 7
 """The models' own end token: it ends a call only if the call says so."""
 LONGEST = 256
+POSITIONS = 1024
+"""Context of the models and of the server; the engines under contract are limited to ``LONGEST`` tokens of it."""
 KEY = "contract"
 WAIT_SECONDS = 180.0
 """Seconds for what takes one on an idle machine."""
@@ -45,7 +47,7 @@ def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         tie_word_embeddings=True,
-        max_position_embeddings=512,
+        max_position_embeddings=POSITIONS,
         eos_token_id=EOS,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -91,6 +91,8 @@ def test_a_run_trains_behind_certificates_and_tokens_and_refuses_all_others(
     token_file.write_text(f"{token}\n")
     line, process = started(
         trainer={"train_steps": ENDLESS},
+        # At this pace training leaves the cores to the requests of the test.
+        generator={"pace": [[1, 0.02]]},
         evaluation={"before_and_after": False},
         agents={"enabled": True},
         gateway={"enabled": True},

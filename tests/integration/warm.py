@@ -27,6 +27,8 @@ GENERATOR = (
     "rollmesh.checkpoints.checkpoint_store",
 )
 """Modules that a generator with the torch engine has imported once it serves."""
+GATEWAY = ("rollmesh.cli.main", "rollmesh.gateway.main")
+"""Modules that a gateway has imported once it serves."""
 
 _ROOT = Path(__file__).parents[2]
 _NUMBERS = itertools.count()

@@ -16,7 +16,7 @@ import httpx
 
 from rollmesh.runtime.addresses import free_port
 
-# A start is 25 CPU seconds of imports in three processes: half a minute on idle cores, minutes on busy ones.
+# A start is 25 CPU seconds of imports in three processes, 10 of them if they are forks; minutes on busy cores.
 START_SECONDS = 600.0
 
 CPU_ENVIRONMENT = {
@@ -31,8 +31,10 @@ CPU_ENVIRONMENT = {
 # sleep: an idle scheduler would spin on a core of its own.
 CPU_ARGUMENTS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--sleep-on-idle")
 
+FORKING = {"PYTHONPATH": str(Path(__file__).with_name("forking"))}
+"""Environment of a server whose processes are forks: less than half of the CPU time of a start."""
 UNPINNED = {"PYTHONPATH": str(Path(__file__).with_name("unpinned"))}
-"""Environment of a server with adapters on a CPU."""
+"""Environment of a server with adapters on a CPU, whose processes are forks too."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,10 +52,10 @@ class SglangServer:
         model: Path,
         log: Path,
         arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = FORKING,
     ) -> None:
         self.python, self.model, self.log = python, model, log
-        self.environment = environment or {}
+        self.environment = environment
         self.arguments = tuple(arguments)
         self.port = 0
         self.start_seconds = 0.0
@@ -101,9 +103,7 @@ class SglangServer:
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         command = [str(self.python), "-m", "sglang.launch_server", "--model-path", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *CPU_ARGUMENTS, *self.arguments]
-        environment = {**os.environ, **CPU_ENVIRONMENT}
-        environment.pop("PYTHONPATH", None)
-        environment.update(self.environment)
+        environment = {**os.environ, **CPU_ENVIRONMENT, **self.environment}
         libc = ctypes.CDLL(None)
         # A killed test run takes its server along (its children watch their parent in the same way).
         return subprocess.Popen(
@@ -130,7 +130,7 @@ class SglangServer:
 
 @contextlib.contextmanager
 def running_server(
-    python: Path, model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    python: Path, model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] = FORKING
 ) -> Iterator[SglangServer]:
     """A started server for the length of a ``with`` block."""
     server = SglangServer(python, model, log, arguments, environment)

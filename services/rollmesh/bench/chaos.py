@@ -107,6 +107,7 @@ def _run_round(
 ) -> ChaosRound:
     run = TrainingRun(folder)
     data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
+    data["gateway"] = {"enabled": False}
     bucket = None
     if server is not None:
         data["checkpoints"] |= {"folder": _PREFIX, "object_store": server.options}

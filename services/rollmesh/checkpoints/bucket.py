@@ -37,6 +37,7 @@ from rollmesh.checkpoints.durable import (
     sha256_of,
     sync_folder,
 )
+from rollmesh.checkpoints.found_policies import FoundManifest
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -46,7 +47,7 @@ from rollmesh.checkpoints.manifest import (
     parse_manifest,
 )
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, FoundManifest, PolicyDraft, VerifiedPolicy
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw

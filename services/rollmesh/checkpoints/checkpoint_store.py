@@ -20,18 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rollmesh.checkpoints import batches, committed, policies
+from rollmesh.checkpoints import batches, committed, found_policies, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
+from rollmesh.checkpoints.found_policies import FoundManifest, UnsoundPolicy
 from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,
-    FoundManifest,
     PolicyDraft,
-    UnsoundPolicy,
     VerifiedPolicy,
     WriteFolder,
 )
@@ -151,11 +150,11 @@ class CheckpointStore:
 
     def unsound_policies(self) -> list[UnsoundPolicy]:
         """Return the folders with a manifest or an announcement, but without a sound policy."""
-        return policies.unsound_policies(self._manifests(), self._secret)
+        return found_policies.unsound_policies(self._manifests(), self._secret)
 
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Return the records of all complete folders, one per version, ascending; for a recovering trainer."""
-        return policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
+        return found_policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
 
     def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str

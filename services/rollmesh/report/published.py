@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.policies import UnsoundPolicy, VerifiedPolicy
+from rollmesh.checkpoints.found_policies import UnsoundPolicy
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord

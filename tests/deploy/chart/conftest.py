@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
+
+from rollmesh.store.embedded import find_server_binary
 
 from .rendering import CHART, EXAMPLES, Helm, Rendering
 
@@ -42,3 +45,12 @@ def helm4(tools: Path) -> Helm:
 def renderings(helm4: Helm) -> list[Rendering]:
     """The chart with every example."""
     return [helm4.template(CHART, [example]) for example in EXAMPLES]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> str:
+    """PATH with the server that the image of Redis has: redis-server of this machine, else the embedded one."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "redis-server").symlink_to(shutil.which("redis-server") or find_server_binary())
+    return f"{folder}:/usr/local/bin:/usr/bin:/bin"

@@ -2,110 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.store import StoreConfig
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.embedded import find_server_binary
 
 from ...certificates import Authority
-from ...sglang_cpu.server import UNPINNED
+from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_all, versions, wait_until
 from .pods import Machine, Pod, expanded, pods_of
-from .rendering import CHART, EXAMPLES, ROOT, Helm, Rendering
+from .rendering import CHART, EXAMPLES, Helm, Rendering
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
-
-KIND = CHART / "ci" / "kind-cpu-values.yaml"
-SECRETS = {
-    "rollmesh": {
-        "redis-password": 'a "hard" one\\ with $(signs) and spaces',
-        "checkpoint-secret": "c" * 40,
-        "gateway-token": "g" * 24,
-        "mesh-token": "m" * 32,
-        "sglang-admin-key": "s" * 32,
-    }
-}
-SMALL = [
-    "run.name=chart",
-    "run.schedule.groups_per_batch=4",
-    "run.schedule.group_size=4",
-    "run.schedule.pool_size=32",
-    "run.rollout.max_new_tokens=96",
-    "run.generator.slots=16",
-]
-DEADLINE_SECONDS = 400
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> str:
-    """PATH with the server that the image of Redis has: redis-server of this machine, else the embedded one."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "redis-server").symlink_to(shutil.which("redis-server") or find_server_binary())
-    return f"{folder}:/usr/local/bin:/usr/bin:/bin"
-
-
-def machine_of(helm: Helm, sets: list[str], folder: Path, path: str) -> Machine:
-    """The rendered chart on a loopback network of its own."""
-    return machine_for(helm.template(CHART, [KIND], [*SMALL, *sets]), folder, path)
-
-
-def machine_for(rendering: Rendering, folder: Path, path: str) -> Machine:
-    """The same for a rendering."""
-    # By process and moment, so that two test runs on one machine do not meet.
-    network = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
-    return Machine(folder=folder / "machine", network=network, rendering=rendering, secrets=SECRETS, path=path)
-
-
-def start_all(pods: dict[str, list[Pod]]) -> None:
-    """Start every pod at once, as a cluster does."""
-    everything = [pod for group in pods.values() for pod in group]
-    everything[0]._machine.folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(len(everything)) as executor:
-        list(executor.map(Pod.start, everything))
-
-
-def wait_until(pods: dict[str, list[Pod]], done: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; a pod that has failed ends the wait with its log."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not done():
-        for pod in (pod for group in pods.values() for pod in group):
-            assert pod.exit_status in (None, 0), f"{pod.name} ended with {pod.exit_status}\n{pod.log[-4000:]}"
-        assert time.monotonic() < end, f"waited {DEADLINE_SECONDS} s for {what}\n" + "\n".join(
-            f"--- {pod.name}\n{pod.log[-1500:]}" for group in pods.values() for pod in group
-        )
-        time.sleep(0.5)
-
-
-def versions(pods: dict[str, list[Pod]]) -> list[int]:
-    """Policy versions that the queue knows."""
-    return asyncio.run(_versions(pods))
-
-
-async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
-    config = StoreConfig(
-        url=f"redis://{pods['redis'][0].address}:6379/0", password=SECRETS["rollmesh"]["redis-password"]
-    )
-    async with await TrajectoryStore.connect(config, "chart") as store:
-        return [policy.policy_version for policy in await store.policies.announced()]
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
@@ -158,75 +75,6 @@ def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str,
         (reward,) = pods["reward"]
         refused = httpx.get(f"https://{reward.address}:7071/metrics", verify=False, timeout=60)
         assert refused.status_code == 401, "metrics want a certificate or the token"
-
-
-SIDECAR: dict[str, Any] = {
-    "run": {
-        "model": {"path": "/models/countdown"},
-        # Without a limit SGLang would take most of the machine's memory for its cache.
-        "generator": {"engine": "sglang", "kv_token_capacity": 10240},
-    },
-    "model": {"existingClaim": "models"},
-    "gateway": {"enabled": False},
-    "generator": {
-        "sglang": {
-            "sidecar": {
-                "enabled": True,
-                "args": ["--device=cpu", "--attention-backend=torch_native"],
-                "extraEnv": [{"name": "SGLANG_USE_CPU_ENGINE", "value": "1"}],
-            }
-        }
-    },
-}
-"""Settings that a CPU needs beside the values of an example."""
-ADAPTERS = {
-    "run": {"model": {"adapter": {"rank": 4, "alpha": 8}}},
-    "generator": {
-        "sglang": {
-            "sidecar": {"args": [*SIDECAR["generator"]["sglang"]["sidecar"]["args"], "--lora-backend=torch_native"]}
-        }
-    },
-}
-"""The same for a run that trains an adapter."""
-
-
-@pytest.fixture
-def sglang_python() -> str:
-    """The real server on a CPU; skips where it is not installed."""
-    install = ROOT / "tests" / "sglang_cpu" / "install.py"
-    check = subprocess.run([sys.executable, install, "--check"], capture_output=True, text=True)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
-    return check.stdout.strip()
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("trained", [{}, ADAPTERS], ids=["all-weights", "an-adapter"])
-def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
-    helm4: Helm, commands: str, sglang_python: str, tmp_path: Path, trained: dict[str, Any]
-) -> None:
-    values, more = tmp_path / "sidecar.yaml", tmp_path / "trained.yaml"
-    values.write_text(yaml.safe_dump(SIDECAR))
-    more.write_text(yaml.safe_dump(trained))
-    machine = machine_for(
-        helm4.template(CHART, [KIND, values, more], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
-    )
-    machine.pythons = {"sglang": sglang_python}
-    machine.image_variables = {"sglang": UNPINNED}
-    shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")
-    with pods_of(machine, {}) as pods:
-        start_all(pods)
-
-        (generator,) = pods["generator"]
-        wait_until(pods, lambda: generator.passes("readinessProbe"), "the generator to be ready")
-        (trainer,) = pods["trainer"]
-        wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
-
-        assert versions(pods) == [0, 1, 2]
-        wait_until(pods, lambda: generator.sidecar_passes("sglang", "livenessProbe"), "the sidecar to be alive")
-        # Every token is scored again with the checkpoint that it names.
-        trainer.run("audit", "/var/lib/rollmesh/shared/chart/run")
-        assert generator.stop() == 0, generator.log[-4000:]
 
 
 def issued(machine: Machine, folder: Path) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -33,9 +34,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(_PROMTOOL_SECONDS + 100)]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=_PROMTOOL_SECONDS, check=False
-    )
+    words = [str(word) for word in command]
+    # At its default the collector of Go takes a quarter of promtool's CPU time; it frees little.
+    variables = os.environ | {"GOGC": "400"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=_PROMTOOL_SECONDS, check=False, env=variables)
 
 
 def alert_tests(file: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 from rollmesh.agents import unrecorded
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
+from .agent_client import Agent, http_of, state
 from .agent_mesh import AgentMesh, Api, agent_mesh
-from .test_openai_sessions import Agent, http_of, state
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:

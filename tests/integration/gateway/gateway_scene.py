@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +34,8 @@ from rollmesh.types import (
     Segment,
     SegmentSource,
 )
+
+from ..warm import GATEWAY, WarmProcess, template
 
 DEADLINE_SECONDS = 120.0
 """For what comes in a moment unless the machine is busy with other things: a start, an answer, the next look."""
@@ -168,7 +168,7 @@ class Scene:
 class RunningGateway:
     """A ``rollmesh gateway`` process."""
 
-    process: subprocess.Popen[str]
+    process: WarmProcess
     endpoint: Endpoint
     log: Path
 
@@ -197,14 +197,13 @@ def start_gateway(run_file: Path, store_url: str, environment: Mapping[str, str]
     """Start the process and wait until it is ready."""
     folder = Path(load_run_config(run_file).folder)
     log = folder.parent / "gateway.log"
-    with log.open("w") as handle:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(run_file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "ROLLMESH_STORE__URL": store_url, **(environment or {})},
-            stdout=handle,
-            stderr=handle,
-            text=True,
-        )
+    log.write_text("")
+    process = template(*GATEWAY).start(
+        "rollmesh.cli.main",
+        ["gateway", str(run_file)],
+        output=log,
+        environment={**os.environ, "ROLLMESH_STORE__URL": store_url, **(environment or {})},
+    )
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()

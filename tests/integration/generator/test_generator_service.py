@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 from dataclasses import replace
 
 import grpc.aio
@@ -14,10 +13,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.torch.adapter_stack import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel
-from rollmesh.generator.engines.torch.staged_weights import StagedWeights
-from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import create_channel
 from rollmesh.types import FinishReason
@@ -177,178 +172,12 @@ async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
     await run.serving(1)
 
 
-async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
-    run = await make_run(pace=SLOW, on_new_version="keep_kv")
-    await run.publish(0)
-    wrong = await run.prepare(1, canary_error=0.5)
-    run.start()
-    (record,) = await run.serving(0)
-    stream = await run.under_way(record, make_call(max_new_token_count=200))
-    await run.announce(wrong)
-
-    async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
-
-    await run.until("the generator to leave the rotation", out)
-    assert await stream.end() is FinishReason.LENGTH
-    assert stream.versions == {0}
-    with pytest.raises(GenerationRefused, match="canary"):
-        await run.stream(record, make_call("late")).end()
-    await run.publish(2)
-    await run.serving(2)
-    assert (await run.client.status(record)).out_of_rotation_reason == ""
-
-
-@pytest.mark.parametrize("mode", ["keep_kv", "interrupt", "drain"])
-async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make_run, mode, monkeypatch):
-    scoring, decoded = asyncio.Event(), threading.Event()
-    loop, score, pause = asyncio.get_running_loop(), DecoderModel.score, TorchEngine.pause
-    pauses: list[str] = []
-
-    def held_score(self, tokens, place=BASE):
-        if threading.current_thread().name != "torch-engine":  # not the first policy, which is scored in service
-            loop.call_soon_threadsafe(scoring.set)
-            assert decoded.wait(120), "no call decodes while the staged weights are scored"
-        return score(self, tokens, place)
-
-    async def noted_pause(self):
-        pauses.append(mode)
-        await pause(self)
-
-    monkeypatch.setattr(DecoderModel, "score", held_score)
-    monkeypatch.setattr(TorchEngine, "pause", noted_pause)
-    run = await make_run(pace=[[1, 0.06]], on_new_version=mode)  # 12 seconds, in which the staged weights are scored
-    await run.publish(0)
-    wrong = await run.prepare(1, canary_error=0.5)
-    run.start()
-    (record,) = await run.serving(0)
-    stream = await run.under_way(record, make_call(max_new_token_count=200))
-    await run.announce(wrong)
-    async with asyncio.timeout(120):
-        await scoring.wait()
-    count = len(stream.chunks)
-
-    async def further() -> bool:
-        return len(stream.chunks) >= count + 2
-
-    await run.until("tokens while the staged weights are scored", further)
-    decoded.set()
-
-    async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
-
-    await run.until("the generator to leave the rotation", out)
-    assert not pauses
-    assert await stream.end() is FinishReason.LENGTH
-    assert stream.versions == {0} and not (await run.client.status(record)).paused
-    await run.publish(2)
-    await run.serving(2)
-    assert not pauses, "the swap is between two decode steps"
-
-
-@pytest.mark.parametrize("mode", ["keep_kv", "interrupt"])
-async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode, monkeypatch):
-    # As an engine on a GPU: the staged weights are scored once they are swapped in.
-    monkeypatch.setattr(StagedWeights, "scorable_on", lambda weights, device: False)
-    run = await make_run(pace=SLOW, on_new_version=mode)
-    old = await run.publish(0)
-    wrong = await run.prepare(1, canary_error=0.5)
-    run.start()
-    (record,) = await run.serving(0)
-    stream = await run.under_way(record, make_call(max_new_token_count=200))
-    (old / "model.safetensors").unlink()
-    await run.announce(wrong)
-    assert await stream.end() is FinishReason.INTERRUPTED
-    assert stream.versions == {0}
-
-    async def paused() -> bool:
-        status = await run.client.status(record)
-        return status.paused and "canary" in status.out_of_rotation_reason
-
-    await run.until("the generator to stand still", paused)
-    with pytest.raises(GenerationRefused, match="canary"):
-        await run.stream(record, make_call("late")).end()
-    await run.publish(2)
-    await run.serving(2)
-    assert not (await run.client.status(record)).paused
-    later = run.stream(record, make_call("later", max_new_token_count=10))
-    assert await later.end() is FinishReason.LENGTH
-    assert later.versions == {2}
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        ("tamper", "tampered"),
-        ("truncate", "truncated"),
-        ("no_manifest", "torn"),
-        ("foreign", "foreign_architecture"),
-    ],
-)
-async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_serve(make_run, damage, reason):
-    run = await make_run()
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
-    await run.store.policies.pin(0)
-    folder = await run.publish(1, hidden_size=64 if damage == "foreign" else 32)
-    weights = folder / "model.safetensors"
-    if damage == "tamper":
-        data = bytearray(weights.read_bytes())
-        data[-5] ^= 1
-        weights.write_bytes(data)
-    elif damage == "truncate":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "no_manifest":
-        (folder / "manifest.json").unlink()
-    await run.store.policies.pin(None)
-
-    async def refused() -> bool:
-        return await _failures(run, reason) >= 1
-
-    await run.until(f"a refusal as {reason}", refused)
-    stream = run.stream(record, make_call())
-    assert await stream.end() is FinishReason.LENGTH
-    assert stream.versions == {0}
-    await run.publish(2)
-    await run.serving(2)
-
-
-async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until_one_passes(make_run):
-    run = await make_run()
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
-
-    async def registered(version: int | None, count: int) -> bool:
-        (record,) = await run.store.generators.live()
-        return (record.refused_version, record.refused_count) == (version, count)
-
-    for version in (1, 2):
-        await run.publish(version, hidden_size=64)
-        await run.until(f"version {version} refused", lambda version=version: registered(version, version))
-    (record,) = await run.store.generators.live()
-    assert record.refused_reason.startswith("foreign_architecture: ")
-    await run.publish(3)
-    await run.serving(3)
-    await run.until("no refusal", lambda: registered(None, 0))
-
-
 async def test_a_context_that_no_policy_of_the_model_can_have_ends_the_generator(make_run):
     run = await make_run(max_context_tokens=513)
     await run.publish(0)
     generator = run.start()
     with pytest.raises(ConfigError, match=r"max_context_tokens=513 is more than the model's .*=512"):
         await asyncio.wait_for(generator.task, 120)
-
-
-async def _failures(run, reason):
-    (endpoint,) = read_endpoints(run.folder, "generator")
-    async with httpx.AsyncClient(timeout=60) as client:
-        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
-    wanted = f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}'
-    (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
-    return float(line.split()[-1])
 
 
 async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):

@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -12,6 +14,21 @@ from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.v1 import reward_service_pb2, reward_service_pb2_grpc
 
 
+@asynccontextmanager
+async def channel_to(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to the server, which serves while the block runs and reports the health of one service."""
+    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await reporter.set_serving(True)
+    channel = create_channel(f"127.0.0.1:{port}")
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
 class Echo(reward_service_pb2_grpc.RewardServiceServicer):
     async def Score(self, request, context):
         yield reward_service_pb2.ScoreResponse()
@@ -20,12 +37,7 @@ class Echo(reward_service_pb2_grpc.RewardServiceServicer):
 async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open() -> None:
     server = create_server(PortSecurity(tokens=Tokens(["secret"])))
     reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Echo(), server)
-    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await reporter.set_serving(True)
-    channel = create_channel(f"127.0.0.1:{port}")
-    try:
+    async with channel_to(server) as channel:
         stub = reward_service_pb2_grpc.RewardServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Score(reward_service_pb2.ScoreRequest()).read()
@@ -36,9 +48,6 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         watched = await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()
         assert watched.status == health_pb2.HealthCheckResponse.SERVING
-    finally:
-        await channel.close()
-        await server.stop(None)
 
 
 async def test_a_proxy_of_the_environment_is_not_asked_for_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,29 +56,16 @@ async def test_a_proxy_of_the_environment_is_not_asked_for_a_service(monkeypatch
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     server = create_server()
-    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await reporter.set_serving(True)
-    channel = create_channel(f"127.0.0.1:{port}")
-    try:
+    async with channel_to(server) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    finally:
-        await channel.close()
-        await server.stop(None)
 
 
 async def test_malformed_health_requests_are_invalid_arguments_and_leave_no_traceback(
     capsys, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = create_server()
-    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await reporter.set_serving(True)
-    channel = create_channel(f"127.0.0.1:{port}")
-    try:
+    async with channel_to(server) as channel:
         for method in ("Check", "Watch"):
             for _ in range(20):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -78,9 +74,6 @@ async def test_malformed_health_requests_are_invalid_arguments_and_leave_no_trac
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="none"))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-    finally:
-        await channel.close()
-        await server.stop(None)
     assert caplog.records == []
     lines = [line for line in capsys.readouterr().out.splitlines() if "request_refused" in line]
     assert 2 <= len(lines) < 20
@@ -110,10 +103,7 @@ async def test_a_client_that_hangs_up_before_it_is_refused_leaves_no_traceback(
     servicer = Slow()
     server = create_server()
     reward_service_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    channel = create_channel(f"127.0.0.1:{port}")
-    try:
+    async with channel_to(server) as channel:
         stub = reward_service_pb2_grpc.RewardServiceStub(channel)
         for count in range(1, 4):
             servicer.entered.clear()
@@ -122,9 +112,6 @@ async def test_a_client_that_hangs_up_before_it_is_refused_leaves_no_traceback(
             call.cancel()
             while servicer.refused < count:
                 await asyncio.sleep(0.01)
-    finally:
-        await channel.close()
-        await server.stop(None)
     assert [record.getMessage() for record in caplog.records] == []
     assert "request_failed" not in capsys.readouterr().out
 
@@ -141,27 +128,21 @@ async def test_refused_requests_have_their_status_and_share_a_log_line_a_second(
     now = 100.0
     server = grpc.aio.server(interceptors=[RequestInterceptor(lambda: now)])
     reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Failing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    channel = create_channel(f"127.0.0.1:{port}")
     method = "/rollmesh.v1.RewardService/Score"
 
-    async def ask(data: bytes) -> grpc.StatusCode:
+    async def ask(channel: grpc.aio.Channel, data: bytes) -> grpc.StatusCode:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_stream(method)(data).read()
         return refused.value.code()
 
     empty = reward_service_pb2.ScoreRequest().SerializeToString()
     full = reward_service_pb2.ScoreRequest(items=[reward_service_pb2.ScoreItem()]).SerializeToString()
-    try:
-        assert {await ask(b"\xff\xff") for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
-        assert {await ask(empty) for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
-        assert {await ask(full) for _ in range(20)} == {grpc.StatusCode.INTERNAL}
+    async with channel_to(server) as channel:
+        assert {await ask(channel, b"\xff\xff") for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert {await ask(channel, empty) for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert {await ask(channel, full) for _ in range(20)} == {grpc.StatusCode.INTERNAL}
         now += 1.0
-        await ask(empty)
-    finally:
-        await channel.close()
-        await server.stop(None)
+        await ask(channel, empty)
     lines = [
         line for line in capsys.readouterr().out.splitlines() if "request_refused" in line or "request_failed" in line
     ]

@@ -19,7 +19,7 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
-from ...sglang_cpu.server import START_SECONDS
+from ...sglang_cpu.server import FORKING, START_SECONDS
 from ..generator import generator_run
 
 _TESTS = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def real() -> dict[str, Any]:
     check = subprocess.run([sys.executable, _INSTALL, "--check"], capture_output=True, text=True)
     if check.returncode:
         pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **FORKING}
     return {"python": check.stdout.strip(), "environment": environment}
 
 

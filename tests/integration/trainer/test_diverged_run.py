@@ -14,8 +14,8 @@ from .trainer_run import TrainerRun, opened_run, write_run_file
 async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
-    """The first update makes weights of 1e6; no gradient after it is finite."""
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 3, "learning_rate": 1e6})
+    """The first update makes weights of 1e8, whose squares overflow on any CPU; no gradient after it is finite."""
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 3, "learning_rate": 1e8})
     async with opened_run(config) as run:
         run.start()
         async with run.fed(9):

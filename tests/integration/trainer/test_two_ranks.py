@@ -27,14 +27,14 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
             await run.until_finished()
         expected = load(await last_weights(run))
     async with opened_run(write_run_file(tmp_path / "ranks", tiny_model, server)) as run:
-        ranks = run.start(ranks=2)
+        ranks = run.start(ranks=2, fresh=True)
         async with run.fed(STEPS):
             await run.until("step 2", lambda: _announced(run, 2), pause=0.01)
             _, follower = run.ranks()
             follower.kill()
             run.process = None
             assert ranks.wait(120) == 1, "a crash is worth another try"
-            run.start(ranks=2)
+            run.start(ranks=2, fresh=True)
             await run.until_finished(START_SECONDS)
         await assert_every_batch_counts_once(run, {})
         found = load(await last_weights(run))

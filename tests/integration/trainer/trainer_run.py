@@ -28,6 +28,9 @@ from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectorySt
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
 from ..warm import TRAINER, WarmProcess, template
+from .two_ranks import WORLD, TwoRanks
+
+Process = subprocess.Popen[bytes] | WarmProcess | TwoRanks
 
 GROUPS, MEMBERS, VOCABULARY = 2, 3, 32
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -81,7 +84,7 @@ class TrainerRun:
     config: RunConfig
     store: TrajectoryStore
     checkpoints: CheckpointStore
-    process: subprocess.Popen[bytes] | WarmProcess | None = None
+    process: Process | None = None
     starts: int = 0
     leader: str = ""
     cuts: list[list[str]] = field(default_factory=list)
@@ -94,24 +97,24 @@ class TrainerRun:
     def folder(self) -> Path:
         return Path(self.config.folder)
 
-    def start(
-        self, ranks: int = 1, *, fresh: bool = False, script: str = "trainer_process"
-    ) -> subprocess.Popen[bytes] | WarmProcess:
-        """Start a trainer with its imports done, or in a ``fresh`` interpreter, as several ranks always do."""
+    def start(self, ranks: int = 1, *, fresh: bool = False, script: str = "trainer_process") -> Process:
+        """Start one trainer or two ranks with their imports done, or ``fresh``: in new interpreters, under torchrun."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         log_file, run_file = self.folder / "trainer.log", str(self.folder / "run.yaml")
-        if ranks == 1 and not fresh:
+        assert ranks in (1, WORLD)
+        if fresh:
+            program = [str(Path(__file__).with_name(f"{script}.py")), run_file]
+            torchrun = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [sys.executable, *(torchrun if ranks > 1 else ()), *program]
+            with log_file.open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        elif ranks == WORLD:
+            self.process = TwoRanks(script, run_file, output=lambda rank: log_file)
+        else:
             # Two starts in turn differ in the order of sets, as any two processes do.
             warm, module = template(*TRAINER, seed=self.starts % 2), f"tests.integration.trainer.{script}"
             self.starts += 1
             self.process = warm.start(module, [run_file], output=log_file, environment=environment)
-            return self.process
-        script = [str(Path(__file__).with_name(f"{script}.py")), run_file]
-        ranked = (
-            ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        )
-        with log_file.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, *ranked, *script], stdout=log, stderr=log, env=environment)
         return self.process
 
     def kill(self) -> None:
@@ -125,7 +128,7 @@ class TrainerRun:
 
     def ranks(self) -> list[psutil.Process]:
         """Processes that torchrun has started, by rank; not what those start, which inherits their environment."""
-        if self.process is None or self.process.poll() is not None:
+        if not isinstance(self.process, subprocess.Popen) or self.process.poll() is not None:
             return []
         found: dict[int, psutil.Process] = {}
         with suppress(psutil.NoSuchProcess):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -13,36 +14,60 @@ from ..warm import TRAINER, template
 WORLD = 2
 
 
-def run_two_ranks(script: str, *arguments: str | Path) -> list[str]:
-    """Run ``tests/integration/trainer/<script>.py`` as every rank; returns what each printed, in rank order."""
-    # As with torchrun, the ranks meet at a store that is there already: a port that was only looked up may be taken.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"rank-{rank}" for rank in range(WORLD)]
-        ranks = [
+class TwoRanks:
+    """Two processes of ``tests/integration/trainer/<script>.py`` and the store at which they meet."""
+
+    def __init__(self, script: str, *arguments: str | Path, output: Callable[[int], Path]) -> None:
+        # As with torchrun, the store is there before the ranks: a port that was only looked up may be taken.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(WORLD),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._ranks = [
             # Each with its own order of sets, as separate processes have.
             template(*TRAINER, seed=rank).start(
                 f"tests.integration.trainer.{script}",
                 [str(a) for a in arguments],
-                output=outputs[rank],
+                output=output(rank),
                 environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(WORLD)
         ]
+
+    @property
+    def returncode(self) -> int | None:
+        """A status that is not 0 as soon as a rank has ended with it; 0 once both have ended."""
+        codes = [rank.poll() for rank in self._ranks]
+        return next((code for code in codes if code), None if None in codes else 0)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        codes = [rank.wait(timeout) for rank in self._ranks]
+        return next((code for code in codes if code), 0)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+
+def run_two_ranks(script: str, *arguments: str | Path) -> list[str]:
+    """Run ``tests/integration/trainer/<script>.py`` as every rank; returns what each printed, in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"rank-{rank}" for rank in range(WORLD)]
+        ranks = TwoRanks(script, *arguments, output=lambda rank: outputs[rank])
         try:
-            codes = [rank.wait(120) for rank in ranks]
+            code = ranks.wait(120)
         finally:
-            for rank in ranks:
-                rank.kill()
+            ranks.kill()
             printed = [output.read_text() for output in outputs]
-    assert codes == [0] * WORLD, "\n".join(printed)
+    assert code == 0, "\n".join(printed)
     return printed

@@ -4,8 +4,12 @@ Its layers ask for pinned memory, which torch only has next to an accelerator. A
 """
 
 import functools
+import pathlib
+import runpy
 
 import torch
+
+runpy.run_path(str(pathlib.Path(__file__).parents[1] / "forking" / "sitecustomize.py"))
 
 
 def _without_pinning(function):

@@ -100,7 +100,7 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
                 "from the model's own attention (the model does not use transformers' attention interface, carries "
                 "state across positions, has a dropout, or builds a mask that it does not pass on)"
             )
-        return _head_is_linear(causal_lm, _packed(ids))
+        return _head_is_linear(causal_lm, _packed(ids), packed[-1:])
 
 
 def output_head(causal_lm: Any) -> nn.Module | None:
@@ -149,8 +149,11 @@ def _tolerance(values: Tensor) -> float:
     return _HALF_TOLERANCE if _is_half(values) else _TOLERANCE
 
 
-def _head_is_linear(causal_lm: Any, inputs: dict[str, Any]) -> bool:
-    """Tell whether the logits are the head applied to the hidden states, for large values too."""
+def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], last: Tensor) -> bool:
+    """Tell whether the logits are the head applied to the hidden states, for large values too.
+
+    ``last`` is the hidden state of the last token of ``inputs``.
+    """
     head = output_head(causal_lm)
     if head is None or causal_lm.base_model is causal_lm:
         return False
@@ -169,5 +172,5 @@ def _head_is_linear(causal_lm: Any, inputs: dict[str, Any]) -> bool:
         handle.remove()
     if len(seen) != 1:
         return False
-    pairs = ((seen[0][0], _hidden(causal_lm, inputs)[-1:]), (logits, head(seen[0][1])))
+    pairs = ((seen[0][0], last), (logits, head(seen[0][1])))
     return all(bool((got - want).abs().max() <= _tolerance(want) * want.abs().max()) for got, want in pairs)

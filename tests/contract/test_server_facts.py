@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 
-from .served import CONTEXT, TOLERANCE, VOCAB, Answer, Served
+from .contract_kit import POSITIONS, VOCAB
+from .served import LONG, PROMPT, TOLERANCE, Served, start_all
 
-PROMPT = [30, 40, 41, 42, 50, 20, 21, 22]
-LONG = 900
-"""Tokens of a request that is still under way when the test has done with it what it means to do; 16 fit the cache."""
-
-
-def prompts(count: int) -> list[list[int]]:
-    return [[20 + i, *PROMPT] for i in range(count)]
-
-
-def start_all(served: Served, count: int, tokens: int = LONG) -> list[Future[Answer]]:
-    """So many long requests, all of them decoding when this returns."""
-    futures = [served.start(prompt, tokens, extra_key="0") for prompt in prompts(count)]
-    served.wait_running(count)
-    return futures
+pytestmark = pytest.mark.parametrize("endpoint", ["sglang-overlap"], indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +54,7 @@ def test_slices_of_a_greedy_answer_are_the_answer_and_come_from_the_cache(served
 
 
 def test_an_extra_key_keeps_a_prefix_cache_of_its_own(served: Served) -> None:
-    prompt = [20 + i % 50 for i in range(96)]
+    prompt = [20 + i % 40 for i in range(96)]
     hits = [served.generate(prompt, 1, extra_key=key).cached_token_count for key in ("5", "5", "6", "6", None)]
     assert hits == [0, 95, 0, 95, 0]
 
@@ -88,34 +74,6 @@ def test_running_requests_change_weights_exactly_where_their_spans_say(served: S
         assert [span[1] for span in answer.spans] + [LONG] == [0] + [span[2] for span in answer.spans]
         for version, start, end in answer.spans:
             assert answer.gap(served.policies.logprobs(version, answer.ids), start, end) <= TOLERANCE
-
-
-def test_a_swap_in_place_keeps_the_cache_and_is_exact_on_a_serial_schedule(serial_served: Served) -> None:
-    assert in_place_gap(serial_served, shift=0) <= TOLERANCE
-    assert in_place_gap(serial_served, shift=1) > TOLERANCE
-
-
-def test_a_swap_in_place_is_stamped_one_token_early_on_the_overlapping_schedule(served: Served) -> None:
-    """The step under way at the pause was computed with the old weights, and its token is counted as new. This is why
-    keep_kv turns the overlapping schedule off; once this test fails, it need not any more."""
-    assert in_place_gap(served, shift=0) > TOLERANCE
-    assert in_place_gap(served, shift=1) <= TOLERANCE
-
-
-def in_place_gap(served: Served, shift: int) -> float:
-    """Swap version 0 for 1 under 8 requests without touching their cache; the largest gap to a model whose tokens up
-    to ``shift`` past the stamped one came from the old weights."""
-    served.reset()
-    futures = start_all(served, 8)
-    served.pause("in_place")
-    assert served.load(1, flush_cache=False).status_code == 200
-    served.resume()
-    gaps = []
-    for answer in (future.result() for future in futures):
-        (old, _, end), (new, _, _) = answer.spans
-        swap = len(answer.prompt) + end - 1 + shift
-        gaps.append(answer.gap(served.policies.mixed_logprobs(old, new, answer.ids, swap)))
-    return max(gaps)
 
 
 def test_a_flush_that_cannot_happen_loads_the_weights_and_says_that_it_failed(served: Served) -> None:
@@ -164,10 +122,10 @@ def test_a_folder_without_weights_is_refused_and_the_old_ones_serve_on(served: S
 
 @pytest.mark.parametrize(
     ("prompt", "count"),
-    [([], 1), ([20] * (CONTEXT + 1), 1), ([20] * CONTEXT, 1), ([20] * (CONTEXT - 8), 9)],
+    [([], 1), ([20] * (POSITIONS + 1), 1), ([20] * POSITIONS, 1), ([20] * (POSITIONS - 8), 9)],
     ids=["no token", "too long", "no room", "too many"],
 )
 def test_a_request_that_cannot_fit_is_refused_with_400(served: Served, prompt: list[int], count: int) -> None:
     refused = served.send(prompt, count)
     assert refused.status_code == 400 and "error" in refused.json()
-    assert served.send([VOCAB - 1] * (CONTEXT - 8), 8).status_code == 200
+    assert served.send([VOCAB - 1] * (POSITIONS - 8), 8).status_code == 200

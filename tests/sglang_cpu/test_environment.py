@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..sglang_cpu import install
+from . import install
 
 
 @pytest.fixture(autouse=True)

@@ -11,60 +11,38 @@ from typing import Any, Self
 
 import httpx
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import rollmesh.recipes.countdown
+from .contract_kit import KEY, load_model
 
-from ..sglang_cpu.server import SglangServer
-
-VOCAB, CONTEXT = 96, 1024
 TOLERANCE = 1e-4
 """Between two float32 implementations of one model, in nats."""
+PROMPT = [30, 40, 41, 42, 50, 20, 21, 22]
+LONG = 900
+"""Tokens of a request that is still under way when the test has done with it what it means to do; 16 fit the cache."""
 _MOST_REQUESTS = 32
 _SECONDS = 180.0
 """For whatever takes one on an idle machine."""
 
 
-def write_policy(folder: Path, seed: int) -> Path:
-    """A random model of the recipe's shape.
-
-    Its distributions are so smooth that two float32 programs agree to some 1e-6, where a trained model's can be 1e-4
-    apart at single tokens, and no two seeds agree on a token.
-    """
-    torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(Path(rollmesh.recipes.countdown.__file__).parent / "model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
-
-
 class Policies:
     """Policy versions by number: their folders, and their logprobs."""
 
-    def __init__(self, folders: dict[int, Path]) -> None:
+    def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
-        self._models = {
-            version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            for version, folder in folders.items()
-        }
 
     def logprobs(self, version: int, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """log_softmax(z / T) at every position, float32 [tokens, vocabulary]: row i is about token i + 1."""
         with torch.inference_mode():
-            logits = self._models[version](torch.tensor([ids])).logits[0]
+            logits = load_model(self.folders[version])(torch.tensor([ids])).logits[0]
         return torch.log_softmax(logits / temperature, dim=-1)
 
     def mixed_logprobs(self, old: int, new: int, ids: Sequence[int], swap: int) -> torch.Tensor:
         """As ``logprobs``, where ``ids[:swap]`` went through the old weights and the rest, on their cache, through
         the new ones."""
         with torch.inference_mode():
-            before = self._models[old](torch.tensor([ids[:swap]]), use_cache=True)
+            before = load_model(self.folders[old])(torch.tensor([ids[:swap]]), use_cache=True)
             cache = before.past_key_values
-            after = self._models[new](torch.tensor([ids[swap:]]), past_key_values=cache, use_cache=True)
+            after = load_model(self.folders[new])(torch.tensor([ids[swap:]]), past_key_values=cache, use_cache=True)
         return torch.log_softmax(torch.cat([before.logits[0], after.logits[0]]), dim=-1)
 
 
@@ -94,11 +72,12 @@ class Answer:
 class Served:
     """Calls into one server; a context manager."""
 
-    def __init__(self, server: SglangServer, policies: Policies) -> None:
-        self.server, self.policies = server, policies
+    def __init__(self, url: str, policies: Policies) -> None:
+        self.policies = policies
         # None is kept: the server closes one that was idle for 5 s, perhaps just when the next request is sent.
         limits = httpx.Limits(max_connections=_MOST_REQUESTS + 8, max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=server.url, timeout=_SECONDS, limits=limits)
+        key = {"Authorization": f"Bearer {KEY}"}
+        self._http = httpx.Client(base_url=url, headers=key, timeout=_SECONDS, limits=limits)
         self._pool = ThreadPoolExecutor(_MOST_REQUESTS)
 
     def __enter__(self) -> Self:
@@ -174,3 +153,14 @@ class Served:
     def start(self, prompt: Sequence[int], count: int, **options: Any) -> Future[Answer]:
         """Send a request from another thread."""
         return self._pool.submit(self.generate, prompt, count, **options)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[20 + i, *PROMPT] for i in range(count)]
+
+
+def start_all(served: Served, count: int, tokens: int = LONG) -> list[Future[Answer]]:
+    """So many long requests, all of them decoding when this returns."""
+    futures = [served.start(prompt, tokens, extra_key="0") for prompt in prompts(count)]
+    served.wait_running(count)
+    return futures

@@ -1,0 +1,81 @@
+"""Meshes of pods that the tests start: what all of them are rendered with, and waits for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rollmesh.config.store import StoreConfig
+from rollmesh.store import TrajectoryStore
+
+from .pods import Machine, Pod
+from .rendering import CHART, Helm, Rendering
+
+KIND = CHART / "ci" / "kind-cpu-values.yaml"
+SECRETS = {
+    "rollmesh": {
+        "redis-password": 'a "hard" one\\ with $(signs) and spaces',
+        "checkpoint-secret": "c" * 40,
+        "gateway-token": "g" * 24,
+        "mesh-token": "m" * 32,
+        "sglang-admin-key": "s" * 32,
+    }
+}
+SMALL = [
+    "run.name=chart",
+    "run.schedule.groups_per_batch=4",
+    "run.schedule.group_size=4",
+    "run.schedule.pool_size=32",
+    "run.rollout.max_new_tokens=96",
+    "run.generator.slots=16",
+]
+DEADLINE_SECONDS = 400
+
+
+def machine_of(helm: Helm, sets: list[str], folder: Path, path: str) -> Machine:
+    """The rendered chart on a loopback network of its own."""
+    return machine_for(helm.template(CHART, [KIND], [*SMALL, *sets]), folder, path)
+
+
+def machine_for(rendering: Rendering, folder: Path, path: str) -> Machine:
+    """The same for a rendering."""
+    # By process and moment, so that two test runs on one machine do not meet.
+    network = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
+    return Machine(folder=folder / "machine", network=network, rendering=rendering, secrets=SECRETS, path=path)
+
+
+def start_all(pods: dict[str, list[Pod]]) -> None:
+    """Start every pod at once, as a cluster does."""
+    everything = [pod for group in pods.values() for pod in group]
+    everything[0]._machine.folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(everything)) as executor:
+        list(executor.map(Pod.start, everything))
+
+
+def wait_until(pods: dict[str, list[Pod]], done: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; a pod that has failed ends the wait with its log."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not done():
+        for pod in (pod for group in pods.values() for pod in group):
+            assert pod.exit_status in (None, 0), f"{pod.name} ended with {pod.exit_status}\n{pod.log[-4000:]}"
+        assert time.monotonic() < end, f"waited {DEADLINE_SECONDS} s for {what}\n" + "\n".join(
+            f"--- {pod.name}\n{pod.log[-1500:]}" for group in pods.values() for pod in group
+        )
+        time.sleep(0.5)
+
+
+def versions(pods: dict[str, list[Pod]]) -> list[int]:
+    """Policy versions that the queue knows."""
+    return asyncio.run(_versions(pods))
+
+
+async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
+    config = StoreConfig(
+        url=f"redis://{pods['redis'][0].address}:6379/0", password=SECRETS["rollmesh"]["redis-password"]
+    )
+    async with await TrajectoryStore.connect(config, "chart") as store:
+        return [policy.policy_version for policy in await store.policies.announced()]

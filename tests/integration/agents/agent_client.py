@@ -1,0 +1,53 @@
+"""An agent of the tests: calls in the conversation of one session."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import httpx
+
+from .agent_mesh import TOKEN, Api
+
+
+def http_of(api: Api) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=f"{api.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
+    )
+
+
+class Agent:
+    """One session driven as an agent would."""
+
+    def __init__(self, api: Api, session: dict[str, Any], **client: Any) -> None:
+        self.id = session["id"]
+        self.told = session
+        self.messages = list(session["messages"])
+        self.client = api.client(default_headers={"X-Rollmesh-Session": self.id}, **client)
+
+    @classmethod
+    async def open(cls, api: Api, http: httpx.AsyncClient, **client: Any) -> Agent:
+        answer = await http.post("/sessions", json={"wait_seconds": 90})
+        assert answer.status_code == 201, answer.text
+        return cls(api, answer.json(), **client)
+
+    async def turn(self, heard: str = "and then?", **options: Any) -> Any:
+        """One call; the answer and what was heard after it become part of the conversation."""
+        answer = await self.client.chat.completions.create(
+            model=self.told["model"], messages=self.messages, extra_body={"return_token_ids": True},
+            **{"max_tokens": 20, **options},
+        )  # fmt: skip
+        self.messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        self.messages.append({"role": "user", "content": heard})
+        return answer
+
+    async def aclose(self) -> None:
+        await self.client.close()
+
+
+async def state(http: httpx.AsyncClient, session_id: str) -> dict[str, Any]:
+    return (await http.get(f"/sessions/{session_id}")).json()
+
+
+async def above(count: Awaitable[int], least: int) -> bool:
+    return await count > least

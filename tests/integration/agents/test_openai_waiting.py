@@ -1,0 +1,148 @@
+"""Agents that wait for a prompt or refuse to, fall silent, or are held by a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rollmesh.errors import StoreUnavailable
+from rollmesh.store.queue_types import LeasedTrajectory
+from rollmesh.store.trajectories import TrajectoryQueue
+
+from .agent_client import Agent, above, http_of, state
+from .agent_mesh import AgentMesh
+
+
+async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.02]]})
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
+        call = asyncio.create_task(agent.turn(max_tokens=200))
+
+        async def tokens() -> int:
+            return (await state(http, agent.id))["trajectories"][0]["tokens"]
+
+        await mesh.until("some tokens", lambda: above(tokens(), 10))
+        await mesh.store.settings.set_user_paused(True)
+
+        async def idle() -> bool:
+            return all(g.running_count == 0 for g in await mesh.store.generators.live())
+
+        await mesh.until("the generator is idle", idle)
+        assert not call.done()
+        full = await http.post("/sessions", json={"wait_seconds": 0.2})
+        assert full.status_code == 429 and "paused by an operator" in full.json()["error"]["message"]
+        assert int(full.headers["retry-after"]) >= 1
+        await mesh.store.settings.set_user_paused(False)
+        answer = await call
+        ids = answer.choices[0].model_extra["token_ids"]
+        assert len(ids) == 200 or ids[-1] in mesh.tokenizer.eos_token_ids
+        await agent.turn()
+        assert (await state(http, agent.id))["drift_count"] == 0
+        await agent.aclose()
+
+
+async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_reason(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1, "pool_size": 2})
+    async with mesh.api() as api, http_of(api) as http:
+
+        async def prompts_wait() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["pending"] >= 2
+
+        async def no_wait() -> httpx.Response:
+            return await http.post("/sessions", json={"wait_seconds": 0})
+
+        await mesh.until("two prompts wait", prompts_wait)
+        opened = [await no_wait() for _ in range(2)]
+        assert [answer.status_code for answer in opened] == [201, 201], [answer.text for answer in opened]
+        full = await no_wait()
+        assert full.status_code == 429
+        assert "the pool is full: sessions hold 2 of 2 trajectories" in full.json()["error"]["message"]
+        await http.delete(f"/sessions/{opened[0].json()['id']}")
+        await mesh.until("its prompt waits again", lambda: _pending(mesh))
+        assert (await no_wait()).status_code == 201
+
+
+async def test_an_agent_that_does_not_wait_gets_a_prompt_although_requests_to_the_queue_fail_at_first(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh()
+    failed_attempts, lease = 0, TrajectoryQueue.lease
+
+    async def fails_twice(
+        queue: TrajectoryQueue, session: str, limit: int, new_limit: int | None = None
+    ) -> list[LeasedTrajectory]:
+        nonlocal failed_attempts
+        if new_limit and failed_attempts < 2:
+            failed_attempts += 1
+            raise StoreUnavailable("refused by this test")
+        return await lease(queue, session, limit, new_limit)
+
+    async with mesh.api() as api, http_of(api) as http:
+
+        async def prompts_wait() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["pending"] >= 2
+
+        await mesh.until("prompts wait", prompts_wait)
+        await (await Agent.open(api, http)).aclose()  # the worker has found the generator
+        monkeypatch.setattr(TrajectoryQueue, "lease", fails_twice)
+        answer = await http.post("/sessions", json={"wait_seconds": 0})
+        assert (answer.status_code, failed_attempts) == (201, 2), answer.text
+
+
+async def _pending(mesh: AgentMesh) -> bool:
+    return (await mesh.store.mesh.counts()).trajectories["leased"] < 2
+
+
+async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"agent": {"idle_timeout_seconds": 9.0}}, schedule={"groups_per_batch": 1, "pool_size": 2}
+    )
+    async with mesh.api() as api, http_of(api) as http:
+        silent = await Agent.open(api, http)
+        await silent.turn()
+        leaver = await Agent.open(api, http)
+        await leaver.turn()
+        assert (await http.delete(f"/sessions/{leaver.id}")).status_code == 204
+        third = await Agent.open(api, http)
+        assert third.told["messages"] == leaver.told["messages"]
+        begun = time.monotonic()
+        while time.monotonic() - begun < 11.0:  # a sign of life now and then keeps a session
+            await third.turn(max_tokens=2)
+            await asyncio.sleep(0.8)
+        with pytest.raises(openai.APIStatusError) as gone:
+            await silent.turn()
+        assert gone.value.status_code == 410 and "silent for longer" in str(gone.value)
+        fourth = await Agent.open(api, http)
+        assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
+        for each, reward in ((third, 1.0), (fourth, 0.0)):
+            await each.turn(max_tokens=2)
+            assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
+        batch = await mesh.batch(1)
+        assert sorted(t.shaped_reward for t in batch.groups[0].trajectories) == [0.0, 1.0]
+        for each in (silent, leaver, third, fourth):
+            await each.aclose()
+
+
+async def test_an_agent_that_waits_is_told_when_the_run_has_what_it_needs(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(
+        schedule={"groups_per_batch": 1, "pool_size": 2, "max_staleness": 1}, trainer={"train_steps": 1}
+    )
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(2)]
+        waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
+        for number, agent in enumerate(agents):
+            await agent.turn(max_tokens=2)
+            await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})
+            await agent.aclose()
+        await mesh.batch(1)
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_complete")
