@@ -48,10 +48,8 @@ class QueueState:
         self.trained_step = self.cut_step = self.admitted = 0
         self.version_steps: list[int] = []
         """Train step of every announced policy version."""
-        self.branch_version = 0
-        """Version announced by the last rollback: no trajectory may start on an older one."""
-        self.rollback_count = 0
-        """Rollbacks before the newest policy."""
+        self.branch_version = self.rollback_count = 0
+        """Version of the last rollback (no trajectory may start on an older one), and the rollbacks so far."""
         self.batch: tuple[str, ...] = ()
         """Groups of the cut that is not trained yet, in order."""
         self.batch_is_confirmed = False
