@@ -24,6 +24,9 @@ from rollmesh.types import Int32Array
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
+_TODAY = datetime(2024, 7, 26)
+"""Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
+
 
 class Tokenizer:
     """Tokenizer and chat template of one model folder.
@@ -224,7 +227,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = _today
     return environment
 
 
@@ -237,8 +240,8 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _today(pattern: str) -> str:
+    return _TODAY.strftime(pattern)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -136,6 +136,12 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
         assert Tokenizer(folder).render_chat(MESSAGES, add_generation_prompt=prompt).tolist() == expected
 
 
+def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day(tmp_path: Path) -> None:
+    template = "{{ 'hello' if strftime_now('%d %b %Y %H:%M') == '26 Jul 2024 00:00' else 'world' }}"
+    folder = make_folder(tmp_path, settings={"chat_template": template})
+    assert Tokenizer(folder).render_chat([{"role": "user", "content": "?"}]).tolist() == [4]
+
+
 def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, settings={"chat_template": TEMPLATE})
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -173,7 +173,7 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the tokenizer's chat template, for example {enable_thinking: false} of Qwen3, wherever it renders
     messages: prompts of all sources, and calls of the agents API, which can add to them or replace
-    them."""
+    them. A template that prints today's date prints 26 July 2024, so that equal prompts stay equal."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

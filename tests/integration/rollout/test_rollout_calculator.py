@@ -58,7 +58,8 @@ async def test_what_the_calculator_answers_is_in_the_context_and_never_in_the_lo
     for trajectory in trajectories:
         turns, answers = _split(trajectory)
         assert len(turns) == TURNS and all(turn[-1] == STOP for turn in turns)
-        assert answers == [[turn[-2] % STOP] for turn in turns], "the last call of a turn counts"
+        assert answers == [[turn[-2] % STOP] for turn in turns[:-1]], "the last call of a turn counts"
+        assert trajectory.segments[-1].source is SegmentSource.POLICY, "a reply to the last turn would be its answer"
         assert all(s.behavior_logprobs is None for s in trajectory.segments if s.source is SegmentSource.ENVIRONMENT)
         assert trajectory.finish_reason is FinishReason.LENGTH
     assert sum(reward.batches) == 8, "the verifier scores: a calculator pays nothing"

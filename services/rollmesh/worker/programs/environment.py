@@ -193,12 +193,14 @@ class EnvironmentProgram:
         reply = await self._replay(episode, rollout)
         most_turns = self._max_turns if rollout.turns is None else rollout.turns
         while True:
-            if reply is not None:
-                if reply.done:
-                    return episode.result(FinishReason.ENVIRONMENT)
-                if not await self._append_reply(rollout, reply, durable):
-                    return episode.result(FinishReason.LENGTH)
-            if rollout.remaining_tokens == 0 or episode.turn_count >= most_turns:
+            if reply is not None and reply.done:
+                return episode.result(FinishReason.ENVIRONMENT)
+            # A reply that the policy cannot answer is left out: a verifier might read it as the answer.
+            if episode.turn_count >= most_turns:
+                return episode.result(FinishReason.LENGTH)
+            if reply is not None and not await self._append_reply(rollout, reply, durable):
+                return episode.result(FinishReason.LENGTH)
+            if rollout.remaining_tokens == 0:
                 return episode.result(FinishReason.LENGTH)
             if await rollout.sample(durable=durable) is not FinishReason.STOP:
                 return episode.result(FinishReason.LENGTH)
