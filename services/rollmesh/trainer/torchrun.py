@@ -7,17 +7,26 @@ with a wrong setting.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run torchrun. Exits with ``EXIT_CONFIG`` if a rank of this node exited with it."""
+    """Run torchrun. Exits with ``EXIT_CONFIG`` if a rank of this node exited with it.
+
+    It ends with its ranks when the launcher dies that their argument ``--supervised-by`` names.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--supervised-by", type=int)
+    launcher = parser.parse_known_args(arguments)[0].supervised_by
+    if launcher is not None:
+        die_with_parent(launcher)
     try:
         run.main(arguments)
     except ChildFailedError as error:
