@@ -32,11 +32,14 @@ def lose(machine: subprocess.Popen[str], folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(started, wait_until) -> None:
+def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(
+    started, wait_until, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
     line, process = started(
         trainer={"train_steps": STEPS},
         generator={"pace": [[1, 0.05]]},
-        checkpoints={"keep_last": 2, "state_every_steps": 2},
+        checkpoints={"folder": str(checkpoints), "keep_last": 2, "state_every_steps": 2},
     )
     copy = line.folder.with_name("copy")
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 3, "three train steps", process)
@@ -47,8 +50,10 @@ def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(star
     assert second["train_step"] > first["train_step"] > 0
     assert second["removed"] > 0
     lose(process, line.folder)
+    shutil.rmtree(checkpoints)
 
-    restored = line.run("up", str(line.run_file), "--set", f"folder={copy}", "--set", "generator.pace=null")
+    elsewhere = ("--set", f"folder={copy}", "--set", "checkpoints.folder=null")
+    restored = line.run("up", str(line.run_file), *elsewhere, "--set", "generator.pace=null")
     assert restored.returncode == 0, restored.stdout + restored.stderr
     audit = json.loads((copy / "audit.json").read_text())
     # Two policies are kept of forty, as the run file has it: tokens of the others are named, and not asked for.

@@ -80,7 +80,9 @@ def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(finished: C
     inside = finished.run("backup", str(finished.folder), str(finished.folder / "backup"))
     assert inside.returncode == 2
     assert "lies inside" in inside.stderr
-    assert finished.run("backup", str(finished.folder), str(tmp_path / "copy")).returncode == 0
+    done = finished.run("backup", str(finished.folder), str(tmp_path / "copy"))
+    assert done.returncode == 0
+    assert done.stdout.endswith(f"train step 6: rollmesh up RUN.yaml --set folder={tmp_path / 'copy'}\n")
     (tmp_path / "copy" / "checkpoints" / "lineage").write_text("another")
     other = finished.run("backup", str(finished.folder), str(tmp_path / "copy"))
     assert other.returncode == 2

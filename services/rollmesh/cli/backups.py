@@ -26,7 +26,7 @@ def backup(
 
     Safe while the run trains, and incremental: a later backup copies only new files. The queue is not copied, because
     the trainer rebuilds it from the batch files; rollouts in progress are repeated. To restore, start the copy:
-    rollmesh up RUN.yaml --set folder=DESTINATION
+    rollmesh up RUN.yaml --set folder=DESTINATION, and --set checkpoints.folder=null if the run sets checkpoints.folder.
 
     Example: `rollmesh backup runs/demo /backups/demo`
     """
@@ -39,7 +39,9 @@ def backup(
     if as_json:
         typer.echo(json.dumps(asdict(report)))
         return
+    elsewhere = "" if config.checkpoints.folder is None else " --set checkpoints.folder=null"
     typer.echo(
         f"{report.files} files, {report.bytes / 2**20:.1f} MiB copied to {destination}, {report.removed} pruned; "
-        f"a restored run continues from train step {report.train_step}"
+        f"a restored run continues from train step {report.train_step}: "
+        f"rollmesh up RUN.yaml --set folder={destination}{elsewhere}"
     )

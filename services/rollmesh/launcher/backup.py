@@ -24,10 +24,11 @@ from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE
 from rollmesh.checkpoints.policies import FOLDER as POLICIES
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE
+from rollmesh.config import load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 
-_RECORDS = ("config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "evaluations.jsonl")
+_RECORDS = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "evaluations.jsonl")
 _ATTEMPTS = 5
 
 
@@ -45,7 +46,7 @@ class BackupReport:
 
 
 def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) -> BackupReport:
-    """Update ``destination`` from the run; the result is itself a run folder.
+    """Update ``destination`` from the run; the result is itself a run folder, which contains its checkpoints.
 
     Raises ConfigError when the destination is inside the run or belongs to another run, or when the checkpoints are in
     an object store; OSError when it cannot be written.
@@ -71,6 +72,9 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
         raise ConfigError(f"{root}: the states were pruned {_ATTEMPTS} times during the copy: keep more of them")
     _copy_folders(root / POLICIES, target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
     _copy_batches(root / BATCHES, target / BATCHES, report)
+    config = load_run_config(folder.config_file, environ={})
+    here = config.model_copy(update={"checkpoints": config.checkpoints.model_copy(update={"folder": None})})
+    write_run_config(here, destination / folder.config_file.name)
     for name in _RECORDS:
         with contextlib.suppress(FileNotFoundError):
             _copy(folder.path / name, destination / name, report)
