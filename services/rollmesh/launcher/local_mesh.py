@@ -217,7 +217,7 @@ class LocalMesh:
         self._noted_outage = outage
 
     async def until_serving(self) -> None:
-        """Wait for the initial policy and a generator that serves it."""
+        """Wait for the initial policy and, unless an operator wants no generators, for one that serves it."""
         deadline = self.config.launcher.start_timeout_seconds
         await self.until(
             self._policy_announced, "the trainer to publish the initial policy", deadline, poll_seconds=OFTEN_SECONDS
@@ -238,7 +238,8 @@ class LocalMesh:
         return await self.latest_version() >= 0
 
     async def _generator_serves(self) -> bool:
-        return any(g.serving for g in await self.store.generators.live())
+        without = not self.supervisor.indexes("generator")[0]
+        return without or any(g.serving for g in await self.store.generators.live())
 
     async def _idle(self) -> bool:
         view = await self.store.mesh.view(groups=False)

@@ -93,3 +93,12 @@ async def test_a_run_whose_operator_pinned_an_older_version_does_not_wait_for_th
     await register(mesh, 0)
     await mesh.store.policies.pin(0)
     await asyncio.wait_for(mesh.until_newest_served(), 60)
+
+
+async def test_a_run_that_continues_without_generators_does_not_wait_for_one(mesh: LocalMesh) -> None:
+    """An operator has scaled it to ``generator=0``, and may scale it up again while it is in progress."""
+    start = asyncio.create_task(mesh.until_serving())
+    await asyncio.wait({start}, timeout=1.0)
+    assert not start.done()
+    await mesh.supervisor.retire("generator-0")
+    await asyncio.wait_for(start, 60)
