@@ -113,6 +113,8 @@ def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
     """Evaluate one policy version of a stopped run on the fixed evaluation prompts.
 
+    The exit status is 1 when none of the answers counts: there is no score then (null in JSON).
+
     Example: `rollmesh eval runs/demo --version 10`
     """
     from rollmesh.launcher.evaluations import evaluate_run
@@ -121,12 +123,16 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
         config, folder = run_of(run)
         result = await evaluate_run(config, folder, version, shutdown_event(), progress_console(as_json))
         if as_json:
-            typer.echo(json.dumps(asdict(result)))
-        else:
+            typer.echo(json.dumps(asdict(result) | ({} if result.n else {"mean": None})))
+        elif result.n:
             typer.echo(
                 f"policy version {result.policy_version}: {result.mean:.4f} "
                 f"{plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
             )
+        else:
+            typer.echo(f"policy version {result.policy_version}: {result.description}")
+        if not result.n:
+            raise typer.Exit(1)
 
     run_async(main)
 

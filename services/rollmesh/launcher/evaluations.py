@@ -23,13 +23,19 @@ async def evaluate_run(
 ) -> Evaluation:
     """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
-    Raises ConfigError while a launcher holds the folder (``evaluation.every_versions`` evaluates during a run), or
-    when the version was never published or is pruned.
+    Raises ConfigError for a run of outside agents, while a launcher holds the folder (``evaluation.every_versions``
+    evaluates during a run), when the version was never published or is pruned, or when no generator is wanted.
     """
+    if config.rollout.program == "agent":
+        raise ConfigError(
+            "rollout.program=agent: the mesh cannot run the agent; evaluate it through the agents service with the "
+            f"model {config.name}@VERSION"
+        )
     remedy = "stop it first, or let it evaluate versions itself: evaluation.every_versions"
     with locked_run_folder(config, remedy):
         async with local_mesh(config, folder, shutdown, console) as mesh:
             version = await _published(mesh, policy_version)
+            await _check_generators(mesh)
             await mesh.pause(True)
             async with mesh.services(_WITHOUT_TRAINER):
                 await mesh.until_serving()
@@ -51,6 +57,15 @@ async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
             f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, remaining)) or 'none'}"
         )
     return policy_version
+
+
+async def _check_generators(mesh: LocalMesh) -> None:
+    wanted = (await mesh.store.scaling.requests()).get("generator")
+    if wanted == 0 and not await mesh.store.generators.live():
+        raise ConfigError(
+            "generator=0 is requested with rollmesh scale, and an evaluation needs a generator: "
+            f"rollmesh scale {mesh.folder.path} generator=default"
+        )
 
 
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:

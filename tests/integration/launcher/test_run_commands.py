@@ -21,6 +21,8 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, NewGroup
+from rollmesh.store.evaluation_requests import evaluation_request
+from rollmesh.store.queue_types import EvalResult
 from rollmesh.types import PolicyRecord, Prompt, Segment
 
 from .test_launcher_outages import config
@@ -137,3 +139,50 @@ def test_a_version_without_weights_is_not_evaluated(folder: Path, version: str, 
     done = CliRunner().invoke(app, ["eval", str(folder), "--version", version])
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+async def note_evaluation(folder: Path, version: int) -> None:
+    """Leave an evaluation of which no answer counts."""
+    run = config(folder)
+    async with running_store(run, RunFolder(folder)) as running:
+        await running.store.evaluations.request(evaluation_request(run.evaluation, version))
+        session = await running.store.sessions.open("evaluator")
+        request = await running.store.evaluations.claim(session)
+        assert request is not None
+        result = EvalResult(mean=0.0, standard_error=None, sample_count=0, discarded_count=3)
+        await running.store.evaluations.finish(session, request.evaluation_id, result)
+
+
+def test_an_evaluation_without_a_score_prints_none_and_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without generators needs none for an evaluation that it has."""
+    monkeypatch.setenv("ROLLMESH_GENERATOR__REPLICAS", "0")
+    asyncio.run(note_evaluation(folder, 1))
+    done = CliRunner().invoke(app, ["eval", str(folder)])
+    assert done.exit_code == 1
+    assert done.stdout.endswith("policy version 1: evaluation without a score: none of 3 answers counts\n")
+    done = CliRunner().invoke(app, ["eval", str(folder), "--json"])
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["policy_version"], found["n"], found["mean"]) == (1, 0, None)
+
+
+def test_a_run_scaled_to_no_generators_is_not_evaluated(folder: Path) -> None:
+    printed("scale", str(folder), "generator=0")
+    done = CliRunner().invoke(app, ["eval", str(folder)])
+    assert done.exit_code == 2
+    assert "generator=0 is requested with rollmesh scale" in done.stderr
+    assert f"rollmesh scale {folder} generator=default" in done.stderr
+
+
+def test_a_run_of_outside_agents_is_not_evaluated(folder: Path) -> None:
+    values = {
+        "name": "outage",
+        "folder": str(folder),
+        "model": {"path": "models/tiny"},
+        "rollout": {"program": "agent"},
+    }
+    write_run_config(RunConfig.model_validate(values), folder / "config.yaml")
+    done = CliRunner().invoke(app, ["eval", str(folder)])
+    assert done.exit_code == 2
+    assert "rollout.program=agent: the mesh cannot run the agent" in done.stderr
+    assert "outage@VERSION" in done.stderr
