@@ -85,9 +85,19 @@ class ReasoningGymSource(SourceSection):
     size: int = Field(default=10_000, ge=1)
     """Items per epoch."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of ``reasoning_gym.create_dataset``."""
+    """Keyword arguments of ``reasoning_gym.create_dataset``, except ``size``, which is the field above, and ``seed``,
+    which follows from the seed of the run."""
     chat: bool = False
     """Render prompts with the tokenizer's chat template."""
+
+    @field_validator("options")
+    @classmethod
+    def _options_leave_size_and_seed_to_the_run(cls, options: dict[str, Any]) -> dict[str, Any]:
+        remedies = {"size": "data.source.size", "seed": "the seed of the run (seed)"}
+        for name, remedy in remedies.items():
+            if name in options:
+                raise ValueError(f"{name}={options[name]!r} cannot be an option: leave it out and set {remedy}")
+        return options
 
 
 class PythonSource(SourceSection):

@@ -62,6 +62,14 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
         ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p: unknown key", "evaluation.top_p", "got 0.9"]),
         ({"model": {"trust_remote_code": True}}, ["model.trust_remote_code: unknown key", "only model code of trans"]),
+        (
+            {"data": {"source": {"type": "reasoning_gym", "task": "chain_sum", "options": {"seed": 7}}}},
+            ["data.source.reasoning_gym.options: seed=7 cannot be an option", "set the seed of the run (seed)"],
+        ),
+        (
+            {"data": {"source": {"type": "reasoning_gym", "task": "chain_sum", "options": {"size": 9}}}},
+            ["data.source.reasoning_gym.options: size=9 cannot be an option", "set data.source.size"],
+        ),
         ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than or equal to 0.001"]),
         (
             {
