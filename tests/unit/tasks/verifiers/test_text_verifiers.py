@@ -200,6 +200,38 @@ def test_the_pronoun_is_not_the_ninth_choice(response: str, answer: str) -> None
     assert score("choice", response, answer) == 1.0
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "**Answer:** B\n\n**Explanation:** Option A is wrong.",
+        "**Answer**: B\nA: wrong",
+        "## Answer\n\nB\n\nOption A is wrong.",
+        "Answer:\r\n\r\nB, not A",
+        "The answer is $B$, not A",
+        'The answer is "B", not A',
+        "The answer is 'B', not A",
+        "The answer is \u201cB\u201d, not A",
+        "The answer is: **Option B**. Option A is wrong.",
+        "The answer is choice: B, not A",
+        r"The answer is $\text{B}$, not A",
+        r"The answer is \textbf{(B)}, not A",
+        r"The answer is \(B\), not A",
+        "The correct answer is B. Answer A is wrong because it is.",
+        "The correct choice is B. A triangle has three sides.",
+        r"<answer>\text{B}, since A is wrong</answer>",
+    ],
+)
+def test_the_marked_letter_counts_and_not_one_of_the_explanation(response: str) -> None:
+    assert score("choice", response, "B") == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", ["A is right", "I would pick A because it is", "Option A fits best", "Answer: A because B is wrong"]
+)
+def test_a_letter_before_a_word_that_follows_no_article_is_a_choice(response: str) -> None:
+    assert score("choice", response, "A") == 1.0
+
+
 @given(
     st.sampled_from("ABCDEFGH"), st.sampled_from(["I am sure.", "I think so.", "Because I know it.", "I'd bet on it."])
 )
