@@ -274,6 +274,30 @@ def test_the_last_fenced_block_is_the_code() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("```text\nnotes\n```\nSo:\n```python\na\n```\nDone.", "a\n"),
+        ("```bash\nls\n```\n```\na\n```", "a\n"),
+        ("```python\na\n```\n```json\n{}\n```", "a\n"),
+        ("```Python3 title=x\na\n```", "a\n"),
+        ("```python\r\na\r\n\r\nb\r\n```\r\nDone.", "a\n\nb\n"),
+        ("1. So:\n\n   ```python\n   if a:\n\n       b\n   ```\n", "if a:\n\n    b\n"),
+        ("```python\na\n```\n```python\nopen", "a\n"),
+        ("Use ```x``` here:\n```py\na = '```'\n```", "a = '```'\n"),
+    ],
+)
+def test_blocks_of_other_languages_line_ends_and_indentation_change_no_code(response: str, code: str) -> None:
+    assert extract_code(response) == code
+
+
+@pytest.mark.parametrize("response", ["```py\n" * 100_000, "```" + "a" * 400_000 + "`", " ```\n" * 80_000])
+def test_fences_without_end_are_read_in_linear_time(response: str) -> None:
+    start = time.thread_time()
+    extract_code(response)
+    assert time.thread_time() - start < 1.0
+
+
+@pytest.mark.parametrize(
     ("expected", "got", "same"),
     [
         (1, 1, True),
