@@ -28,6 +28,15 @@ ADD = {"entry_point": "add", "tests": [{"args": [1, 2], "expected": 3}, {"args":
 ASSERTED = {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
 DOUBLE = {"tests": [{"input": "3\n", "output": "6"}, {"input": ["4"], "output": ["8"]}]}
 HALF = {"entry_point": "half", "tests": [{"args": [1], "expected": 0.5}]}
+GOOD = "def add(a, b): return a + b\n"
+RECORD = """
+from __future__ import annotations
+import dataclasses, pickle
+@dataclasses.dataclass
+class Sum:
+    value: int
+def add(a, b): return pickle.loads(pickle.dumps(Sum(a + b))).value
+"""
 METHOD = {"entry_point": "Solution.add", "tests": [{"args": [1], "kwargs": {"b": 2}, "expected": 3}]}
 
 
@@ -61,6 +70,12 @@ def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
         ("print(int(input()) + 3)", DOUBLE, 0.0),
         ("import math, heapq, collections\ndef add(a, b): return math.fsum([a, b])", ADD, 1.0),
         ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", ADD, 1.0),
+        (f"{GOOD}if __name__ == '__main__':\n    import unittest\n    unittest.main()", ADD, 1.0),
+        (f"{GOOD}if __name__ == '__main__':\n    import unittest\n    unittest.main()", ASSERTED, 1.0),
+        (f"{GOOD}def main(): return 0\nimport sys\nsys.exit(main())", ADD, 1.0),
+        (f"{GOOD}def main(): print(add(int(input()), 1))\nmain()", ASSERTED, 1.0),
+        ("if __name__ == '__main__':\n    print(int(input()) * 2)", DOUBLE, 1.0),
+        (RECORD, ADD, 1.0),
         ("", ADD, 0.0),
         ("not python at all", ADD, 0.0),
         ("def other(): pass", ADD, 0.0),
@@ -271,6 +286,30 @@ def test_the_last_fenced_block_is_the_code() -> None:
     assert extract_code("```py\na\n```\ntext\n```\nb\n```") == "b\n"
     assert extract_code("no fence") == "no fence"
     assert extract_code("```python\nopen") == "```python\nopen"
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("```text\nnotes\n```\nSo:\n```python\na\n```\nDone.", "a\n"),
+        ("```bash\nls\n```\n```\na\n```", "a\n"),
+        ("```python\na\n```\n```json\n{}\n```", "a\n"),
+        ("```Python3 title=x\na\n```", "a\n"),
+        ("```python\r\na\r\n\r\nb\r\n```\r\nDone.", "a\n\nb\n"),
+        ("1. So:\n\n   ```python\n   if a:\n\n       b\n   ```\n", "if a:\n\n    b\n"),
+        ("```python\na\n```\n```python\nopen", "a\n"),
+        ("Use ```x``` here:\n```py\na = '```'\n```", "a = '```'\n"),
+    ],
+)
+def test_blocks_of_other_languages_line_ends_and_indentation_change_no_code(response: str, code: str) -> None:
+    assert extract_code(response) == code
+
+
+@pytest.mark.parametrize("response", ["```py\n" * 100_000, "```" + "a" * 400_000 + "`", " ```\n" * 80_000])
+def test_fences_without_end_are_read_in_linear_time(response: str) -> None:
+    start = time.thread_time()
+    extract_code(response)
+    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_match, last_tag, reference_text
 
-_NO_PRONOUN = r"(?!I[ \t]+[a-z])"
-"""Excludes the pronoun I: a letter I before a word."""
+_NO_WORD = r"(?!I[ \t]+[a-z])(?!(?<![a-z][ \t])A[ \t]+(?!(?:is|was|as|and|or|but|because|since)\b)[a-z])"
+"""Excludes the pronoun I, a letter I before a word, and the article A, which begins a sentence and precedes a noun."""
+_OPENING = r"""(?:[\s*_$"'\u201c\u2018(\[{:]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"""
+"""Marks of Markdown, TeX and quotations before a letter."""
 
 
 class ChoiceVerifier:
@@ -18,7 +20,8 @@ class ChoiceVerifier:
 
     The search order is ``<answer>...</answer>``, ``\boxed{...}``, the end of the response. In a marked answer a label
     at its beginning (``B.``, ``(B)``) counts first, then the last "answer is X" or "answer: X", then the last separate
-    letter. The pronoun I is not a choice. The reference is a letter, or an index from 0.
+    letter. Marks of Markdown and TeX, quotation marks, "option" and "choice" may precede X. The pronoun I and the
+    article A at the beginning of a sentence are not choices. The reference is a letter, or an index from 0.
     """
 
     timeout_means_wrong = False
@@ -28,9 +31,11 @@ class ChoiceVerifier:
         if not letters.isalpha() or not letters.isupper() or len(set(letters)) != len(letters):
             raise ConfigError(f"reward.options.letters: {letters!r} must be distinct capital letters")
         self._letters = letters
-        alone = f"{_NO_PRONOUN}([{letters}])(?![A-Za-z0-9'\u2019])"
-        self._label = re.compile(rf"[\s(*\[{{]*([{letters}])\s*(?:[]).,:;*}}\n]|$)")
-        self._phrase = re.compile(rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option|choice)?)\s*[(*\[{{]*{alone}")
+        alone = f"{_NO_WORD}([{letters}])(?![A-Za-z0-9]|['\u2019][A-Za-z])"
+        self._label = re.compile(rf"{_OPENING}([{letters}])\s*(?:[]).,:;*}}\n]|$)")
+        self._phrase = re.compile(
+            rf"(?i:answer[*_ \t\r]*(?:is\b|:|\n)){_OPENING}(?:(?i:option|choice){_OPENING})?{alone}"
+        )
         self._alone = re.compile(f"(?<![A-Za-z0-9'\u2019]){alone}")
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:

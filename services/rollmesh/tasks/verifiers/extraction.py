@@ -16,13 +16,34 @@ TAIL_CHARACTERS = 20_000
 """Searched length of a response, from its end, where the answer is."""
 
 _SIGN = r"(?:(?<![\w)\]}.])[-+\u2212])?"
+_GAP = r"[^\S\r\n\t]"
+_POWER = rf"{_GAP}?\^{_GAP}?[{{(]?[-+\u2212]?[0-9]+(?:[.,/][0-9]+|[eE][-+]?[0-9]+)*"
 _CANDIDATE = re.compile(
-    rf"{_SIGN}(?:[0-9][0-9.,]*[0-9]|[0-9]|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?:\s?/\s?[0-9]+(?:[.,][0-9]+)*)*"
+    rf"{_SIGN}(?:[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}}(?![0-9]))+(?:[.,][0-9]+)*"  # 12 000
+    rf"|[0-9]+{_GAP}(?=[0-9]+\s?/\s?[0-9])[0-9]+"  # 3 1/2
+    r"|(?:[0-9][0-9.,]*[0-9]|[0-9]|(?<![\w.])\.[0-9]+))"
+    rf"(?:\s?/\s?[0-9]+(?:[.,][0-9]+)*|[eE][-+]?[0-9]+)*(?:{_POWER})?"
+    rf"|{_POWER}|\\[dt]?frac(?:\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}){{1,2}}"
 )
 """Characters that may be one number; ``_NUMBER`` decides."""
 _NUMBER = re.compile(
     r"[-+\u2212]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?(?:\s?/\s?0*[1-9][0-9]*)?|\.[0-9]+)"
 )
+_PART = r"(?:\{\s*([-+]?[0-9][0-9.,]*)\s*\}|([0-9]))"
+_SPELLINGS = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\!", ""),
+        (r"\{,\}", ","),
+        (r"(?<=[0-9])(?:\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),
+        (r"\\,", " "),
+        (r"(?<=[-+\u2212])(?<!\$[-+\u2212])\\?\$(?=[0-9.])", ""),
+        (r"(?<=[0-9])(?=\\[dt]?frac)", " "),
+        (rf"\\[dt]?frac\s?{_PART}\s?{_PART}", r"\1\2/\3\4"),
+        (r"(?<=[0-9])\s?(?:\\times|\\cdot|[*\u00b7\u00d7])\s?10\s?\^\s?(?:\{([-+]?[0-9]+)\}|([-+]?[0-9]+))", r"e\1\2"),
+    )
+)
+"""Spellings of TeX and print within a number, and the plain ones that replace them, in order."""
 _LONGEST_NUMBER = 400
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 
@@ -46,13 +67,16 @@ def make_extractor(how: str) -> Extractor:
 
 
 def last_number(response: str) -> str | None:
-    """Return the last number, with thousands separators, exponent or denominator.
+    r"""Return the last number, with thousands separators, exponent or denominator; TeX is written plainly.
 
-    A sign belongs to a number unless it follows an operand (``3-6`` ends with 6). ``1,2``, ``1.2.3`` and ``7/0`` are
-    not numbers, nor are their parts.
+    A sign belongs to a number unless it follows an operand (``3-6`` ends with 6). ``1,2``, ``1.2.3``, ``7/0``,
+    ``3 1/2``, ``12 000`` and ``2^3`` are not numbers, nor are their parts, nor is an exponent (``cm^2``).
     """
     found = None
-    for match in _CANDIDATE.finditer(response[-TAIL_CHARACTERS:]):
+    text = response[-TAIL_CHARACTERS:]
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
+    for match in _CANDIDATE.finditer(text):
         if len(match[0]) <= _LONGEST_NUMBER and _NUMBER.fullmatch(match[0]):
             found = match[0]
     return found.replace("\u2212", "-") if found is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,20 +17,20 @@ from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
 from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, read_value, same_output, same_value
-from rollmesh.tasks.verifiers.extraction import last_match
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LONGEST_CODE = 200_000
 """Limit in characters; longer code is wrong."""
 
-_FENCE = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_PYTHON_TAGS = ("", "py", "python", "python3")
 
 
 class PythonCodeVerifier:
     """Reward 1 if the code passes every test (or the share of passed tests); 0 for no code, wrong code and time-outs.
 
-    The last fenced block of the response is the code; without one, the whole response. It can import the standard
-    library only. Every comparison is made outside the sandbox; no expected value is sent into it.
+    The last fenced block of the response that is tagged as Python or not tagged is the code; without one, the whole
+    response. It can import the standard library only. Every comparison is made outside the sandbox; no expected value
+    is sent into it.
     """
 
     timeout_means_wrong = True
@@ -135,9 +136,20 @@ class PythonCodeVerifier:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block, or the whole response."""
-    found = last_match(_FENCE, response[-2 * LONGEST_CODE :])
-    return found[1] if found is not None else response
+    """Return the last fenced block that is tagged as Python or not tagged, or the whole response."""
+    code, tag = response, None
+    lines = response[-2 * LONGEST_CODE :].replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines):
+        before, fence, info = line.partition("```")
+        if not fence or before.strip() or "`" in info:
+            continue
+        if tag is None:
+            tag, start = re.split(r"\W", info.strip().lower(), maxsplit=1)[0], number + 1
+        elif not info.strip():
+            if tag in _PYTHON_TAGS:
+                code = textwrap.dedent("".join(f"{inner}\n" for inner in lines[start:number]))
+            tag = None
+    return code
 
 
 def _remaining(deadline: float) -> float:

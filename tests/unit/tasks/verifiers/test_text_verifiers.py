@@ -131,6 +131,76 @@ def test_parts_of_numbers_and_of_differences_are_no_numbers(response: str, answe
     assert score("numeric", response, answer) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (r"5 or 1{,}000", "1,000"),
+        (r"5 or 1,\!000", "1,000"),
+        (r"5 or 1\,000", "1,000"),
+        ("5 or 12\u00a0000", "12,000"),
+        ("5 or 1\u202f234\u202f567", "1,234,567"),
+        (r"\frac{3}{4}", "3/4"),
+        (r"-\dfrac{3}{4}$", "-3/4"),
+        (r"\tfrac{ 3.5 }{4}", "3.5/4"),
+        (r"\frac12", "1/2"),
+        ("a loss: -$18", "-18"),
+        (r"-\$1{,}800", "-1,800"),
+        ("Rs.500", "500"),
+        ("No.5", "5"),
+        ("it is .5", ".5"),
+        ("50 cm^2", "50"),
+        (r"50\text{ cm}^{2}", "50"),
+        (r"50 m/s^{-2}", "50"),
+        (r"90^\circ", "90"),
+        (r"2 or 3 \times 10^{5}", "3e5"),
+        ("2 or 3.5 \u00d7 10^-4", "3.5e-4"),
+    ],
+)
+def test_a_number_in_tex_or_print_is_read_whole(text: str, number: str) -> None:
+    assert make_extractor("last_number")(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12 000",
+        "1 234 567.5",
+        "3 1/2",
+        "3\u00a01/2",
+        r"3\frac{1}{2}",
+        r"3\,\frac{1}{2}",
+        "2^3",
+        "10^{-5}",
+        "2^1.5",
+        r"2^3 \cdot 10^2",
+        r"3/4 \times 10^2",
+        r"2e3 \times 10^5",
+        r"\frac{3\pi}{4}",
+        r"\frac{2}{\sqrt{3}}",
+    ],
+)
+def test_a_number_that_cannot_be_read_for_sure_is_none_nor_are_its_parts(text: str) -> None:
+    assert make_extractor("last_number")(text) is None
+    assert make_extractor("last_number")(f"42; {text}") == "42"
+    with pytest.raises(VerifierError, match="numeric: the prompt's answer contains no number"):
+        score("numeric", "1", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("In 2019 300 came", "300"),
+        ("3\n1/2", "1/2"),
+        ("5, 100", "100"),
+        ("1 2 3", "3"),
+        ("5\t100", "100"),
+        ("$3$-$5$", "5"),
+    ],
+)
+def test_numbers_side_by_side_are_numbers(text: str, number: str) -> None:
+    assert make_extractor("last_number")(text) == number
+
+
 @given(st.integers(-(10**9), 10**9), st.integers(0, 10**9))
 def test_a_difference_ends_with_what_is_subtracted(first: int, second: int) -> None:
     assert make_extractor("last_number")(f"{first}-{second}") == str(second)
@@ -198,6 +268,38 @@ def test_choice(response: str, answer: Any, expected: float) -> None:
 )
 def test_the_pronoun_is_not_the_ninth_choice(response: str, answer: str) -> None:
     assert score("choice", response, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "**Answer:** B\n\n**Explanation:** Option A is wrong.",
+        "**Answer**: B\nA: wrong",
+        "## Answer\n\nB\n\nOption A is wrong.",
+        "Answer:\r\n\r\nB, not A",
+        "The answer is $B$, not A",
+        'The answer is "B", not A',
+        "The answer is 'B', not A",
+        "The answer is \u201cB\u201d, not A",
+        "The answer is: **Option B**. Option A is wrong.",
+        "The answer is choice: B, not A",
+        r"The answer is $\text{B}$, not A",
+        r"The answer is \textbf{(B)}, not A",
+        r"The answer is \(B\), not A",
+        "The correct answer is B. Answer A is wrong because it is.",
+        "The correct choice is B. A triangle has three sides.",
+        r"<answer>\text{B}, since A is wrong</answer>",
+    ],
+)
+def test_the_marked_letter_counts_and_not_one_of_the_explanation(response: str) -> None:
+    assert score("choice", response, "B") == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", ["A is right", "I would pick A because it is", "Option A fits best", "Answer: A because B is wrong"]
+)
+def test_a_letter_before_a_word_that_follows_no_article_is_a_choice(response: str) -> None:
+    assert score("choice", response, "A") == 1.0
 
 
 @given(
@@ -312,8 +414,30 @@ def test_every_kind_of_real_number_is_a_reward(result: Any) -> None:
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"http_judge", "composite", "python_code", "reasoning_gym"}))
 @pytest.mark.parametrize(
     "response",
-    ["x" * 1_000_000, "(" * 100_000, "{" * 100_000 + "}" * 100_000, "1 " * 500_000, r"\boxed{" * 100_000, "\x00" * 10],
-    ids=["megabyte", "open brackets", "braces", "numbers", "boxes", "nul"],
+    [
+        "x" * 1_000_000,
+        "(" * 100_000,
+        "{" * 100_000 + "}" * 100_000,
+        "1 " * 500_000,
+        r"\boxed{" * 100_000,
+        "\x00" * 10,
+        "<answer>answer is" + " *" * 500_000 + "</answer>",
+        r"\frac{" * 100_000,
+        r"\frac{{}" * 100_000,
+        "1" * 500_000 + " " + "1" * 500_000,
+    ],
+    ids=[
+        "megabyte",
+        "open brackets",
+        "braces",
+        "numbers",
+        "boxes",
+        "nul",
+        "marks",
+        "fractions",
+        "braces in fractions",
+        "digits",
+    ],
 )
 def test_poisonous_text_is_wrong_and_cheap(name: str, response: str) -> None:
     options = {"pattern": "a+b"} if name == "regex" else {}
