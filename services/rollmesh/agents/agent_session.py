@@ -45,8 +45,8 @@ class AgentSession:
 
     @property
     def deadline(self) -> float:
-        """Time when a silent session ends, monotonic seconds."""
-        return self.last_use + self.idle_seconds
+        """Time when a silent session ends, monotonic seconds; it moves on while a call or reward is in progress."""
+        return (time.monotonic() if self.lock.locked() else self.last_use) + self.idle_seconds
 
     @property
     def state(self) -> str:

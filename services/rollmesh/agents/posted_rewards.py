@@ -36,8 +36,10 @@ class Rewards:
                 "session_busy",
             )
         async with session.lock:
-            session.touch()
-            await self._post(session, request)
+            try:
+                await self._post(session, request)
+            finally:
+                session.touch()
 
     async def _post(self, session: AgentSession, request: RewardRequest) -> None:
         marks = [trajectory.mark for trajectory in session.trajectories]

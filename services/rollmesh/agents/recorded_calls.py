@@ -75,7 +75,6 @@ class RecordedCalls:
             raise busy(f"session {session.session_id}: another of its calls is in progress", "session_busy")
         await session.lock.acquire()
         try:
-            session.touch()
             return await self._start(session, request, is_retry)
         except BaseException as error:
             self._release(session)

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from rollmesh.agents.agent_session import AgentSession
 from rollmesh.errors import StoreUnavailable
 from rollmesh.store.queue_types import LeasedTrajectory
 from rollmesh.store.trajectories import TrajectoryQueue
@@ -29,6 +30,9 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
             return (await state(http, agent.id))["trajectories"][0]["tokens"]
 
         await mesh.until("some tokens", lambda: above(tokens(), 10))
+        session = api.service.agent_parts.session_manager.find(agent.id)
+        assert isinstance(session, AgentSession)
+        session.last_use -= 2 * session.idle_seconds  # as if the call had lasted longer than an agent may be silent
         await mesh.store.settings.set_user_paused(True)
 
         async def idle() -> bool:
