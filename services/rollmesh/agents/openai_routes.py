@@ -6,7 +6,7 @@ POST    /v1/completions                continue a text or token ids
 POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
 GET     /v1/sessions/{id}              show a session: trajectories, drift, state
 POST    /v1/sessions/{id}/reward       post the reward: the trajectories are finished and scored
-DELETE  /v1/sessions/{id}              give up a session: its prompt returns to the queue
+DELETE  /v1/sessions/{id}              give up a session without a reward: its prompt returns to the queue
 
 A call with the header ``X-Rollmesh-Session`` is recorded in that session.
 """
@@ -21,7 +21,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.answering import SESSION_HEADER, Answering
-from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, gone, too_many
+from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, busy, gone, too_many
 from rollmesh.agents.openai_http import OpenAiRoute, unless_disconnected
 from rollmesh.agents.posted_rewards import check_repeated
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
@@ -49,7 +49,7 @@ _ERRORS = {
     400: "The request is invalid: `error.param` names the field.",
     401: "The token is missing or invalid.",
     404: "The model or the session is unknown.",
-    409: "Another call of the session is in progress.",
+    409: "Another call of the session, or its reward, is in progress.",
     410: "The session or the run has ended.",
     422: "The session already has a different reward.",
     429: "No prompt is available: retry after `Retry-After` seconds.",
@@ -133,11 +133,16 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         await service.agent_parts.rewards.post(found, body)
         return found.describe(run, with_task=False)
 
-    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404))
+    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404, 409))
     async def give_up(session_id: SessionId) -> Response:
-        """Give up a session; its tokens are dropped and its prompt returns to the queue."""
+        """Give up a session without a reward; its tokens are dropped and its prompt returns to the queue."""
         found = service.find_session(session_id)
         if isinstance(found, AgentSession):
+            if any(trajectory.mark.ended for trajectory in found.trajectories):
+                raise busy(
+                    f"session {session_id}: its reward is stored and being scored; it can no longer be given up",
+                    "session_busy",
+                )
             service.agent_parts.session_manager.end(found, "given_up")
         return Response(status_code=204)
 

@@ -97,7 +97,7 @@ class SessionTrajectory:
         try:
             while True:
                 if not self.busy:
-                    if self.mark.ended:
+                    if self.mark.ended and not self.given_up:
                         return self._result()
                     active.check_lost()
                     if active.park_reason is ReleaseReason.DRAINED:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
+from rollmesh.store.queue_types import AppendResult, Score
+from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, SegmentSource
 
 from .agent_client import Agent, above, http_of, state
@@ -219,6 +221,39 @@ async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., An
         assert (await state(http, agent.id))["drift_count"] == 0
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
         await agent.aclose()
+
+
+async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    scoring, may_score, score = asyncio.Event(), asyncio.Event(), TrajectoryQueue.score
+
+    async def scores_later(queue: TrajectoryQueue, session: str, items: Sequence[Score]) -> list[AppendResult]:
+        scoring.set()
+        await may_score.wait()
+        return await score(queue, session, items)
+
+    monkeypatch.setattr(TrajectoryQueue, "score", scores_later)
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(2)]
+        for agent in agents:
+            await agent.turn()
+        post = asyncio.create_task(http.post(f"/sessions/{agents[0].id}/reward", json={"reward": 1.0}))
+        await scoring.wait()
+        refused = await http.delete(f"/sessions/{agents[0].id}")
+        assert refused.status_code == 409, refused.text
+        assert refused.json()["error"]["code"] == "session_busy"
+        may_score.set()
+        assert (await post).status_code == 200
+        seen = await state(http, agents[0].id)
+        assert (seen["state"], seen["reward"]) == ("rewarded", 1.0)
+        assert (await http.post(f"/sessions/{agents[1].id}/reward", json={"reward": 0.0})).status_code == 200
+        for agent in agents:
+            assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204, "the session has ended already"
+            await agent.aclose()
+    batch = await mesh.batch(1)
+    assert [t.shaped_reward for t in batch.groups[0].trajectories] == [1.0, 0.0]
 
 
 async def test_an_id_that_no_service_made_is_unknown_at_once(make_mesh: Callable[..., Any]) -> None:

@@ -160,3 +160,26 @@ async def test_the_idle_time_counts_from_the_end_of_a_reward(monkeypatch: pytest
     desk.end(session, "given_up")
     with pytest.raises(AgentGone):
         await run
+
+
+async def test_a_session_given_up_before_its_reward_is_stored_is_not_trained() -> None:
+    saving, saved = asyncio.Event(), asyncio.Event()
+
+    async def keep_snapshot(*_: Any) -> None:
+        if held.token_count:  # the mark with the reward
+            saving.set()
+            await saved.wait()
+
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    held = held_trajectory(0)
+    session, run = await opened_session(desk, rollout_of(held, keep_snapshot))
+    post = asyncio.create_task(Rewards(desk, 2 * TOKENS).post(session, RewardRequest(reward=1.0)))
+    await saving.wait()
+    desk.end(session, "given_up")
+    saved.set()
+    with pytest.raises(AgentGone, match="given_up"):
+        await run
+    held.close()
+    with pytest.raises(OpenAiError) as gone:
+        await post
+    assert gone.value.code == "session_ended"
