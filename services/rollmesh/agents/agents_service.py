@@ -73,13 +73,15 @@ class OpenAiService:
     """None unless rollout.program=agent."""
     drain: Drain
     """Ends the calls in progress when the service shuts down."""
-    started: float
-    """Start of the service, monotonic seconds."""
 
     @property
     def _taking_over(self) -> bool:
-        """True while sessions of a crashed service may still be taken over: their leases have to expire first."""
-        return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
+        """True while sessions of a crashed service may still be taken over: their leases have to expire first.
+
+        In a pause and without generators nothing is leased, so the time counts from the first lease.
+        """
+        leasing_seconds = time.monotonic() - self.agent_parts.session_manager.leasing_since
+        return leasing_seconds < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
 
     @property
     def agent_parts(self) -> Agents:
@@ -107,8 +109,8 @@ class OpenAiService:
             return session
         if self._taking_over and is_session_id(session_id):
             raise unavailable(
-                f"session {session_id}: not known yet; the service has just started and may still take over the "
-                "sessions of its crashed predecessor: send the same call again",
+                f"session {session_id}: not known yet; the service may still take over the sessions of its crashed "
+                "predecessor, at the latest after a pause: send the same call again",
                 "session_not_known_yet",
                 5.0,
             )
@@ -197,7 +199,6 @@ async def openai_service(
                 ),
                 agents=agents,
                 drain=drain,
-                started=time.monotonic(),
             )
         finally:
             stop.set()

@@ -7,6 +7,7 @@ and those of a crashed service, whose sessions continue here.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
@@ -47,6 +48,8 @@ class SessionManager:
         self._lease_ended = asyncio.Event()
         self._empty_leases = 0
         """Number of times that the worker has asked the queue for work and received none."""
+        self.leasing_since = math.inf
+        """Time of the queue's first answer to the worker's requests for work, monotonic seconds; infinite before it."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._trajectories: dict[str, SessionTrajectory] = {}
@@ -68,6 +71,7 @@ class SessionManager:
 
     def lease_attempted(self, leased_count: int) -> None:
         """Record that the queue has answered the worker's request for work."""
+        self.leasing_since = min(self.leasing_since, time.monotonic())
         self._empty_leases += not leased_count
         self._lease_ended.set()
         self._lease_ended = asyncio.Event()
