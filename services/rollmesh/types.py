@@ -114,7 +114,7 @@ class SamplingParams:
     top_k: int = 0
     """Number of most likely tokens kept; 0 keeps all (training requires 0)."""
     seed: int = 0
-    """Seed of the sampling noise; the noise of a token depends only on (seed, trajectory_id, position)."""
+    """Seed of the sampling noise (engine torch): a token's depends only on (seed, trajectory_id, position)."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the generation; the stop token itself is part of the output."""
 

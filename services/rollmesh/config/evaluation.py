@@ -26,6 +26,6 @@ class EvalConfig(Section):
     top_k: int = Field(default=0, ge=0)
     """Most likely tokens kept; 0 keeps all."""
     seed: int = 20_000_000
-    """Seed of the evaluation prompts and of their sampling noise."""
+    """Seed of the evaluation prompts and of their sampling noise (engine torch)."""
     before_and_after: bool = True
     """Evaluate the initial and the final policy on an idle mesh."""

@@ -40,7 +40,7 @@ class RunConfig(Section):
     folder: str
     """Run folder: config, logs, metrics, plots, report, embedded Redis, checkpoints."""
     seed: int = 0
-    """Seed of prompts, shuffling and sampling noise."""
+    """Seed of prompts, shuffling and sampling noise (engine torch)."""
     model: ModelConfig
     """The policy before training."""
     data: DataConfig = Field(default_factory=DataConfig)

@@ -198,7 +198,7 @@ class Evaluator:
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> EvaluationAnswer:
         assert self._prompts is not None
-        # The trajectory's id keys the noise. It excludes the version, so every version gets the same noise.
+        # The trajectory's id keys the noise (engine torch). It excludes the version: every version gets the same noise.
         prompt = self._prompts.prompt(0, index)
         active = ActiveTrajectory(
             Trajectory(
