@@ -23,7 +23,8 @@ class AdapterConfig(Section):
     alpha: int = Field(default=32, ge=1)
     """Numerator of the adapter's scale."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of A's inputs that are dropped in training; above 0, on-policy ratios differ from 1."""
+    """Share of A's inputs that are dropped in training; above 0, on-policy ratios differ from 1, and step
+    reports have no logprob gap."""
     target: Literal["all_linear"] | tuple[ModuleName, ...] = "all_linear"
     """Adapted layers: every linear layer of the transformer blocks, or those with these names."""
 

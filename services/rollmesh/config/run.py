@@ -120,7 +120,7 @@ class RunConfig(Section):
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the settings of the generator that exclude adapters, or that need them."""
+    """Yield the settings of generator and trainer that exclude adapters, or that need them."""
     mode, adapter = config.generator.on_new_version, config.model.adapter
     if adapter is None and mode == "next_slice":
         yield (
@@ -133,6 +133,13 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"generator.on_new_version={mode}: with model.adapter a new version is loaded beside the others, so no "
             "call must be interrupted, drained or share its cache with another version; leave it out (next_slice)"
+        )
+    scale = config.trainer.algorithm.update_scale
+    if scale != "none" and adapter.dropout:
+        yield (
+            f"trainer.algorithm.update_scale={scale} with model.adapter.dropout={adapter.dropout:g}: the log-"
+            "probabilities of the gradient pass have the noise of the dropout, which would lower the learning rate; "
+            "set update_scale=none or model.adapter.dropout=0"
         )
     size = config.generator.sglang.data_parallel_size
     if config.generator.engine == "sglang" and size != "1":

@@ -122,6 +122,13 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
             )
             for arguments in (["--dp-size", "2"], ["--tp-size", "2", "--data-parallel-size=2"], ["--dp", "2"])
         ),
+        (
+            {
+                "model": {"path": "model", "adapter": {"dropout": 0.1}},
+                "trainer": {"algorithm": {"update_scale": "ess"}},
+            },
+            ["update_scale=ess with model.adapter.dropout=0.1", "set update_scale=none or model.adapter.dropout=0"],
+        ),
         ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
         ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
         ({"name": "Not A Name"}, ["name", "'Not A Name'"]),

@@ -29,7 +29,7 @@ class Updates:
 
     logprobs: Float64Array  # [tokens], each at the start of its own minibatch
     entropy: Float64Array  # [tokens]
-    before_any_update: BoolArray  # [tokens], True in the first minibatch
+    as_served: BoolArray  # [tokens], True in the first minibatch; nowhere if the gradient pass has dropout
     loss: float
     grad_norm: float
     rate_factor: float
@@ -74,7 +74,7 @@ def run_minibatches(
     return Updates(
         logprobs=np.sum([p.logprobs for p in passes], axis=0),
         entropy=np.sum([p.entropy for p in passes], axis=0),
-        before_any_update=np.isin(batch.sequence_index, minibatches[0]),
+        as_served=np.isin(batch.sequence_index, minibatches[0]) & (not model.has_dropout),
         loss=float(np.mean([p.loss for p in passes])),
         grad_norm=float(np.mean(norms)),
         rate_factor=float(np.mean(factors)),
@@ -106,7 +106,7 @@ def finish_parts(
     return Updates(
         logprobs=done.logprobs,
         entropy=done.entropy,
-        before_any_update=np.ones(len(done.logprobs), np.bool_),
+        as_served=np.ones(len(done.logprobs), np.bool_),
         loss=done.loss,
         grad_norm=norm,
         rate_factor=factor,
@@ -143,6 +143,6 @@ def token_results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, d
         ratio=ratio,
         clip=clip,
         active=active,
-        before_any_update=done.before_any_update,
+        as_served=done.as_served,
         reference_logprobs=None if reference is None else reference.numpy(),
     )

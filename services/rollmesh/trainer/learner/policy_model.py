@@ -73,6 +73,11 @@ class PolicyModel(nn.Module):
         """Hugging Face config of the model."""
         return self.causal_lm.config
 
+    @property
+    def has_dropout(self) -> bool:
+        """True if the adapter drops inputs in passes with a gradient."""
+        return self.adapter is not None and self.adapter.dropout > 0
+
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that training changes, by their names in a published folder; tied ones occur once."""
         return dict(self.causal_lm.named_parameters()) if self.adapter is None else adapter_parameters(self.causal_lm)

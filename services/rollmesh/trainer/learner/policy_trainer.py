@@ -213,7 +213,7 @@ class PolicyTrainer:
 
     def _seed_dropout(self, train_step: int, early_groups: int) -> None:
         """Seed the dropout of the adapter, if it has one: a replayed step drops the same inputs."""
-        if self._model.adapter is not None and self._model.adapter.dropout:
+        if self._model.has_dropout:
             torch.manual_seed(train_step << 16 | early_groups)
 
     @property

@@ -25,7 +25,7 @@ class TokenResults:
     ratio: Float64Array  # [tokens]
     clip: npt.NDArray[np.int8]  # [tokens], ClipReason
     active: BoolArray  # [tokens], True where the loss has a gradient: its weight is not 0
-    before_any_update: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step
+    as_served: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step, without dropout
     reference_logprobs: Float64Array | None = None  # [tokens]
 
 
@@ -78,7 +78,7 @@ def policy_stats(
     sampler = torch.from_numpy(behavior[mask])
     size = effective_sample_size((results.logprobs - behavior)[mask], batch.sequence_index[mask])
     in_loss = len(np.unique(batch.sequence_index[mask]))
-    fresh = mask & results.before_any_update & (batch.versions == current_version)
+    fresh = mask & results.as_served & (batch.versions == current_version)
     gap = np.abs(results.logprobs - behavior)
     staleness = batch.staleness[mask]
     ratio, clip = results.ratio[mask], results.clip[mask]

@@ -96,6 +96,13 @@ def test_a_replayed_run_gives_the_same_adapter_with_dropout_too(make_model: Mode
     assert all(np.array_equal(a, b) for a, b in zip(*scores, strict=True)), "scores are computed without dropout"
 
 
+def test_a_gradient_pass_with_dropout_is_not_compared_with_the_engine(make_model: ModelMaker) -> None:
+    adapters = ADAPTER, ADAPTER.model_copy(update={"dropout": 0.3})
+    compared, dropped = (make(make_model("qwen2"), a).train(random_batch(1), VERSIONS).policy for a in adapters)
+    assert compared.logprob_gap_pure.tokens > 0
+    assert dropped.logprob_gap_pure.tokens == dropped.logprob_gap_mixed_cache.tokens == 0
+
+
 def test_a_state_continues_bit_for_bit(make_model: ModelMaker) -> None:
     whole, first = (trained(make(make_model("qwen2"))) for _ in range(2))
     second = make(make_model("qwen2"))

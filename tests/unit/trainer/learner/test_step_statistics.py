@@ -49,7 +49,7 @@ def results_for(flat: TrainBatch, shift: float = 0.0) -> TokenResults:
         ratio=np.full(n, math.exp(shift)),
         clip=np.zeros(n, np.int8),
         active=np.ones(n, np.bool_),
-        before_any_update=np.ones(n, np.bool_),
+        as_served=np.ones(n, np.bool_),
     )
 
 
@@ -115,9 +115,9 @@ def test_ratios_are_split_by_staleness(flat: TrainBatch) -> None:
     assert stats.ratio_by_staleness[0].mean == 1.0 and stats.ratio.clipped_high == pytest.approx(3 / 24)
 
 
-def test_the_gap_counts_tokens_before_any_update_only(flat: TrainBatch) -> None:
+def test_the_gap_counts_tokens_as_served_only(flat: TrainBatch) -> None:
     results = results_for(flat)
-    results.before_any_update[flat.sequence_index >= 2] = False
+    results.as_served[flat.sequence_index >= 2] = False
     stats = policy_stats(flat, results, 2, {})
     assert stats.logprob_gap_pure.tokens == 4 and stats.logprob_gap_mixed_cache.tokens == 5
     assert policy_stats(flat, results, -1, {}).logprob_gap_pure.tokens == 0

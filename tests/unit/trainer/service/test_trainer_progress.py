@@ -14,7 +14,7 @@ def updates(*made: bool) -> Updates:
     return Updates(
         logprobs=nothing,
         entropy=nothing,
-        before_any_update=nothing.astype(np.bool_),
+        as_served=nothing.astype(np.bool_),
         loss=0.0,
         grad_norm=0.0,
         rate_factor=1.0,
