@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from rollmesh.config.section import Section, Temperature
 
@@ -18,7 +20,7 @@ class EvalConfig(Section):
     """Number of prompts of one evaluation, the same each time; an evaluation split with fewer prompts gives all of
     them, and the result says so."""
     samples_per_prompt: int = Field(default=1, ge=1)
-    """Answers per prompt."""
+    """Answers per prompt. The standard error is over the prompts: answers to one prompt are averaged first."""
     temperature: Temperature = 1.0
     """Softmax temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -29,3 +31,13 @@ class EvalConfig(Section):
     """Seed of the evaluation prompts and of their sampling noise (engine torch)."""
     before_and_after: bool = True
     """Evaluate the initial and the final policy on an idle mesh."""
+
+    @model_validator(mode="after")
+    def _several_answers_differ(self) -> Self:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"evaluation.samples_per_prompt={self.samples_per_prompt} with evaluation.temperature=0: greedy "
+                "answers to one prompt are the same; set samples_per_prompt=1 and raise prompt_count, or set a "
+                "temperature"
+            )
+        return self

@@ -29,7 +29,7 @@ class Evaluation:
     """Number of scores in the mean."""
     mean: float
     standard_error: float | None
-    """None for fewer than two scores."""
+    """None for fewer than two prompts with a score."""
     details: dict[str, float]
     """Other statistics, such as the mean length."""
     discarded: int

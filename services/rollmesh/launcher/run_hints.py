@@ -164,11 +164,11 @@ def _evaluation_hints(config: RunConfig) -> Iterator[str]:
             f"data.held_out_ratio={config.data.held_out_ratio:g}, or set data.evaluation_source"
         )
         prompts = existing
-    error = 0.5 / math.sqrt(prompts * evaluation.samples_per_prompt)
+    error = 0.5 / math.sqrt(prompts)
     if error > _COARSE_ERROR:
         yield (
-            f"an accuracy over {prompts} prompts has a standard error of up to {error:.2f}; 256 answers have 0.03: "
-            "raise evaluation.prompt_count or evaluation.samples_per_prompt"
+            f"an accuracy over {prompts} prompts has a standard error of up to {error:.2f}; 256 prompts have 0.03: "
+            "raise evaluation.prompt_count"
         )
 
 

@@ -262,7 +262,7 @@ class EvalResult:
 
     mean: float
     standard_error: float | None
-    """Standard error of the mean; None for fewer than two scores."""
+    """Standard error of the mean, over prompts; None for fewer than two prompts with a score."""
     sample_count: int
     """Scores that count."""
     discarded_count: int = 0

@@ -101,6 +101,12 @@ def test_a_table_with_too_few_rows_for_the_evaluation_is_named(
     assert run_hints(run(data=table(tmp_path, rows), evaluation={"before_and_after": False}), 600_000_000) == []
 
 
+def test_more_answers_to_the_same_prompts_do_not_make_an_evaluation_finer() -> None:
+    (hint,) = run_hints(run(evaluation={"prompt_count": 16, "samples_per_prompt": 16}), 600_000_000)
+    assert "an accuracy over 16 prompts has a standard error of up to 0.12; 256 prompts have 0.03: raise" in hint
+    assert hint.endswith("raise evaluation.prompt_count")
+
+
 def test_validate_prints_memory_and_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CODE_FOLDER, "")
     sizes = {"generator": {"max_context_tokens": 640}, "data": {"max_prompt_tokens": 64}, "gateway": {"port": 0}}

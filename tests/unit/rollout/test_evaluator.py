@@ -5,13 +5,15 @@ import pytest
 from rollmesh.rollout.evaluation.evaluator import EvaluationAnswer, summarise
 
 
-def answer(reward, version=3, tokens=10, truncated=False):
+def answer(reward, prompt=0, version=3, tokens=10, truncated=False):
     versions = (version,) if isinstance(version, int) else version
-    return EvaluationAnswer(reward=reward, token_count=tokens, truncated=truncated, policy_versions=versions)
+    return EvaluationAnswer(
+        prompt_index=prompt, reward=reward, token_count=tokens, truncated=truncated, policy_versions=versions
+    )
 
 
 def test_mean_and_standard_error_follow_the_textbook():
-    result = summarise([answer(1.0), answer(0.0), answer(1.0), answer(1.0)], 3)
+    result = summarise([answer(reward, prompt) for prompt, reward in enumerate([1.0, 0.0, 1.0, 1.0])], 3)
     assert result.mean == 0.75
     assert result.standard_error == pytest.approx(math.sqrt((3 * 0.25**2 + 0.75**2) / 3 / 4))
     assert (result.sample_count, result.discarded_count) == (4, 0)
@@ -36,4 +38,25 @@ def test_no_answers_are_a_result_without_a_division_by_zero():
 
 def test_the_standard_error_of_a_single_answer_is_unknown():
     assert summarise([answer(1.0)], 3).standard_error is None
-    assert summarise([answer(1.0), answer(1.0)], 3).standard_error == 0.0
+    assert summarise([answer(1.0, 0), answer(1.0, 1)], 3).standard_error == 0.0
+
+
+@pytest.mark.parametrize(("prompts", "samples"), [(32, 8), (16, 16)])
+def test_repeated_answers_to_a_prompt_say_nothing_new_about_other_prompts(prompts, samples):
+    result = summarise([answer(float(p % 2), p) for p in range(prompts) for _ in range(samples)], 3)
+    assert (result.mean, result.sample_count) == (0.5, prompts * samples)
+    # Half of the prompts are right in all samples: sqrt(prompts * 0.25 / (prompts - 1) / prompts), 0.090 and 0.129.
+    assert result.standard_error == pytest.approx(0.5 / math.sqrt(prompts - 1))
+
+
+def test_the_prompts_are_the_sample_of_mean_and_standard_error():
+    # Means of the prompts: 1/2, 1, and 0 of the one answer that counts.
+    rewards = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (2, 0.0), (2, None)]
+    result = summarise([answer(reward, prompt) for prompt, reward in rewards], 3)
+    assert (result.mean, result.sample_count, result.discarded_count) == (0.5, 5, 1)
+    assert result.standard_error == pytest.approx(0.5 / math.sqrt(3))
+
+
+def test_one_prompt_has_no_standard_error_however_often_it_is_answered():
+    result = summarise([answer(1.0), answer(0.0), answer(1.0), answer(0.0)], 3)
+    assert (result.mean, result.standard_error, result.sample_count) == (0.5, None, 4)

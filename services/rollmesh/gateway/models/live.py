@@ -110,7 +110,7 @@ class EvaluationView(ApiModel):
     mean: float
     """Mean score."""
     standard_error: float | None
-    """Standard error of the mean; null for fewer than two scores."""
+    """Standard error of the mean, over prompts; null for fewer than two prompts with a score."""
     sample_count: int
     """Number of scores in the mean."""
     time: float | None

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
@@ -38,6 +39,7 @@ _LOOK_SECONDS = 0.5
 class EvaluationAnswer:
     """One scored answer of an evaluation."""
 
+    prompt_index: int
     reward: float | None
     """Reward of the verifier; None if it returned no value."""
     token_count: int
@@ -48,15 +50,19 @@ class EvaluationAnswer:
 def summarise(
     answers: Sequence[EvaluationAnswer], pinned_version: int, prompts: Mapping[str, float] | None = None
 ) -> EvalResult:
-    """Compute mean reward, standard error (sample standard deviation / sqrt(n)), lengths and truncated share.
+    """Compute mean reward, standard error, lengths and truncated share.
 
-    ``prompts`` are further details, about the number of prompts.
+    The answers to one prompt are not independent, so the prompts are the sample: mean and standard error (sample
+    standard deviation / sqrt(prompts)) are those of the prompts' mean rewards. ``prompts`` are further details, about
+    the number of prompts.
     """
     counted = [a for a in answers if a.reward is not None and a.policy_versions == (pinned_version,)]
-    rewards = [a.reward for a in counted if a.reward is not None]
-    n = len(rewards)
-    mean = sum(rewards) / n if n else 0.0
-    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1) / n) if n > 1 else None
+    n = len(counted)
+    rewards: dict[int, list[float]] = {}
+    for answer in counted:
+        if answer.reward is not None:
+            rewards.setdefault(answer.prompt_index, []).append(answer.reward)
+    means = [fmean(of_prompt) for of_prompt in rewards.values()]
     lengths = [a.token_count for a in counted]
     details = {
         "mean_length": sum(lengths) / n if n else 0.0,
@@ -64,8 +70,8 @@ def summarise(
         "truncated_share": sum(a.truncated for a in counted) / n if n else 0.0,
     }
     return EvalResult(
-        mean=mean,
-        standard_error=error,
+        mean=fmean(means) if means else 0.0,
+        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         sample_count=n,
         discarded_count=len(answers) - n,
         details={**details, **(prompts or {})},
@@ -229,16 +235,23 @@ class Evaluator:
             raise
         except RollmeshError as error:
             self._log.warning("evaluation_answer_failed", prompt=prompt.prompt_id, message=str(error))
-            return EvaluationAnswer(reward=None, token_count=active.token_count, truncated=False, policy_versions=())
+            return _failed(index, active)
         except Exception:  # an error in a user's program fails the answer, not the replica
             self._log.exception("evaluation_answer_failed", prompt=prompt.prompt_id)
-            return EvaluationAnswer(reward=None, token_count=active.token_count, truncated=False, policy_versions=())
+            return _failed(index, active)
         return EvaluationAnswer(
+            prompt_index=index,
             reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
             token_count=active.token_count,
             truncated=result.reason is FinishReason.LENGTH,
             policy_versions=trajectory.policy_versions,
         )
+
+
+def _failed(prompt_index: int, active: ActiveTrajectory) -> EvaluationAnswer:
+    return EvaluationAnswer(
+        prompt_index=prompt_index, reward=None, token_count=active.token_count, truncated=False, policy_versions=()
+    )
 
 
 async def _nothing(_active: ActiveTrajectory) -> None:
