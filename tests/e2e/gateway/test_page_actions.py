@@ -55,6 +55,28 @@ def test_the_configuration_is_shown_once_the_token_is_entered(window: Open) -> N
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
 
 
+def test_the_error_of_a_read_is_shown_until_the_read_succeeds(window: Open) -> None:
+    shown = window()
+    shown.expect("502")  # the browser notes every failed request
+    page = shown.page
+    for path in ("about", "config"):
+        page.route(f"**/api/v1/{path}", lambda route: route.fulfill(status=502))
+    shown.open()
+    _with_token(page)
+    page.click("#settings summary")
+    banner = page.locator("#banner")
+    expect(banner).to_contain_text("about: the gateway answered 502")
+    expect(banner).to_contain_text("configuration: the gateway answered 502")
+    page.unroute("**/api/v1/config")
+    page.click("#settings summary")
+    page.click("#settings summary")
+    page.locator("#settings-text", has_text="recipe:countdown").wait_for()
+    expect(banner).not_to_contain_text("configuration")
+    page.unroute("**/api/v1/about")
+    page.locator("#about", has_text="batches of").wait_for()
+    expect(banner).to_be_hidden()
+
+
 def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
     shown = window()
     page = shown.open()
