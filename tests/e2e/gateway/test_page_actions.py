@@ -55,6 +55,28 @@ def test_the_configuration_is_shown_once_the_token_is_entered(window: Open) -> N
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
 
 
+def test_the_error_of_a_read_is_shown_until_the_read_succeeds(window: Open) -> None:
+    shown = window()
+    shown.expect("502")  # the browser notes every failed request
+    page = shown.page
+    for path in ("about", "config"):
+        page.route(f"**/api/v1/{path}", lambda route: route.fulfill(status=502))
+    shown.open()
+    _with_token(page)
+    page.click("#settings summary")
+    banner = page.locator("#banner")
+    expect(banner).to_contain_text("about: the gateway answered 502")
+    expect(banner).to_contain_text("configuration: the gateway answered 502")
+    page.unroute("**/api/v1/config")
+    page.click("#settings summary")
+    page.click("#settings summary")
+    page.locator("#settings-text", has_text="recipe:countdown").wait_for()
+    expect(banner).not_to_contain_text("configuration")
+    page.unroute("**/api/v1/about")
+    page.locator("#about", has_text="batches of").wait_for()
+    expect(banner).to_be_hidden()
+
+
 def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
     shown = window()
     page = shown.open()
@@ -227,4 +249,30 @@ def test_more_processes_than_the_machine_can_serve_are_started_only_after_a_yes(
     dialog.get_by_role("button", name="Start them").click()
     page.locator("#action-result", has_text="reward replicas: 250").wait_for()
     assert scene.in_store(lambda store: store.scaling.requests())["reward"] == 250
+    scene.in_store(lambda store: store.scaling.request("reward", None))
+
+
+def test_two_questions_at_once_are_asked_one_after_the_other(window: Open, scene: Scene) -> None:
+    scene.in_store(lambda store: store.scaling.request("reward", 1))  # no launcher has a process to show
+    shown = window()
+    shown.expect("409")
+    page = shown.open()
+    _with_token(page)
+    unanswered: list[Route] = []
+    page.route("**/scale", lambda route: unanswered.append(route), times=1)
+    page.fill("#scale-reward", "250")
+    page.get_by_role("button", name="Scale reward", exact=True).click()
+    until(lambda: bool(page.title() and unanswered), "the request")
+    [version] = _older(scene, 1)
+    page.get_by_role("button", name=f"Roll back v{version}", exact=True).click()
+    dialog = page.locator("#confirm")
+    expect(dialog).to_contain_text("cannot be undone")
+    with page.expect_response("**/scale") as refused:
+        unanswered[0].continue_()
+    assert refused.value.status == 409
+    dialog.get_by_role("button", name="Cancel").click()
+    page.locator("#confirm", has_text="reward=250").wait_for()
+    dialog.get_by_role("button", name="Start them").click()
+    page.locator("#action-result", has_text="reward replicas: 250").wait_for()
+    assert [url for url in shown.requests if url.endswith("/rollback")] == []
     scene.in_store(lambda store: store.scaling.request("reward", None))

@@ -1,8 +1,16 @@
 // Confirmation dialog before data is lost; Escape and Cancel mean no.
 import { byId, el } from "./dom.js";
 
-// Resolves to true if the user confirmed.
-export function confirmed({ title, text, verb }) {
+let last = Promise.resolve();
+
+// Resolves to true if the user confirmed. A question that comes while another one is open is asked after it: both share
+// the dialog, and one answer must not count for both.
+export function confirmed(question) {
+  last = last.then(() => ask(question));
+  return last;
+}
+
+function ask({ title, text, verb }) {
   const dialog = byId("confirm");
   return new Promise((resolve) => {
     const cancel = el("button", { type: "button", onclick: () => dialog.close("no") }, "Cancel");

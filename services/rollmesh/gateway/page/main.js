@@ -23,6 +23,7 @@ const CURVES_MS = 4000;
 const LISTS_MS = 5000;
 const LETTERS = 200;
 const POLICIES = 300;
+const UNKNOWN_FOLDER = "RUN_FOLDER";
 
 class Page {
   #overview = null;
@@ -48,12 +49,14 @@ class Page {
     (state) => this.#onConnection(state),
   );
   #complaints = new Map();
-  #folder = "RUN_FOLDER";
+  #folder = UNKNOWN_FOLDER;
   #viewed = false; // a run that has ended, read from its folder
   #ended = false; // the run has ended while this page was open
   #announced = {};
   #readSettings = () => {};
   #polls = [
+    // Also of a hidden page: the note on the end of the run names the folder.
+    { name: "about", every: LISTS_MS, hidden: true, read: () => this.#describe() },
     { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
     { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
     { name: "dead letters", every: LISTS_MS, read: async () => this.#letters.show(await api.deadLetters(LETTERS)) },
@@ -69,7 +72,7 @@ class Page {
   async start() {
     api.takeTokenOfLink();
     startSections();
-    this.#readSettings = startSettings((error) => this.#complain("configuration", error));
+    this.#readSettings = startSettings((read) => this.#attempt("configuration", read));
     this.#stream.start();
     for (const poll of this.#polls) this.#poll(poll);
     document.addEventListener("visibilitychange", () => {
@@ -77,21 +80,18 @@ class Page {
       this.#drawSoon();
       this.#readNow();
     });
-    this.#describe();
     await this.#actions.restore();
   }
 
+  // Reads once the facts that do not change while the gateway runs.
   async #describe() {
-    try {
-      const about = await api.about();
-      this.#folder = about.folder;
-      setText(
-        byId("about"),
-        `rollmesh ${about.version}; groups of ${about.group_size}, batches of ${about.groups_per_batch} groups, staleness at most ${about.max_staleness}`,
-      );
-    } catch (error) {
-      this.#complain("about", error);
-    }
+    if (this.#folder !== UNKNOWN_FOLDER) return;
+    const about = await api.about();
+    this.#folder = about.folder;
+    setText(
+      byId("about"),
+      `rollmesh ${about.version}; groups of ${about.group_size}, batches of ${about.groups_per_batch} groups, staleness at most ${about.max_staleness}`,
+    );
   }
 
   #onEvent(name, data) {
@@ -188,17 +188,10 @@ class Page {
 
   async #poll(poll) {
     clearTimeout(poll.timer);
-    if (!document.hidden && !poll.busy && !this.#ended) {
+    if ((poll.hidden || !document.hidden) && !poll.busy && !this.#ended) {
       poll.busy = true;
-      try {
-        await poll.read();
-        this.#complaints.delete(poll.name);
-        this.#showComplaints();
-      } catch (error) {
-        this.#complain(poll.name, error);
-      } finally {
-        poll.busy = false;
-      }
+      await this.#attempt(poll.name, poll.read);
+      poll.busy = false;
     }
     clearTimeout(poll.timer);
     poll.timer = setTimeout(() => this.#poll(poll), poll.every);
@@ -221,6 +214,17 @@ class Page {
     for (const poll of this.#polls) this.#poll(poll);
   }
 
+  // Shows the error of a read until the read succeeds.
+  async #attempt(name, read) {
+    try {
+      await read();
+      this.#complaints.delete(name);
+      this.#showComplaints();
+    } catch (error) {
+      this.#complain(name, error);
+    }
+  }
+
   #complain(name, error) {
     // A lost connection has its own banner; an error without a response status is a defect and stays visible.
     if (!("status" in error)) console.error(error);
@@ -241,10 +245,8 @@ class Page {
     this.#letters.render();
     this.#readNow();
     this.#readSettings();
-    // Requests that were rejected are sent again with the new token.
-    if (byId("connection").dataset.state !== "refused" || !api.token()) return;
-    this.#stream.start();
-    this.#describe();
+    // The stream that was rejected is requested again with the new token.
+    if (byId("connection").dataset.state === "refused" && api.token()) this.#stream.start();
   }
 }
 

@@ -5,17 +5,19 @@ import { byId, setText } from "./dom.js";
 const NEEDS_TOKEN =
   "The configuration needs the token: enter it under Control, or open the page with the link that contains it.";
 
-// Returns a function that reads the configuration again, as after the token was entered or removed.
-export function startSettings(fail) {
+// attempt(read) reports an error of the read. Returns a function that reads the configuration again, as after the token
+// was entered or removed.
+export function startSettings(attempt) {
   const read = async () => {
     if (!byId("settings-details").open) return;
     try {
       setText(byId("settings-text"), (await api.settings()).yaml);
     } catch (error) {
       setText(byId("settings-text"), error.status === 401 ? NEEDS_TOKEN : "");
-      fail(error);
+      throw error;
     }
   };
-  byId("settings-details").addEventListener("toggle", read);
-  return read;
+  const attemptRead = () => attempt(read);
+  byId("settings-details").addEventListener("toggle", attemptRead);
+  return attemptRead;
 }
