@@ -11,6 +11,7 @@ class PromptRecord:
     """Sums over all groups of one prompt that ended, filtered ones included; the same for every order of the groups."""
 
     groups: int
+    """Those that were evicted before their end included; they have no members here."""
     members: int
     """Scored trajectories; the sums are over these."""
     solved: int
@@ -31,7 +32,7 @@ class PromptRecord:
 
 
 class PromptOutcome(NamedTuple):
-    """Facts that one ended group adds to the record of its prompt; a row in the footer of the next batch file."""
+    """Facts that one group adds to the record of its prompt at its end; a row in the footer of the next batch file."""
 
     group_id: str
     """With ``~<number>`` if the group began again after it had ended: it was drawn only once."""

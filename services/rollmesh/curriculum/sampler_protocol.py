@@ -54,7 +54,7 @@ class History:
     """Results of the groups of each row so far, filtered ones included; read-only for samplers."""
 
     groups: Int64Array  # [rows]
-    """Groups that have ended."""
+    """Groups that have ended or were evicted."""
     members: Int64Array  # [rows]
     """Scored trajectories of these groups."""
     solved: Int64Array  # [rows]

@@ -138,6 +138,27 @@ async def test_each_outcome_is_in_one_batch_file(store: TrajectoryStore) -> None
     assert await history(store) == before
 
 
+async def test_an_evicted_group_counts_as_a_group_of_its_prompt_without_members(store: TrajectoryStore) -> None:
+    """One of e0-0 is scored, e0-1 is ready; a retry counts nothing again, and the batch file has the outcome."""
+    mesh = await Mesh.start(store, keeps_history=True)
+    await admit(mesh, (0, 0), (0, 1))
+    await end(mesh, "e0-0", (4, 1.0))
+    await end(mesh, "e0-1", (4, 1.0), (6, 0.0))
+    assert [await store.leadership.evict(mesh.leader, ["e0-0", "e0-1"], "stale") for _ in range(2)] == [2, 0]
+    found = await history(store)
+    assert {i: (r.groups, r.members, r.solved, r.token_sum) for i, r in found.items()} == {
+        "0": (1, 0, 0, 0),
+        "1": (1, 2, 1, 10),
+    }
+    file = await store.prompt_records.unsaved(mesh.trainer, 1)
+    assert file[0] == PromptOutcome("e0-0", "0", 0, 0, 0, 0, 0, 0)
+    await store.prompt_records.save(mesh.trainer, 1, file)
+    await forget_everything(store)
+    await reassert(mesh, [file])
+    assert await history(store) == found
+    assert (await read_truth(store)).problems == []
+
+
 async def reassert(mesh: Mesh, outcomes: list[list[PromptOutcome]]) -> None:
     """State batch files without groups, of steps 1, 2, ..., as a trainer does after a restart of Redis."""
     steps = range(1, len(outcomes) + 1)

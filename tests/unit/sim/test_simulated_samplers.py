@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,9 @@ from rollmesh.curriculum.samplers.domain_mix import domain_mix
 from rollmesh.errors import ConfigError
 from rollmesh.prompt_history import domain_record
 from rollmesh.rollout.sampler_binding import BoundSampler
+from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.simulated_domains import DomainRows, parse_domains
+from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
 from .meshes import mesh_settings
@@ -73,3 +76,20 @@ def test_the_leader_draws_what_its_sampler_chooses() -> None:
 def test_impossible_domains_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="domains"):
         parse_domains(text)
+
+
+def test_evicted_groups_count_as_draws_of_their_prompts() -> None:
+    """Every group is evicted; each prompt is drawn three times before one is drawn a fourth time."""
+    settings = mesh_settings()
+    prompts = replace(settings.prompts, count=10, domains=DomainRows(parse_domains("a:1:1"), 10))
+    mix = BoundSampler(name="domain_mix", function=partial(domain_mix, targets={"a": 1.0}, least_completed=50))
+    queue = QueueModel(replace(settings.limits, keeps_history=True))
+    draws = SimulatedDraws(prompts, mix, queue, seed=0)
+    drawn = Counter[int]()
+    for position in range(30):
+        draws.refresh()
+        row = draws.row(position)
+        drawn[row] += 1
+        queue.admit(f"e0-{position}", 4, prompt_id=f"p{row}", domain="a")
+        assert queue.evict([f"e0-{position}"], "straggler") == 1
+    assert drawn == dict.fromkeys(range(10), 3)

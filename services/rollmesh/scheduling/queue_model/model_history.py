@@ -29,11 +29,14 @@ class ModelHistory:
         self.changed: set[str] = set()
         """Records that changed since the leader of a simulation last took them."""
 
-    def note(self, group: ModelGroup, train_step: int) -> None:
-        """Record a group whose last member has just ended, at the newest trained step."""
+    def note(self, group: ModelGroup, train_step: int, *, is_evicted: bool = False) -> None:
+        """Record a group whose last member has just ended, at the newest trained step.
+
+        One that is evicted instead counts as drawn, without members.
+        """
         if not group.prompt_id:
             return
-        scored = [m for m in group.members if m.state is TrajectoryState.SCORED]
+        scored = [] if is_evicted else [m for m in group.members if m.state is TrajectoryState.SCORED]
         rewards = [m.reward for m in scored if m.reward is not None]
         if scored:
             self.predictions.appendleft(_prediction(group))

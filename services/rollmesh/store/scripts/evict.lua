@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- uses: core counters drop fence group roles
--- Drops open and ready groups, and groups that were set aside. ARGV: leader, reason, group ids. Returns the number of
--- dropped groups.
+-- uses: core counters drop fence group history roles
+-- Drops open and ready groups, and groups that were set aside; the history counts each as a group of its prompt.
+-- ARGV: leader, reason, group ids. Returns the number of dropped groups.
 require_leader(ARGV[1])
 refuse_while_recovering('evict')
 local dropped = 0
@@ -9,7 +9,11 @@ for at = 3, #ARGV do
   local gid = ARGV[at]
   if not call('HGET', K.cut, gid) and not call('ZSCORE', K.tombstones, gid) then
     local group = load_group(gid)
-    if group then drop_group(group, ARGV[2]) end
+    if group then
+      -- The outcome of a ready group has been noted.
+      if not call('ZSCORE', K.ready, gid) then note_outcome(group, true) end
+      drop_group(group, ARGV[2])
+    end
     if group or drop_returning(gid, ARGV[2]) then dropped = dropped + 1 end
   end
 end

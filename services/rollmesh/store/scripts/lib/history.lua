@@ -1,7 +1,8 @@
 -- uses: core counters
 -- The prompt history has one record per prompt: "groups members solved rewards tokens longest step", written when the last
--- member of a group ends. Members are the scored ones; rewards are whole millionths. Sums, maxima and whole numbers give
--- the same record for every order of the groups. Only groups with a `prompt` field have a history.
+-- member of a group ends, or the group is evicted before. Members are the scored ones; rewards are whole millionths.
+-- Sums, maxima and whole numbers give the same record for every order of the groups. Only groups with a `prompt` field
+-- have a history.
 local MOST_PROMPTS, MOST_OUTCOMES = 1048576, 65536
 local LARGEST_REWARD = 1000000
 local NO_FACTS, FACTS = '0 0 0 -', '^(%S+) (%S+) (%S+) (%S+)$'
@@ -67,15 +68,19 @@ local function note_prediction(group, first)
   call('LTRIM', K.predictions, 0, MOST_PREDICTIONS - 1)
 end
 
--- Records a group that has just ended. The next batch file copies its outcome; beyond MOST_OUTCOMES, no file has it.
-local function note_outcome(group)
+-- Records a group that has just ended; one that is evicted instead counts as drawn, without members. The next batch file
+-- copies its outcome; beyond MOST_OUTCOMES, no file has it.
+local function note_outcome(group, is_evicted)
   if not group.prompt then return end
-  local solved, rewards, longest, first = string.match(group.facts or NO_FACTS, FACTS)
-  note_prediction(group, first)
+  local sums = '0 0 0 0 0'
+  if not is_evicted then
+    local solved, rewards, longest, first = string.match(group.facts or NO_FACTS, FACTS)
+    note_prediction(group, first)
+    sums = table.concat({integer(group.scored), solved, rewards, integer(group.tokens), longest}, ' ')
+  end
   local step = call('HGET', K.meta, 'trained_step')
   if group.domain then step = step .. '@' .. group.domain end
-  local words = {integer(group.scored), solved, rewards, integer(group.tokens), longest, step, group.prompt}
-  local outcome = table.concat(words, ' ')
+  local outcome = table.concat({sums, step, group.prompt}, ' ')
   add_to_history(outcome)
   if call('HLEN', K.outcomes) >= MOST_OUTCOMES then return count('outcomes_full_total', 1) end
   -- A group that begins again after it was ready, or in a restored Redis, ends twice: the second time, its outcome is not
