@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
 
 from rollmesh.config import RunConfig
+from rollmesh.config.data import MixtureSource
 from rollmesh.config.section import Section
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
@@ -26,7 +28,7 @@ from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.roofline import Efficiencies, Roofline
-from rollmesh.sim.simulated_domains import DomainRows, parse_domains
+from rollmesh.sim.simulated_domains import DomainRows, SimulatedDomain, parse_domains
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.traced_lengths import TracedLengths
 from rollmesh.sim.trainer_model import TrainerModel
@@ -70,7 +72,8 @@ class SimulationSetup(Section):
     prompts: int | None = Field(default=None, ge=1)
     """Prompts of an epoch; null is 10,000, or the prompts of recorded lengths."""
     domains: str | None = None
-    """Domains of the prompts as name:weight:length_factor,...; null without domains."""
+    """Domains of the prompts as name:weight:length_factor,...; null for those of a mixture or of the sampler's targets,
+    with factor 1."""
     step_fixed_seconds: float = Field(default=5.0, ge=0)
     """Seconds of an optimizer step that no token adds to; a train step has trainer.minibatches of them."""
     storage_bytes_per_second: float = Field(default=5e9, gt=0)
@@ -135,6 +138,7 @@ def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> S
     if setup.domains is not None and isinstance(lengths, TracedLengths):
         raise ConfigError(f"domains={setup.domains} with lengths={setup.lengths}: recorded lengths have no domains")
     count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
+    domains = _domains(config, setup)
     return SimulatedPrompts(
         lengths=lengths,
         solver=SolveModel(seed=setup.seed),
@@ -142,8 +146,20 @@ def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> S
         prompt_tokens=setup.prompt_tokens or max(1, config.data.max_prompt_tokens // 2),
         groups_per_batch=schedule.groups_per_batch,
         repeats=schedule.prompt_repeats,
-        domains=None if setup.domains is None else DomainRows(parse_domains(setup.domains), count),
+        domains=DomainRows(domains, count) if domains else None,
     )
+
+
+def _domains(config: RunConfig, setup: SimulationSetup) -> tuple[SimulatedDomain, ...]:
+    """Return the domains of the setting, else those that the run file names, with equal lengths; empty for neither."""
+    if setup.domains is not None:
+        return parse_domains(setup.domains)
+    weights: Mapping[str, float] = {}
+    if isinstance(config.data.source, MixtureSource):
+        weights = {part.name: part.weight for part in config.data.source.parts}
+    elif config.curriculum.sampler == "domain_mix":
+        weights = config.curriculum.sampler_options["targets"]
+    return tuple(SimulatedDomain(name=name, weight=weight, length_factor=1.0) for name, weight in weights.items())
 
 
 def _fleet(config: RunConfig, setup: SimulationSetup, roofline: Roofline, prompts: SimulatedPrompts) -> FleetSettings:

@@ -13,6 +13,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.prompt_history import domain_record
 from rollmesh.rollout.sampler_binding import BoundSampler
 from rollmesh.scheduling.queue_model import QueueModel
+from rollmesh.sim.arms import arms_of
 from rollmesh.sim.simulated_domains import DomainRows, parse_domains
 from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_mesh import SimulatedMesh
@@ -76,6 +77,26 @@ def test_the_leader_draws_what_its_sampler_chooses() -> None:
 def test_impossible_domains_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="domains"):
         parse_domains(text)
+
+
+_PUZZLES = "source: {type: countdown}"
+PARTS = f"{{type: mixture, parts: [{{name: a, weight: 0.75, {_PUZZLES}}}, {{name: b, weight: 0.25, {_PUZZLES}}}]}}"
+FIELD = "data={source: {type: jsonl, path: rows.jsonl}, domain_field: subject, max_prompt_tokens: 512}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"data.source={PARTS}", "curriculum.sampler=domain_mix"],
+        [FIELD, "curriculum={sampler: domain_mix, sampler_options: {targets: {a: 0.75, b: 0.25}}}"],
+    ],
+)
+def test_the_domains_of_the_run_file_need_no_setting_of_the_simulation(overrides: list[str]) -> None:
+    (arm,) = arms_of(None, ["trainer.train_steps=1", *overrides], [], [])
+    simulation = SimulatedMesh(arm.settings)
+    simulation.run()
+    groups = {name: simulation.queue.history.records[domain_record(name)].groups for name in "ab"}
+    assert groups["a"] / groups["b"] == pytest.approx(3, rel=0.5)
 
 
 def test_evicted_groups_count_as_draws_of_their_prompts() -> None:
