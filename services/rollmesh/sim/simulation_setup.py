@@ -8,7 +8,9 @@ from pathlib import Path
 from pydantic import Field
 
 from rollmesh.config import RunConfig
+from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.data import MixtureSource
+from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.section import Section
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
@@ -40,8 +42,8 @@ SCALE_RUN = Path(__file__).parent / "scale_run.yaml"
 """Run file of ``rollmesh sim --scale``."""
 _STEP_START = ("recompute", "current")
 """Sources of old logprobs that need the weights at the start of the step: those of the gradient, with one minibatch."""
-_WITHOUT_PASS = ("sampler", "loglinear")
-"""Sources of old logprobs that need no pass of the trainer."""
+_OLDER_WEIGHTS = ("stage_end", "snapshot", "ewma")
+"""Sources of old logprobs that need a pass with other weights."""
 _LONG = 10**12
 _PROMPTS = 10_000
 
@@ -258,10 +260,16 @@ def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> T
 
 
 def _evidence_passes(config: RunConfig) -> int:
-    source = config.trainer.algorithm.old_logprobs
-    if source in _STEP_START:
-        return int(config.trainer.minibatches > 1)
-    return int(source not in _WITHOUT_PASS)
+    """Return the passes without a gradient of ``trainer/learner/step_inputs.py``; methods of a user's code add none."""
+    algorithm = config.trainer.algorithm
+    source, advantage = algorithm.old_logprobs, advantage_method(algorithm.advantage)
+    methods = (MASK_METHODS.get(mask.name) for mask in algorithm.masks)
+    policy = advantage.needs_policy or any(method is not None and method.needs == "policy" for method in methods)
+    # Masks are applied before the gradient pass, so its log-probabilities come too late for them.
+    start = policy or (source in _STEP_START and (config.trainer.minibatches > 1 or bool(algorithm.masks)))
+    older = source in _OLDER_WEIGHTS
+    reference = algorithm.kl_coefficient > 0 or advantage.needs_reference
+    return start + older + reference
 
 
 def _transfer_seconds(setup: SimulationSetup, roofline: Roofline) -> float:

@@ -12,7 +12,7 @@ from rollmesh.errors import ConfigError
 class TrainerModel:
     """Durations of train steps, linear in tokens.
 
-    A step takes the fixed seconds, the evidence passes (log-probabilities under old weights) and the gradient of the
+    A step takes the fixed seconds, the evidence passes (log-probabilities without a gradient) and the gradient of the
     batch. With ``colocated`` the trainer has the devices of the generators: they stop from the claim of a batch to the
     announcement of its policy, and the devices are switched twice.
     """
@@ -22,7 +22,7 @@ class TrainerModel:
     seconds_per_token: float
     """Forward, backward: seconds per token of the batch."""
     evidence_passes: int = 0
-    """Passes that compute log-probabilities only: 1 for old logprobs of the trainer, 2 with a reference model."""
+    """Passes that compute log-probabilities only: at the start of the step, with older weights, with the reference."""
     evidence_seconds_per_token: float = 0.0
     """Seconds per token of one such pass."""
     publication_seconds: float = 0.0
