@@ -59,6 +59,8 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("run.gateway.port=81", "port"),
         ("podSecurityContext.runAsUser=0", "runAsUser"),
         ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
+        ("redis.externalUrl=redis://host:6379/0?db=1&password=word", "externalUrl"),
+        ("redis.maxmemory=2Gi", "maxmemory"),
         ("checkpoints.url=ftp://host/path", "url"),
         ("gateway.port=0", "port"),
         ("monitoring.prometheusRule.runbookUrl=git.example.org/runbooks", "runbookUrl"),
@@ -68,6 +70,16 @@ def test_the_schema_is_closed_everywhere() -> None:
 def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], [item])
+
+
+def test_no_monitoring_peer_at_all_is_refused_because_a_policy_would_then_admit_everyone(
+    helm: Helm, tmp_path: Path
+) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("networkPolicy: {monitoringFrom: []}")
+
+    with pytest.raises(HelmError, match="monitoringFrom"):
+        helm.template(CHART, [KIND, file])
 
 
 def secret_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
