@@ -114,7 +114,7 @@ def variables(template: Object) -> dict[str, Any]:
 def test_reward_pods_have_no_credentials_and_no_checkpoints(renderings: list[Rendering]) -> None:
     for rendering in renderings:
         pod = rendering.component("reward")
-        assert not [n for n in variables(pod) if "STORE" in n or "CHECKPOINTS" in n], rendering.name
+        assert not [n for n, e in variables(pod).items() if "secretKeyRef" in e.get("valueFrom", {})], rendering.name
         assert not [v["name"] for v in pod["spec"]["volumes"] if v["name"] in ("shared", "redis-tls")], rendering.name
         (policy,) = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-reward")]
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
@@ -244,10 +244,10 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
 
 
 def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Rendering]) -> None:
-    """Only pods with the address of Redis or of the reward service in their environment may connect there."""
+    """Only pods with the password of Redis or the address of the reward service may connect there."""
     component = "app.kubernetes.io/component"
     for rendering in renderings:
-        for callee, variable in (("redis", "ROLLMESH_STORE__URL"), ("reward", "ROLLMESH_REWARD__ADDRESS")):
+        for callee, variable in (("redis", "ROLLMESH_STORE__PASSWORD"), ("reward", "ROLLMESH_REWARD__ADDRESS")):
             callers = {t["metadata"]["labels"][component] for _, t in rendering.pods() if variable in variables(t)}
             policies = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith(callee)]
             for policy in policies:

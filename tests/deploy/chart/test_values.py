@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
 
-from .rendering import CHART, EXAMPLES, NAMESPACE, ROOT, Helm, HelmError
+from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -131,9 +131,11 @@ def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_ca
     assert "strategy" not in others
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_run_file_and_environment_of_every_container_make_a_run(helm4: Helm, example: Path, tmp_path: Path) -> None:
-    rendering = helm4.template(CHART, [example])
+@pytest.mark.parametrize(("example", "sets"), RUN_FILES)
+def test_run_file_and_environment_of_every_container_make_a_run(
+    helm4: Helm, example: Path, sets: list[str], tmp_path: Path
+) -> None:
+    rendering = helm4.template(CHART, [example], sets)
     file = tmp_path / "run.yaml"
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
     ours = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "validate")
