@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from .api_server import installed, owned
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, ROOT, Helm, Object, Rendering
+from .rendering import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, Rendering
 
 CHECKS = all_checks()
 
@@ -164,6 +165,22 @@ def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings:
             assert "replicas" not in workload["spec"]
             seen += 1
     assert seen >= 5
+
+
+@pytest.mark.parametrize(
+    ("component", "kind"),
+    [("rollout", "Deployment"), ("reward", "Deployment"), ("generator", "Deployment"), ("generator", "StatefulSet")],
+)
+def test_an_upgrade_keeps_the_replicas_that_a_workload_has(helm: Helm, component: str, kind: str) -> None:
+    """Helm removes a field that the new manifest no longer has, and Kubernetes then sets replicas to 1."""
+    sets = [f"{component}.autoscaling.kind=hpa", *([f"generator.kind={kind}"] if component == "generator" else [])]
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/{RELEASE}-rollmesh-{component}"
+
+    first = installed(helm, {}, *sets).one(kind, f"-{component}")
+    assert "replicas" not in first["spec"]
+    for replicas in (5, 0):
+        stored = owned({**first, "spec": {**first["spec"], "replicas": replicas}})
+        assert installed(helm, {path: stored}, *sets).one(kind, f"-{component}")["spec"]["replicas"] == replicas
 
 
 def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[Rendering]) -> None:
