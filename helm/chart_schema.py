@@ -49,7 +49,7 @@ _BY_NAME: dict[str, Schema] = {
     "extraEnv": _NAMED,
     "extraVolumes": _NAMED,
     "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
-    "monitoringFrom": _OBJECTS,
+    "monitoringFrom": {**_OBJECTS, "minItems": 1},
     "gatewayFrom": _OBJECTS,
     "agentsFrom": _OBJECTS,
     "rewardEgress": _OBJECTS,
@@ -103,7 +103,12 @@ _BY_PATH: dict[str, Schema] = {
     "trainer.kind": {"enum": ["Job", "StatefulSet"]},
     **{f"{name}.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]} for name in ("gateway", "agents")},
     "redis.appendfsync": {"enum": ["everysec", "always"]},
-    "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)"},
+    "redis.externalUrl": {
+        "type": "string",
+        "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)",
+        "not": {"pattern": "[?&]password="},
+    },
+    "redis.maxmemory": {"type": "string", "pattern": "^[0-9]+([kKmMgG][bB]?|[bB])?$"},
     "checkpoints.cacheVolume": _closed(
         {name: {"type": "object"} for name in ("emptyDir", "ephemeral", "hostPath", "csi")}
     ),

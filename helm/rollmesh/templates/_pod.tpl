@@ -67,7 +67,8 @@ securityContext:
     drop: ["ALL"]
 {{- end -}}
 
-{{/* Environment of every service: identity, listening addresses, run folder: (list $ "rollout"). */}}
+{{/* Environment of every service: identity, listening addresses, run folder, and the settings that the run file is
+     checked with, also where a service does not use them; no secrets: (list $ "rollout"). */}}
 {{- define "rollmesh.env" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -87,6 +88,24 @@ securityContext:
   value: {{ include "rollmesh.runFolder" . | quote }}
 - name: HOME
   value: /tmp
+- name: ROLLMESH_STORE__URL
+  value: {{ include "rollmesh.redisUrl" $root | quote }}
+{{- if $root.Values.redis.tlsSecret }}
+- name: ROLLMESH_STORE__TLS__CA
+  value: /etc/rollmesh/redis-tls/ca.crt
+{{- if $root.Values.redis.clientCertificate }}
+- name: ROLLMESH_STORE__TLS__CERTIFICATE
+  value: /etc/rollmesh/redis-tls/tls.crt
+- name: ROLLMESH_STORE__TLS__KEY
+  value: /etc/rollmesh/redis-tls/tls.key
+{{- end }}
+{{- end }}
+- name: ROLLMESH_CHECKPOINTS__FOLDER
+  value: {{ include "rollmesh.checkpointFolder" $root | quote }}
+{{- if $root.Values.checkpoints.url }}
+- name: ROLLMESH_CHECKPOINTS__CACHE_FOLDER
+  value: /var/cache/rollmesh
+{{- end }}
 {{- if $root.Values.security.tls.enabled }}
 - name: ROLLMESH_SECURITY__TLS__CERTIFICATE
   value: /etc/rollmesh/tls/tls.crt
@@ -103,10 +122,8 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Environment of services that use the queue. */}}
+{{/* Passwords of services that use the queue. */}}
 {{- define "rollmesh.storeEnv" -}}
-- name: ROLLMESH_STORE__URL
-  value: {{ include "rollmesh.redisUrl" . | quote }}
 {{- if include "rollmesh.redisHasPassword" . }}
 - name: ROLLMESH_STORE__PASSWORD
   valueFrom:
@@ -121,31 +138,15 @@ securityContext:
       name: {{ include "rollmesh.secretName" . | quote }}
       key: {{ .Values.secrets.keys.sentinelPassword | quote }}
 {{- end }}
-{{- if .Values.redis.tlsSecret }}
-- name: ROLLMESH_STORE__TLS__CA
-  value: /etc/rollmesh/redis-tls/ca.crt
-{{- if .Values.redis.clientCertificate }}
-- name: ROLLMESH_STORE__TLS__CERTIFICATE
-  value: /etc/rollmesh/redis-tls/tls.crt
-- name: ROLLMESH_STORE__TLS__KEY
-  value: /etc/rollmesh/redis-tls/tls.key
-{{- end }}
-{{- end }}
 {{- end -}}
 
-{{/* Environment of services that read or write checkpoints. */}}
+{{/* The key of services that read or write checkpoints. */}}
 {{- define "rollmesh.checkpointEnv" -}}
-- name: ROLLMESH_CHECKPOINTS__FOLDER
-  value: {{ include "rollmesh.checkpointFolder" . | quote }}
 - name: ROLLMESH_CHECKPOINTS__SECRET
   valueFrom:
     secretKeyRef:
       name: {{ include "rollmesh.secretName" . | quote }}
       key: {{ .Values.secrets.keys.checkpointSecret | quote }}
-{{- if .Values.checkpoints.url }}
-- name: ROLLMESH_CHECKPOINTS__CACHE_FOLDER
-  value: /var/cache/rollmesh
-{{- end }}
 {{- end -}}
 
 {{/* Environment of services that call the reward service. */}}

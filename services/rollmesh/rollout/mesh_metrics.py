@@ -102,6 +102,9 @@ class MeshMetrics:
         )
         self._sessions = metrics.gauge("rollmesh_rollout_store_sessions", "Living worker sessions of the run.")
         self._letters = metrics.gauge("rollmesh_rollout_dead_letters", "Dead letters of the run.")
+        self._letters_written = metrics.gauge(
+            "rollmesh_rollout_dead_letters_written", "Dead letters of the run so far, those deleted since included."
+        )
         self._orphans = metrics.gauge(
             "rollmesh_rollout_unheld_scoring_trajectories",
             "Finished trajectories without outcome that no worker has leased.",
@@ -203,6 +206,7 @@ class MeshMetrics:
         self._most.set(counts.max_memory_bytes)
         self._sessions.set(counts.sessions)
         self._letters.set(counts.dead_letters)
+        self._letters_written.set(counts.totals.get("dead_total", 0))
         self._orphans.set(counts.scoring_queue)
 
     def cut(self, staleness: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 Object = dict[str, Any]
@@ -15,6 +16,19 @@ Object = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "rollmesh"
 EXAMPLES = sorted((CHART / "ci").glob("*-values.yaml"))
+RUN_FILES = [
+    *(pytest.param(example, [], id=example.stem) for example in EXAMPLES),
+    pytest.param(
+        CHART / "ci" / "external-redis-s3-values.yaml",
+        [
+            "run.checkpoints.anchor_every_versions=8",
+            "run.checkpoints.object_store.endpoint_url=https://minio:9000",
+            "run.store.tls.check_hostname=false",
+        ],
+        id="fields-that-need-the-bucket-and-the-tls-files-of-the-environment",
+    ),
+]
+"""Examples, and values set in addition."""
 RELEASE, NAMESPACE = "demo", "rl"
 POD_KINDS = ("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
 

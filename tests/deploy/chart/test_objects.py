@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from .api_server import installed, owned
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, ROOT, Helm, Object, Rendering
+from .rendering import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, Rendering
 
 CHECKS = all_checks()
 
@@ -114,7 +115,7 @@ def variables(template: Object) -> dict[str, Any]:
 def test_reward_pods_have_no_credentials_and_no_checkpoints(renderings: list[Rendering]) -> None:
     for rendering in renderings:
         pod = rendering.component("reward")
-        assert not [n for n in variables(pod) if "STORE" in n or "CHECKPOINTS" in n], rendering.name
+        assert not [n for n, e in variables(pod).items() if "secretKeyRef" in e.get("valueFrom", {})], rendering.name
         assert not [v["name"] for v in pod["spec"]["volumes"] if v["name"] in ("shared", "redis-tls")], rendering.name
         (policy,) = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-reward")]
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
@@ -164,6 +165,22 @@ def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings:
             assert "replicas" not in workload["spec"]
             seen += 1
     assert seen >= 5
+
+
+@pytest.mark.parametrize(
+    ("component", "kind"),
+    [("rollout", "Deployment"), ("reward", "Deployment"), ("generator", "Deployment"), ("generator", "StatefulSet")],
+)
+def test_an_upgrade_keeps_the_replicas_that_a_workload_has(helm: Helm, component: str, kind: str) -> None:
+    """Helm removes a field that the new manifest no longer has, and Kubernetes then sets replicas to 1."""
+    sets = [f"{component}.autoscaling.kind=hpa", *([f"generator.kind={kind}"] if component == "generator" else [])]
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/{RELEASE}-rollmesh-{component}"
+
+    first = installed(helm, {}, *sets).one(kind, f"-{component}")
+    assert "replicas" not in first["spec"]
+    for replicas in (5, 0):
+        stored = owned({**first, "spec": {**first["spec"], "replicas": replicas}})
+        assert installed(helm, {path: stored}, *sets).one(kind, f"-{component}")["spec"]["replicas"] == replicas
 
 
 def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[Rendering]) -> None:
@@ -244,10 +261,10 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
 
 
 def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Rendering]) -> None:
-    """Only pods with the address of Redis or of the reward service in their environment may connect there."""
+    """Only pods with the password of Redis or the address of the reward service may connect there."""
     component = "app.kubernetes.io/component"
     for rendering in renderings:
-        for callee, variable in (("redis", "ROLLMESH_STORE__URL"), ("reward", "ROLLMESH_REWARD__ADDRESS")):
+        for callee, variable in (("redis", "ROLLMESH_STORE__PASSWORD"), ("reward", "ROLLMESH_REWARD__ADDRESS")):
             callers = {t["metadata"]["labels"][component] for _, t in rendering.pods() if variable in variables(t)}
             policies = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith(callee)]
             for policy in policies:

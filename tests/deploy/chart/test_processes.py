@@ -20,7 +20,7 @@ from rollmesh.config.recipes import resolve_model
 from ...certificates import Authority
 from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_all, versions, wait_until
 from .pods import Machine, Pod, expanded, pods_of
-from .rendering import CHART, EXAMPLES, Helm, Rendering
+from .rendering import CHART, RUN_FILES, Helm, Rendering
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
 
@@ -136,12 +136,12 @@ def wait_for_end(pod: Pod) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("example", "sets"), RUN_FILES)
 def test_the_init_containers_of_every_example_let_its_services_start(
-    helm4: Helm, commands: str, tmp_path: Path, example: Path
+    helm4: Helm, commands: str, tmp_path: Path, example: Path, sets: list[str]
 ) -> None:
     """In pods without SGLang, too; models and prompts of the right names lie in the claims."""
-    machine = machine_for(helm4.template(CHART, [example]), tmp_path, commands)
+    machine = machine_for(helm4.template(CHART, [example], sets), tmp_path, commands)
     words = dict.fromkeys(("tls.crt", "tls.key", "ca.crt", "redis-password", "mesh-token"), "w" * 32)
     machine.secrets = defaultdict(lambda: words)
     run = yaml.safe_load(machine.rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
@@ -157,7 +157,7 @@ def test_the_init_containers_of_every_example_let_its_services_start(
         prompts.parent.mkdir(parents=True)
         prompts.touch()
     with pods_of(machine, {}) as pods:
-        for component in ("rollout", "generator"):
+        for component in ("rollout", "generator", "reward"):
             pods[component][0].run_init_container("validate")
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
 
-from .rendering import CHART, EXAMPLES, NAMESPACE, ROOT, Helm, HelmError
+from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -59,6 +59,8 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("run.gateway.port=81", "port"),
         ("podSecurityContext.runAsUser=0", "runAsUser"),
         ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
+        ("redis.externalUrl=redis://host:6379/0?db=1&password=word", "externalUrl"),
+        ("redis.maxmemory=2Gi", "maxmemory"),
         ("checkpoints.url=ftp://host/path", "url"),
         ("gateway.port=0", "port"),
         ("monitoring.prometheusRule.runbookUrl=git.example.org/runbooks", "runbookUrl"),
@@ -68,6 +70,16 @@ def test_the_schema_is_closed_everywhere() -> None:
 def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], [item])
+
+
+def test_no_monitoring_peer_at_all_is_refused_because_a_policy_would_then_admit_everyone(
+    helm: Helm, tmp_path: Path
+) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("networkPolicy: {monitoringFrom: []}")
+
+    with pytest.raises(HelmError, match="monitoringFrom"):
+        helm.template(CHART, [KIND, file])
 
 
 def secret_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -119,9 +131,11 @@ def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_ca
     assert "strategy" not in others
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_run_file_and_environment_of_every_container_make_a_run(helm4: Helm, example: Path, tmp_path: Path) -> None:
-    rendering = helm4.template(CHART, [example])
+@pytest.mark.parametrize(("example", "sets"), RUN_FILES)
+def test_run_file_and_environment_of_every_container_make_a_run(
+    helm4: Helm, example: Path, sets: list[str], tmp_path: Path
+) -> None:
+    rendering = helm4.template(CHART, [example], sets)
     file = tmp_path / "run.yaml"
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
     ours = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "validate")

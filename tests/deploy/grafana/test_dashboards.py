@@ -14,8 +14,10 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from rollmesh.report.metrics_document import service_metrics
+from rollmesh.rollout.mesh_metrics import MeshMetrics
+from rollmesh.runtime.metrics import Metrics
 
-from ..prometheus.rule_files import asked_values, exported_values, unknown_series
+from ..prometheus.rule_files import asked_values, exported_values, read_series, unknown_series
 from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
 
 NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway", "agents"}
@@ -94,6 +96,17 @@ def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_exported_metr
             assert label in ("run", "instance", "__name__", "alertstate") or value in values.get(label, set()), query
         assert "$run" in query.expression or query.panel == "variable run", query
     print(f"{len(queries)} queries parse")
+
+
+def test_gauges_of_the_whole_mesh_are_read_from_the_leader() -> None:
+    """Replicas that led before keep the values of that time."""
+    metrics = Metrics("rollout")
+    MeshMetrics(metrics)
+    gauges = {f.name for f in metrics.registry.collect() if f.type == "gauge" and "_rollout_" in f.name}
+    asking = [query for query in panel_queries() if gauges & read_series(query.asked())]
+    assert len(asking) > 5
+    for query in asking:
+        assert "on (namespace, run, instance) rollmesh_rollout_leader == 1" in query.expression, query
 
 
 def test_rates_look_back_over_what_grafana_thinks_right() -> None:

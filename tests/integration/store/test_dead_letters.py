@@ -183,7 +183,7 @@ async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore)
     await command("ZADD", keys.single("letters"), *newer)
     await store.trajectories.fail(mesh.session, [("e0-0.1", "one too many")])
     counts = await store.mesh.counts()
-    assert (counts.dead_letters, counts.totals["letters_forgotten_total"]) == (1000, 1)
+    assert (counts.dead_letters, counts.totals["letters_forgotten_total"], counts.totals["dead_total"]) == (1000, 1, 2)
     with pytest.raises(Conflict):
         await store.dead_letters.get("e0-0.0")
     for kind in ("letter", "letter_segments", "letter_prompt"):

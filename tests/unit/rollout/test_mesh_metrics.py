@@ -127,10 +127,12 @@ def counts(**changes: Any) -> StoreCounts:
 
 def test_the_store_is_shown_in_bytes_sessions_and_dead_letters() -> None:
     metrics = Metrics("rollout")
-    store = counts(scoring_queue=5, sessions=2, dead_letters=3, used_memory_bytes=1000, max_memory_bytes=4000)
+    sizes = {"used_memory_bytes": 1000, "max_memory_bytes": 4000}
+    store = counts(scoring_queue=5, sessions=2, dead_letters=3, totals={"dead_total": 8}, **sizes)
     MeshMetrics(metrics).counted(store, 0)
-    shown = ("store_used_memory_bytes", "store_max_memory_bytes", "store_sessions", "dead_letters")
-    assert [exported(metrics, name) for name in shown] == [1000, 4000, 2, 3]
+    shown = ("used_memory_bytes", "max_memory_bytes", "sessions")
+    assert [exported(metrics, f"store_{name}") for name in shown] == [1000, 4000, 2]
+    assert [exported(metrics, name) for name in ("dead_letters", "dead_letters_written")] == [3, 8]
     assert exported(metrics, "unheld_scoring_trajectories") == 5
 
 
