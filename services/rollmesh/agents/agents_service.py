@@ -78,7 +78,7 @@ class OpenAiService:
     def _taking_over(self) -> bool:
         """True while sessions of a crashed service may still be taken over: their leases have to expire first.
 
-        In a pause and without generators nothing is leased, so the time counts from the first lease.
+        In a pause and without generators no work is requested, so the time counts from the queue's first answer.
         """
         leasing_seconds = time.monotonic() - self.agent_parts.session_manager.leasing_since
         return leasing_seconds < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS

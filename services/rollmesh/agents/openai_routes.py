@@ -140,8 +140,9 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         if isinstance(found, AgentSession):
             if any(trajectory.mark.ended for trajectory in found.trajectories):
                 raise busy(
-                    f"session {session_id}: its reward is stored and being scored; it can no longer be given up",
-                    "session_busy",
+                    f"session {session_id}: its reward is stored, so it can no longer be given up; to finish it, post "
+                    "the same reward again",
+                    "reward_stored",
                 )
             service.agent_parts.session_manager.end(found, "given_up")
         return Response(status_code=204)

@@ -49,7 +49,7 @@ class SessionManager:
         self._empty_leases = 0
         """Number of times that the worker has asked the queue for work and received none."""
         self.leasing_since = math.inf
-        """Time of the queue's first answer to the worker's requests for work, monotonic seconds; infinite before it."""
+        """Time of the queue's first answer to a request for work, monotonic seconds; infinite before it."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._trajectories: dict[str, SessionTrajectory] = {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollmesh.config.section import Section, Temperature
 
@@ -31,13 +29,3 @@ class EvalConfig(Section):
     """Seed of the evaluation prompts and of their sampling noise (engine torch)."""
     before_and_after: bool = True
     """Evaluate the initial and the final policy on an idle mesh."""
-
-    @model_validator(mode="after")
-    def _several_answers_differ(self) -> Self:
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError(
-                f"evaluation.samples_per_prompt={self.samples_per_prompt} with evaluation.temperature=0: greedy "
-                "answers to one prompt are the same; set samples_per_prompt=1 and raise prompt_count, or set a "
-                "temperature"
-            )
-        return self

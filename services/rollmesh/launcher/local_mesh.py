@@ -238,8 +238,9 @@ class LocalMesh:
         return await self.latest_version() >= 0
 
     async def _generator_serves(self) -> bool:
-        without = not self.supervisor.indexes("generator")[0]
-        return without or any(g.serving for g in await self.store.generators.live())
+        # With replicas: 0 the generators are started outside, and waited for.
+        scaled_to_none = self.config.generator.replicas > 0 and not self.supervisor.indexes("generator")[0]
+        return scaled_to_none or any(g.serving for g in await self.store.generators.live())
 
     async def _idle(self) -> bool:
         view = await self.store.mesh.view(groups=False)

@@ -164,6 +164,11 @@ def _evaluation_hints(config: RunConfig) -> Iterator[str]:
             f"data.held_out_ratio={config.data.held_out_ratio:g}, or set data.evaluation_source"
         )
         prompts = existing
+    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+        yield (
+            f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} with evaluation.temperature=0: greedy "
+            "answers to one prompt are the same; set samples_per_prompt=1, or a temperature"
+        )
     error = 0.5 / math.sqrt(prompts)
     if error > _COARSE_ERROR:
         yield (

@@ -5,7 +5,7 @@ sync          0              B       B*n             wave         no       pace
 one_step_off  1              2*B     B*n             wave         no       pace
 copris        4              5*B     ceil(1.5*B)*n   pool         no       pace
 copris_paper  8              9*B     2*B*n           pool         yes      pace
-april         4              5*B     2*B*n           wave         yes      pace      spare_groups B
+april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
 sorted        0              4*B     4*B             wave         yes      restart   harvest trajectory, wave_batches 4,
                                                                                      cut_order shortest
 sorted_partial 3             4*B     4*B             wave         yes      pace      as sorted
@@ -100,13 +100,13 @@ PRESETS = {
     "april": Preset(
         source="APRIL (arXiv 2509.18521): 64 prompts in flight for batches of 32, at most 5 versions a trajectory",
         deviation="a filtered group is replaced at once, in the source when fewer than B are in flight; a group that "
-        "would exceed 4 steps blocks the cut, in the source it may become older; the denominator of the ratio is the "
-        "sampler's log-probability, in the source that of the current policy, which corrects nothing: on the demo 5 to "
-        "10 points less",
+        "would exceed 5 steps, so 6 versions, blocks the cut, in the source it may become older; the denominator of "
+        "the ratio is the sampler's log-probability, in the source that of the current policy, which corrects nothing: "
+        "on the demo 5 to 10 points less",
         goes_with="trainer.algorithm.old_logprobs: sampler",
         admission=AdmissionRule.WAVE,
         spare_batches=1,
-        max_staleness=4,
+        max_staleness=5,
         pool_batches=2,
         barrier=True,
     ),

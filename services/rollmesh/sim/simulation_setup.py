@@ -137,10 +137,12 @@ def mesh_settings(
 
 def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> SimulatedPrompts:
     lengths = _lengths(config, setup)
-    if setup.domains is not None and isinstance(lengths, TracedLengths):
-        raise ConfigError(f"domains={setup.domains} with lengths={setup.lengths}: recorded lengths have no domains")
-    count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
-    domains = _domains(config, setup)
+    traced = isinstance(lengths, TracedLengths)
+    if traced and (setup.domains is not None or config.curriculum.sampler == "domain_mix"):
+        cause = "curriculum.sampler=domain_mix" if setup.domains is None else f"domains={setup.domains}"
+        raise ConfigError(f"{cause} with lengths={setup.lengths}: recorded lengths have no domains")
+    count = setup.prompts or (len(lengths.groups) if traced else _PROMPTS)
+    domains = () if traced else _domains(config, setup)
     return SimulatedPrompts(
         lengths=lengths,
         solver=SolveModel(seed=setup.seed),

@@ -243,7 +243,7 @@ async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
         await scoring.wait()
         refused = await http.delete(f"/sessions/{agents[0].id}")
         assert refused.status_code == 409, refused.text
-        assert refused.json()["error"]["code"] == "session_busy"
+        assert refused.json()["error"]["code"] == "reward_stored"
         may_score.set()
         assert (await post).status_code == 200
         seen = await state(http, agents[0].id)

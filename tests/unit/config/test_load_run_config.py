@@ -129,10 +129,6 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
             },
             ["update_scale=ess with model.adapter.dropout=0.1", "set update_scale=none or model.adapter.dropout=0"],
         ),
-        (
-            {"evaluation": {"temperature": 0, "samples_per_prompt": 8}},
-            ["evaluation.samples_per_prompt=8 with evaluation.temperature=0", "set samples_per_prompt=1"],
-        ),
         ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
         ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
         ({"name": "Not A Name"}, ["name", "'Not A Name'"]),

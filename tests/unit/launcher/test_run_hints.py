@@ -141,3 +141,8 @@ def test_validate_counts_the_words_that_the_model_does_not_know(
 
     assert "hint: data.source: 4 of 6 tokens of" in validated("which is larger , 7 ok")
     assert "are unknown to the tokenizer of model.path=recipe:countdown" not in validated("3 7 > 4 :")
+
+
+def test_several_greedy_answers_to_a_prompt_are_a_hint() -> None:
+    (hint,) = run_hints(run(evaluation={"temperature": 0, "samples_per_prompt": 8}), 600_000_000)
+    assert "samples_per_prompt=8 with evaluation.temperature=0" in hint and "set samples_per_prompt=1" in hint

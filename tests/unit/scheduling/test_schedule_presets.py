@@ -16,7 +16,7 @@ from .views import RUN, schedule
         ("copris", 4, 192, AdmissionRule.POOL, False),
         ("copris_paper", 8, 256, AdmissionRule.POOL, True),
         ("areal", 4, 128, AdmissionRule.CONCURRENCY, False),
-        ("april", 4, 256, AdmissionRule.WAVE, True),
+        ("april", 5, 256, AdmissionRule.WAVE, True),
         ("sorted_partial", 3, 64, AdmissionRule.WAVE, True),
         ("ulorl", 7, 256, AdmissionRule.WAVE, True),
         ("pipeline", 1, 256, AdmissionRule.POOL, False),
@@ -157,7 +157,7 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
         ),
         (
             {"schedule": {"preset": "april", "on_stale": "set_aside"}},
-            "on_stale=set_aside with max_staleness=4.*set max_staleness=0",
+            "on_stale=set_aside with max_staleness=5.*set max_staleness=0",
         ),
         (
             {"schedule": {"preset": "rollpacker", "on_stale": "restart"}},

@@ -6,8 +6,9 @@ let last = Promise.resolve();
 // Resolves to true if the user confirmed. A question that comes while another one is open is asked after it: both share
 // the dialog, and one answer must not count for both.
 export function confirmed(question) {
-  last = last.then(() => ask(question));
-  return last;
+  const asked = last.then(() => ask(question));
+  last = asked.catch(() => {});
+  return asked;
 }
 
 function ask({ title, text, verb }) {

@@ -211,6 +211,12 @@ class TrainingSession:
                     await self._reassert()
             except StoreUnavailable:
                 return False
+            except CheckpointError as error:
+                if not error.passing:
+                    raise
+                # The batch files cannot be read for now; the next look tries again.
+                self._log.warning("reassertion_waits", message=str(error))
+                return False
             self._run_id = run_id
             return True
 

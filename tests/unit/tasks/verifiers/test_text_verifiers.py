@@ -287,6 +287,9 @@ def test_the_pronoun_is_not_the_ninth_choice(response: str, answer: str) -> None
         r"The answer is \textbf{(B)}, not A",
         r"The answer is \(B\), not A",
         "The correct answer is B. Answer A is wrong because it is.",
+        "Answer B, since A fails",
+        "The answer (B), because option A is wrong",
+        "Answer choice B. A is wrong",
         "The correct choice is B. A triangle has three sides.",
         r"<answer>\text{B}, since A is wrong</answer>",
     ],
@@ -296,7 +299,15 @@ def test_the_marked_letter_counts_and_not_one_of_the_explanation(response: str) 
 
 
 @pytest.mark.parametrize(
-    "response", ["A is right", "I would pick A because it is", "Option A fits best", "Answer: A because B is wrong"]
+    "response",
+    [
+        "A is right",
+        "I would pick A because it is",
+        "Option A fits best",
+        "Answer: A because B is wrong",
+        "Answer: A by elimination of B",
+        "<answer>A by far</answer>",
+    ],
 )
 def test_a_letter_before_a_word_that_follows_no_article_is_a_choice(response: str) -> None:
     assert score("choice", response, "A") == 1.0

@@ -139,6 +139,25 @@ async def test_nothing_is_sent_while_a_batch_file_is_unreachable_but_a_damaged_o
     assert [step for step, _ in store.told[0]["batches"]] == [4, 6]
 
 
+async def test_after_a_restart_of_redis_an_unreachable_batch_file_is_waited_for() -> None:
+    store, checkpoints = Store(trained_step=3), Checkpoints()
+    session = session_with(store, checkpoints)
+    await session.begin(committed_step=5)
+    session.token, store.run_id = "trainer", "restarted"
+    checkpoints.unreadable[5] = Reason.UNREACHABLE
+    checkpoints.read.clear()
+    watching = asyncio.create_task(session.watch(0.001))
+    async with asyncio.timeout(60):
+        while checkpoints.read.count(5) < 2 and not watching.done():
+            await asyncio.sleep(0.001)
+        assert not watching.done() and len(store.told) == 1
+        del checkpoints.unreadable[5]
+        while len(store.told) < 2:
+            await asyncio.sleep(0.001)
+    watching.cancel()
+    assert [step for step, _ in store.told[1]["batches"]] == [4, 5, 6]
+
+
 async def test_policies_are_read_once() -> None:
     store = Store(trained_step=6, policy_count=4)
     session = session_with(store, Checkpoints())
