@@ -74,6 +74,9 @@ async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
     earlier = await mesh.answer(lambda: mesh.evaluations.finished(policy_version), waiting_for)
     if earlier is not None:
         return earlier
+    if mesh.config.generator.replicas == 0:
+        # Before one is started outside, the evaluation would end without a score, for good.
+        await mesh.until_any_serves()
     await mesh.until_idle()
     request = evaluation_request(mesh.config.evaluation, policy_version)
     found: list[Evaluation] = []

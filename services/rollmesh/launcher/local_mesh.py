@@ -224,6 +224,11 @@ class LocalMesh:
         )
         await self.until(self._generator_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
 
+    async def until_any_serves(self) -> None:
+        """Wait for a generator, also where all of them are started outside (``generator.replicas: 0``)."""
+        deadline = self.config.launcher.start_timeout_seconds
+        await self.until(self._any_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
+
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in progress."""
         await self.pause(True)
@@ -238,9 +243,10 @@ class LocalMesh:
         return await self.latest_version() >= 0
 
     async def _generator_serves(self) -> bool:
-        # With replicas: 0 the generators are started outside, and waited for.
-        scaled_to_none = self.config.generator.replicas > 0 and not self.supervisor.indexes("generator")[0]
-        return scaled_to_none or any(g.serving for g in await self.store.generators.live())
+        return not self.supervisor.indexes("generator")[0] or await self._any_serves()
+
+    async def _any_serves(self) -> bool:
+        return any(g.serving for g in await self.store.generators.live())
 
     async def _idle(self) -> bool:
         view = await self.store.mesh.view(groups=False)
