@@ -137,10 +137,10 @@ def mesh_settings(
 
 def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> SimulatedPrompts:
     lengths = _lengths(config, setup)
-    if isinstance(lengths, TracedLengths):
-        if setup.domains is not None or config.curriculum.sampler == "domain_mix":
-            cause = "curriculum.sampler=domain_mix" if setup.domains is None else f"domains={setup.domains}"
-            raise ConfigError(f"{cause} with lengths={setup.lengths}: recorded lengths have no domains")
+    has_domains = setup.domains is not None or config.curriculum.sampler == "domain_mix"
+    if isinstance(lengths, TracedLengths) and has_domains:
+        cause = "curriculum.sampler=domain_mix" if setup.domains is None else f"domains={setup.domains}"
+        raise ConfigError(f"{cause} with lengths={setup.lengths}: recorded lengths have no domains")
     count = setup.prompts or (len(lengths.groups) if isinstance(lengths, TracedLengths) else _PROMPTS)
     domains = () if isinstance(lengths, TracedLengths) else _domains(config, setup)
     return SimulatedPrompts(
