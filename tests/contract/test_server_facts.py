@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .contract_kit import POSITIONS, VOCAB
-from .served import LONG, PROMPT, TOLERANCE, Served, start_all
+from .served import LONG, PROMPT, TOLERANCE, Served
 
 pytestmark = pytest.mark.parametrize("endpoint", ["sglang-overlap"], indirect=True)
 
@@ -61,7 +61,7 @@ def test_an_extra_key_keeps_a_prefix_cache_of_its_own(served: Served) -> None:
 
 def test_running_requests_change_weights_exactly_where_their_spans_say(served: Served) -> None:
     """Retract, load, flush: every token's logprob is that of the one model that its span names."""
-    futures = start_all(served, 16)
+    futures = served.start_all(16)
     for version in (1, 2):
         served.pause("retract")
         assert served.load(version).status_code == 200
@@ -78,7 +78,7 @@ def test_running_requests_change_weights_exactly_where_their_spans_say(served: S
 
 def test_a_flush_that_cannot_happen_loads_the_weights_and_says_that_it_failed(served: Served) -> None:
     """Reason for flush_cache=false in keep_kv: otherwise the server and its requests name different versions."""
-    future = start_all(served, 1)[0]
+    future = served.start_all(1)[0]
     served.pause("in_place")
     assert served.load(1).status_code == 400
     served.resume()
