@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
+from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.user_code import CODE_FOLDER
 
@@ -118,29 +119,18 @@ def test_validate_prints_memory_and_hints(tmp_path: Path, monkeypatch: pytest.Mo
     assert "hint: trainer.learning_rate=1e-06 suits models of a billion parameters" in result.output
 
 
-def test_validate_counts_the_words_that_the_model_does_not_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CODE_FOLDER, "")
+def test_the_trial_counts_the_words_that_the_model_does_not_know(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    file = tmp_path / "run.yaml"
 
-    def validated(prompt: str) -> str:
+    def hints(prompt: str) -> list[str]:
         rows.write_text(json.dumps({"prompt": prompt, "answer": "7"}) + "\n")
-        data = {"source": {"type": "jsonl", "path": str(rows)}, "held_out_ratio": 0, "max_prompt_tokens": 64}
-        sizes = {
-            "generator": {"max_context_tokens": 640},
-            "gateway": {"port": 0},
-            "reward": {"verifier": "exact"},
-        }
-        run = {"name": "a", "folder": "r", "model": {"path": "recipe:countdown"}, "data": data, **sizes}
-        file.write_text(json.dumps(run))
-        result = CliRunner().invoke(app, ["config", "validate", str(file)])
-        assert result.exit_code == 0, result.output
-        return " ".join(result.output.split())
+        data = {"source": {"type": "jsonl", "path": str(rows)}, "held_out_ratio": 0}
+        return try_inputs(run(data=data, reward={"verifier": "exact"}))
 
-    assert "hint: data.source: 4 of 6 tokens of" in validated("which is larger , 7 ok")
-    assert "are unknown to the tokenizer of model.path=recipe:countdown" not in validated("3 7 > 4 :")
+    (hint,) = hints("which is larger , 7 ok")
+    assert hint.startswith("hint: data.source: 4 of 6 tokens of ")
+    assert "are unknown to the tokenizer of model.path=recipe:countdown" in hint
+    assert hints("3 7 > 4 :") == []
 
 
 def test_several_greedy_answers_to_a_prompt_are_a_hint() -> None:
