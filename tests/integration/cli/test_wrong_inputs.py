@@ -340,3 +340,11 @@ def test_a_judge_of_a_users_verifier_that_is_down_is_no_wrong_input(folder: Path
     done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
     assert done.exit_code == 0, done.output
     assert "run.yaml: valid" in done.output
+
+
+def test_words_that_the_model_does_not_know_are_a_hint(folder: Path) -> None:
+    rows = "".join(json.dumps({**ROW, "prompt": f"which is larger , {n} ok"}) + "\n" for n in range(3, 9))
+    write_run(folder, table(rows)(folder))
+    done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "hint: data.source: 4 of 6 tokens of" in " ".join(done.output.split())
