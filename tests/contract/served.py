@@ -181,4 +181,3 @@ class Served:
 
 def prompts(count: int) -> list[list[int]]:
     return [[20 + i, *PROMPT] for i in range(count)]
-
