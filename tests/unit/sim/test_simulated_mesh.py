@@ -77,6 +77,15 @@ def test_every_effect_of_a_new_version_conserves_work(mode):
     assert figures(result, 8).version_span == 0 if mode == "drain" else figures(result, 8).version_span > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draining_generator_loads_also_if_its_last_call_is_stopped(seed):
+    drained = {"replicas": 1, "on_new_version": "drain"}
+    mesh, result = run(mesh_settings("copris", seed=seed, generator=drained, groups_per_batch=2, spare_members=1))
+    assert len(result.updates) == 6
+    assert result.wasted_tokens["surplus"] > 0
+    assert_conserved(mesh, result)
+
+
 def test_a_small_cache_preempts_and_conserves_work():
     mesh, result = run(mesh_settings("copris", cache_tokens=1600))
     assert result.work[-1].preemptions > 0
