@@ -174,6 +174,19 @@ def test_a_trainer_that_crashes_again_before_it_is_back_only_starts_later(coloca
         assert crashed.work[0].decoded_tokens > calm.work[0].decoded_tokens
 
 
+@pytest.mark.parametrize(("preset", "part_groups"), [("copris", 0), ("sync", 1)])
+def test_a_trainer_that_crashes_while_it_waits_for_a_batch_claims_it_once_it_is_back(preset, part_groups):
+    settings = mesh_settings(preset, steps=2, part_groups=part_groups)
+    _, calm = run(settings)
+    first = calm.updates[0]
+    mesh = SimulatedMesh(settings, check=True)
+    crash_at = first.cut_at - 0.5
+    mesh.clock.call_at(crash_at, lambda: mesh.trainer.crash(back_after=100, lost_seconds=50))
+    crashed = mesh.run().updates[0]
+    assert crashed.cut_at == pytest.approx(crash_at + 150)
+    assert crashed.trained_at - crashed.cut_at == pytest.approx(settings.trainer.train_seconds(tokens=crashed.tokens))
+
+
 def test_a_trainer_that_crashes_every_nine_seconds_ends():
     _, result = run(mesh_settings("copris", failures=("trainer_crashes_per_hour=400", "back_seconds=20")))
     assert len(result.updates) == 6 and result.seconds < 3600
