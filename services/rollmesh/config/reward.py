@@ -32,7 +32,7 @@ class RewardConfig(Section):
     fixed_value: float = 0.0
     """Reward that ``fixed`` assigns for training; the outcome kind stays recorded."""
     workers: int = Field(default=1, ge=1)
-    """Verifier processes per reward service."""
+    """Verifier processes per reward service; at most 255 if it runs as root, because each then has its own uid."""
     memory_limit_bytes: int = Field(default=1 << 30, ge=1 << 26)
     """Maximum growth of the address space of a verifier process over its size at startup."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)

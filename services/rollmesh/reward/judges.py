@@ -50,12 +50,17 @@ class Judge:
         await self._verifier.aclose()
 
 
+def is_judge(name: str) -> bool:
+    """Return True for a built-in verifier that waits for an external reply."""
+    return name in BUILT_IN and hasattr(built_in_class(name), "verify_async")
+
+
 def build_judge(name: str, options: dict[str, object], tokenizer: Tokenizer, timeout_seconds: float) -> Judge | None:
     """Build the judge called ``name``, or return None if that verifier is synchronous and runs in the pool.
 
     Only built-in verifiers run here: user code runs only in the confined processes.
     """
-    if name not in BUILT_IN or not hasattr(built_in_class(name), "verify_async"):
+    if not is_judge(name):
         return None
     verifier = build_verifier(name, options)
     assert isinstance(verifier, AsyncVerifier)

@@ -11,7 +11,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError
 from rollmesh.reward.inline_verifier import InlineVerifier
-from rollmesh.reward.judges import Judge, build_judge
+from rollmesh.reward.judges import Judge, build_judge, is_judge
 from rollmesh.reward.pool.isolation import IsolationLevel
 from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
 from rollmesh.reward.pool.worker_pool import WorkerPool
@@ -45,7 +45,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, inline: bo
         metrics = RewardMetrics(host.metrics)
         inline = inline and config.reward.verifier not in BUILT_IN
         spec = worker_spec(config)
-        if inline:  # the pool needs no second copy of the user's module
+        if inline or is_judge(config.reward.verifier):  # it runs in this process, so the pool needs no second copy
             spec = replace(spec, default_verifier="exact", default_options={})
         pool = await host.stack.enter_async_context(
             WorkerPool(spec, config.reward.workers, metrics, lambda error: _fail(failure, error))

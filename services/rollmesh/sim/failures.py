@@ -39,7 +39,7 @@ class FailurePlan:
     slow_factor: float = 2.0
     """Factor on the seconds of a slow generator's steps and prefills."""
     trainer_crashes_per_hour: float = 0.0
-    """Crashes of the trainer; it begins its phase again."""
+    """Crashes of the trainer; it begins its phase again, or claims no batch until it is back."""
     trainer_lost_seconds: float = 0.0
     """Earlier train steps that it computes again, because their state was not saved."""
     leader_gaps_per_hour: float = 0.0

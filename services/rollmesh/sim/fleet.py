@@ -153,8 +153,7 @@ class Fleet:
             generator.waiting = still
         if self.settings.placement is Placement.TOKENS:
             self._count_tokens(generator)
-        if generator.is_draining and not generator.calls:
-            self._load(generator)
+        self._load_if_drained(generator)
 
     # -- calls -----------------------------------------------------------------------------------------------------
     def call(self, trajectory: SimulatedTrajectory) -> bool:
@@ -205,6 +204,7 @@ class Fleet:
         tokens = generator.engine.cancel(trajectory.call)
         generator.ended_call_tokens += tokens
         self._leave(generator, trajectory)
+        self._load_if_drained(generator)
         return tokens - trajectory.saved_in_call
 
     def unsaved(self, trajectory: SimulatedTrajectory) -> int:
@@ -345,6 +345,10 @@ class Fleet:
             generator.is_draining = True
             self._register(generator)
         else:
+            self._load(generator)
+
+    def _load_if_drained(self, generator: SimulatedGenerator) -> None:
+        if generator.is_draining and not generator.calls:
             self._load(generator)
 
     def _load(self, generator: SimulatedGenerator) -> None:

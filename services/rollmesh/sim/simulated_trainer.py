@@ -53,6 +53,10 @@ class SimulatedTrainer:
         self._awaits_announcement = False
         """True if that batch is trained, and the policy before it is in flight."""
         self._slowing = 1.0
+        self._absent_until = 0.0
+        """Time until which it is not back from a crash that hit it between two phases."""
+        self._back = clock.alarm(lambda: None)
+        """Event at that time, after which ``react`` is called."""
 
     @property
     def is_working(self) -> bool:
@@ -70,6 +74,8 @@ class SimulatedTrainer:
     def react(self) -> None:
         """Compute parts of the next batch, and claim the batch that is cut if nothing else is to be done."""
         queue, now = self._queue, self._clock.now
+        if now < self._absent_until:
+            return
         if self._parts is not None and not queue.batch:
             self._compute_parts(self._parts)
         if self._training or self._is_publishing or not queue.batch:
@@ -97,13 +103,18 @@ class SimulatedTrainer:
     def crash(self, *, back_after: float, lost_seconds: float) -> None:
         """Lose the phase in progress; it begins again ``back_after`` + ``lost_seconds`` from now.
 
-        A crash before it has begun again only moves that time. A publication in flight begins again too. The devices of
-        a colocated trainer stay with it.
+        Between two phases it claims no batch before that time. A crash before that time only moves it. A publication in
+        flight and the parts of the next batch begin again too. The devices of a colocated trainer stay with it.
         """
         again = self._clock.now + back_after + lost_seconds
         if self._announcement.time < math.inf:
             self._announcement.set(again + self._slowing * self._model.background_seconds)
+        if self._parts is not None:
+            self._parts = PartsAhead(self._model, again)
+            self._in_parts.clear()
         if not self.is_working:
+            self._absent_until = again
+            self._back.set(again)
             return
         done, length = self._done.time, self._done.time - self._phase_began
         self._phase_began = again

@@ -124,6 +124,11 @@ class Gate:
     def _mark(self) -> Path:
         return Path(f"{self.file}.begun")
 
+    @property
+    def has_begun_again(self) -> bool:
+        """True if a verifier has come here since the last ``begun``."""
+        return self._mark.exists()
+
     async def begun(self) -> None:
         """Wait until a verifier waits here; the next call waits for the next verifier."""
         deadline = time.monotonic() + WAIT_SECONDS

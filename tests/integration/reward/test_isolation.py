@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from rollmesh.errors import ConfigError
 from rollmesh.reward.pool.isolation import IsolationLevel
+from rollmesh.tasks.sandbox.identity import SLOTS_PER_PROCESS
 from rollmesh.types import OutcomeKind
 
-from .reward_bench import WAIT_SECONDS, ScoringBench, make_config, running_service, scoring_bench
+from .reward_bench import WAIT_SECONDS, ScoringBench, gate, make_config, running_service, scoring_bench
 
 AS_ROOT = os.geteuid() == 0
+
+as_root = pytest.mark.skipif(not AS_ROOT, reason="only a service that runs as root gives workers uids of their own")
 
 
 async def measured(bench: ScoringBench) -> IsolationLevel:
@@ -39,6 +43,29 @@ async def test_a_worker_with_a_uid_of_its_own_reaches_nothing_of_the_service(tmp
             outcome = await bench.score(answer)
             assert outcome.kind is OutcomeKind.VERIFIER_ERROR
             assert "PermissionError" in outcome.message or "FileNotFoundError" in outcome.message
+
+
+@as_root
+async def test_a_worker_outlives_more_others_than_there_are_uids(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=4)) as bench:
+        if not (await measured(bench)).own_uid:
+            pytest.skip("root here cannot take another uid")
+        with gate() as held:
+            waiting = asyncio.create_task(bench.score(held.answer))
+            await held.begun()
+            # Each of these answers ends two workers.
+            await bench.score_all(["hard_exit"] * (SLOTS_PER_PROCESS // 2 + 4))
+            held.open()
+            assert (await waiting).value == 1.0
+            assert not held.has_begun_again, "the end of a worker with the same uid would have killed this one"
+
+
+@as_root
+async def test_more_workers_than_uids_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify", workers=SLOTS_PER_PROCESS)
+    with pytest.raises(ConfigError, match=r"reward\.workers=256: .* separate uids for at most 255 workers"):
+        async with scoring_bench(config):
+            pass
 
 
 async def test_limits_that_are_printed_bind(tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path) -> None
             assert late[0].kind is OutcomeKind.TIMED_OUT
 
 
+async def test_a_judge_gets_a_key_that_no_verifier_process_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "judge-key")
+
+    async def judge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+        reply = b'{"score": 0.5}' if b"authorization: bearer judge-key" in head else b"{}"
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(reply), reply))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = {"url": url, "api_key_env": "ROLLMESH_GATEWAY__TOKEN"}
+        config = make_config(tmp_path, verifier="http_judge", options=options, workers=1)
+        async with running_service(config), RewardClient(config) as client:
+            (outcome,) = await client.score([Answers(config).trajectory("an answer")])
+    assert outcome == RewardOutcome(kind=SCORED, value=0.5)
+
+
 async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
     class Never:
         async def score(self, verifier: str, payload: bytes) -> RewardOutcome:

@@ -20,6 +20,7 @@ from rollmesh.curriculum.samplers.domain_mix import domain_weights
 from rollmesh.curriculum.samplers.frontier import frontier_weights
 from rollmesh.curriculum.samplers.sampler_registry import SAMPLERS
 from rollmesh.errors import DataError
+from rollmesh.prompt_history import PromptRecord
 
 from .tables import record, tables
 
@@ -122,6 +123,17 @@ def test_unseen_prompts_get_their_share_while_there_are_any(name: str) -> None:
     assert drawn[1] + drawn[3] == pytest.approx(600, abs=90)
     assert set(draws(sampler(name, unseen=1.0), table, history)) == {1, 3}
     assert set(draws(sampler(name, unseen=0.0), table, history)) == {0, 2}
+
+
+@pytest.mark.parametrize("name", ["difficulty", "band", "unsolved", "frontier"])
+def test_a_prompt_without_a_score_waits_for_the_others(name: str) -> None:
+    scored: list[PromptRecord | None] = [record(2, 4)] * 4
+    table, history = tables([*scored, record(groups=5)])
+    assert set(draws(sampler(name, unseen=1.0), table, history)) == {0, 1, 2, 3}
+    table, history = tables([*scored, record(groups=5), None])
+    assert set(draws(sampler(name, unseen=1.0), table, history)) == {5}, "row 5 was never drawn"
+    table, history = tables([*([record(2, 4, groups=5)] * 4), record(groups=5)])
+    assert set(draws(sampler(name, unseen=1.0), table, history)) == {4}, "the others were drawn as often"
 
 
 @st.composite

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import tokenizers
 
+from rollmesh.config.data import DataConfig
 from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.worker_process import RewardHandler
+from rollmesh.tasks.sources.agent import AgentPrompts, task_of
+from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
@@ -48,7 +51,9 @@ class Recorder:
         return result
 
 
-def payload(metadata: Mapping[str, Any] | None = None, verifier: str = "", last: int = 0) -> bytes:
+def payload(
+    metadata: Mapping[str, Any] | None = None, verifier: str = "", last: int = 0, prompt: Prompt | None = None
+) -> bytes:
     def segment(ids: list[int], source: SegmentSource) -> Segment:
         logprobs = np.zeros(len(ids), np.float32) if source is SegmentSource.POLICY else None
         return Segment(
@@ -59,13 +64,14 @@ def payload(metadata: Mapping[str, Any] | None = None, verifier: str = "", last:
             source=source,
         )
 
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1, 2, 3], np.int32), verifier=verifier, metadata=metadata or {})
+    ids = np.array([1, 2, 3], np.int32)
+    asked = prompt or Prompt(prompt_id="p", token_ids=ids, verifier=verifier, metadata=metadata or {})
     segments = (segment([3, 2], SegmentSource.POLICY), segment([5], SegmentSource.ENVIRONMENT))
     trajectory = Trajectory(
         trajectory_id="t",
         group_id="g",
         member_index=0,
-        prompt=prompt,
+        prompt=asked,
         segments=(*segments, segment([4, last], SegmentSource.POLICY)),
         finish_reason=FinishReason.STOP,
     )
@@ -100,6 +106,21 @@ def test_the_prompt_is_added_for_a_verifier_that_asks(tokenizer: Tokenizer) -> N
     verifier = Recorder(needs_prompt=True)
     handle(tokenizer, verifier, payload({"n": 1}))
     assert verifier.seen[0][1] == {"n": 1, "prompt": "what is it"}
+
+
+@pytest.mark.parametrize("contexts", ["task", "free"])
+def test_the_prompt_of_an_agent_is_the_whole_one_also_if_the_agent_writes_the_context(
+    tmp_path: Path, tokenizer: Tokenizer, contexts: Literal["task", "free"]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [0, 1, 2, 3], "answer": "7"}))
+    source = {"type": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    rows = build_prompt_source(DataConfig.model_validate({"source": source}), tokenizer, 0, keep_messages=True)
+    prompt = AgentPrompts(rows, tokenizer, contexts).prompt(0, 0)
+    verifier = Recorder(needs_prompt=True)
+    handle(tokenizer, verifier, payload(prompt=prompt))
+    seen = verifier.seen[0][1]
+    assert (seen["prompt"], seen["answer"]) == ("what is it", "7")
+    assert task_of(prompt).metadata == {"answer": "7"}
 
 
 def test_parts_come_back(tokenizer: Tokenizer) -> None:

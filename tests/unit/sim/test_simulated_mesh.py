@@ -77,6 +77,15 @@ def test_every_effect_of_a_new_version_conserves_work(mode):
     assert figures(result, 8).version_span == 0 if mode == "drain" else figures(result, 8).version_span > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draining_generator_loads_also_if_its_last_call_is_stopped(seed):
+    drained = {"replicas": 1, "on_new_version": "drain"}
+    mesh, result = run(mesh_settings("copris", seed=seed, generator=drained, groups_per_batch=2, spare_members=1))
+    assert len(result.updates) == 6
+    assert result.wasted_tokens["surplus"] > 0
+    assert_conserved(mesh, result)
+
+
 def test_a_small_cache_preempts_and_conserves_work():
     mesh, result = run(mesh_settings("copris", cache_tokens=1600))
     assert result.work[-1].preemptions > 0
@@ -163,6 +172,19 @@ def test_a_trainer_that_crashes_again_before_it_is_back_only_starts_later(coloca
         assert crashed.work[0].decoded_tokens == calm.work[0].decoded_tokens
     else:
         assert crashed.work[0].decoded_tokens > calm.work[0].decoded_tokens
+
+
+@pytest.mark.parametrize(("preset", "part_groups"), [("copris", 0), ("sync", 1)])
+def test_a_trainer_that_crashes_while_it_waits_for_a_batch_claims_it_once_it_is_back(preset, part_groups):
+    settings = mesh_settings(preset, steps=2, part_groups=part_groups)
+    _, calm = run(settings)
+    first = calm.updates[0]
+    mesh = SimulatedMesh(settings, check=True)
+    crash_at = first.cut_at - 0.5
+    mesh.clock.call_at(crash_at, lambda: mesh.trainer.crash(back_after=100, lost_seconds=50))
+    crashed = mesh.run().updates[0]
+    assert crashed.cut_at == pytest.approx(crash_at + 150)
+    assert crashed.trained_at - crashed.cut_at == pytest.approx(settings.trainer.train_seconds(tokens=crashed.tokens))
 
 
 def test_a_trainer_that_crashes_every_nine_seconds_ends():

@@ -15,15 +15,19 @@ Weigh = Callable[[Int64Array], Float64Array]
 def choose_row(draw: Draw, prompts: PromptTable, history: History, unseen: float, weigh: Weigh) -> int:
     """Return a row without an unfinished group: an unseen one with probability ``unseen``, else one by weight.
 
-    An unseen row has no scored trajectory. If all rows have an unfinished group, every row may be drawn.
+    An unseen row was never drawn, or has no scored trajectory and was drawn no more often than any that has one. If all
+    rows have an unfinished group, every row may be drawn.
     """
     free = np.flatnonzero(prompts.endless | (history.in_progress == 0))
     if not len(free):
         free = np.arange(prompts.row_count)
     is_seen = history.members[free] > 0
     seen, new = free[is_seen], free[~is_seen]
+    if len(seen):
+        # Rows whose trajectories never get a score would take the share of the unseen ones without end.
+        new = new[history.groups[new] <= history.groups[seen].min()]
     if len(new) and (not len(seen) or draw.uniform("unseen") < unseen):
-        # A row whose trajectories all stayed without a score comes after those that were never drawn.
+        # Rows that were drawn without a score come after those that were never drawn.
         return draw_uniformly(draw, new[history.groups[new] == history.groups[new].min()])
     return draw_by_weight(draw, seen, weigh(seen))
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,28 @@ class WorkerConfinement:
     def uid(self, birth: int) -> int | None:
         """Return the uid of the worker with this birth number; None if workers keep the uid of the service."""
         return identity.own_uid(birth, self.owner_pid) if self.own_uids else None
+
+    def free_birth(self, birth: int, living: Collection[int]) -> int:
+        """Return the first birth number from ``birth`` on whose uid no worker with a number in ``living`` has.
+
+        Raises RuntimeError if all uids are in use: their processes are killed with their worker.
+        """
+        if not self.own_uids:
+            return birth
+        taken = {self.uid(each) for each in living}
+        for candidate in range(birth, birth + identity.SLOTS_PER_PROCESS):
+            if self.uid(candidate) not in taken:
+                return candidate
+        raise RuntimeError(f"all {len(taken)} uids of this template have a living worker")
+
+    def most_workers(self) -> int | None:
+        """Return the number of workers that can have a separate uid at once; None if workers have none.
+
+        One uid is left for a worker that starts while another one dies.
+        """
+        if not self.own_uids:
+            return None
+        return max(1, len({self.uid(birth) for birth in range(identity.SLOTS_PER_PROCESS)}) - 1)
 
 
 def prepare(memory_limit_bytes: int) -> WorkerConfinement:

@@ -89,8 +89,8 @@ class Template:
 
     def _spawn(self, connection: socket.socket, slot: int) -> None:
         # A uid is not reused soon, so that dying processes of a killed worker do not count against the next worker.
-        birth = self._births
-        self._births += 1
+        birth = self._confinement.free_birth(self._births, self._workers.values())
+        self._births = birth + 1
         pid = os.fork()
         if pid == 0:
             self._become_worker(connection, birth)
@@ -188,7 +188,8 @@ def main(descriptor: int) -> None:
         _send(control, {"op": "failed", "error": "ConfigError", "message": message})
         return
     confinement = prepare(spec.memory_limit_bytes)
-    _send(control, {"op": "ready", "timeout_means_wrong": {n: v.timeout_means_wrong for n, v in verifiers.items()}})
+    declared = {name: verifier.timeout_means_wrong for name, verifier in verifiers.items()}
+    _send(control, {"op": "ready", "timeout_means_wrong": declared, "most_workers": confinement.most_workers()})
     # Loaded modules stay shared with the workers: the garbage collector never writes to their pages again.
     gc.collect()
     gc.freeze()

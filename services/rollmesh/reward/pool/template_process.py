@@ -80,6 +80,12 @@ class TemplateProcess:
         return declared
 
     @property
+    def most_workers(self) -> int | None:
+        """Number of workers that can have a separate uid at once; None if workers have none."""
+        most: int | None = self._ready.result()["most_workers"]
+        return most
+
+    @property
     def lost(self) -> bool:
         """True once the template has exited."""
         return self._control.fileno() < 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollmesh.errors import RollmeshError
+from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.reward.pool.template_process import TemplateLost, TemplateProcess
 from rollmesh.reward.pool.worker_connection import WorkerConnection, WorkerDied, WorkerTimedOut
 from rollmesh.reward.pool.worker_process import PROBE, SCORE
@@ -55,11 +55,20 @@ class WorkerPool:
         """Reason that requests fail; empty while the pool works."""
 
     async def __aenter__(self) -> WorkerPool:
-        """Load the verifiers and start the workers; raises ConfigError if a verifier cannot be loaded."""
+        """Load the verifiers and start the workers.
+
+        Raises ConfigError if a verifier cannot be loaded, or if there are more workers than uids for them.
+        """
         try:
-            await self._running_template()
+            template = await self._running_template()
         except TemplateLost as error:
             raise RollmeshError(f"reward: {error}; see its output on standard error") from error
+        if template.most_workers is not None and self._size > template.most_workers:
+            await template.aclose()
+            raise ConfigError(
+                f"reward.workers={self._size}: a service that runs as root has separate uids for at most "
+                f"{template.most_workers} workers; set at most that many, and start more reward services"
+            )
         self._slots = [asyncio.create_task(self._run_slot(n), name=f"slot-{n}") for n in range(self._size)]
         for task in self._slots:
             task.add_done_callback(self._slot_ended)

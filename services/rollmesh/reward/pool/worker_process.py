@@ -12,6 +12,7 @@ from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.confinement import WorkerConfinement, allow_cpu, confine_worker
 from rollmesh.reward.pool.isolation import probe_worker
 from rollmesh.reward.pool.pipe_frames import LARGEST_REQUEST_BYTES, frame, receive_frame
+from rollmesh.tasks.sources.agent import plain_text_of
 from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, Prompt, RewardOutcome
@@ -70,7 +71,7 @@ def prompt_metadata(prompt: Prompt, verifier: Verifier, tokenizer: Tokenizer) ->
     """Return the prompt's metadata, with the prompt's text if the verifier requires it."""
     if not getattr(verifier, "needs_prompt", False):
         return prompt.metadata
-    return {**prompt.metadata, "prompt": tokenizer.decode(prompt.token_ids)}
+    return {**prompt.metadata, "prompt": plain_text_of(prompt, tokenizer)}
 
 
 def run_worker(

@@ -12,6 +12,8 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 
 _TEXT = "_prompt"
+_PLAIN_TEXT = "_plain_prompt"
+"""Metadata key of the prompt's text without special tokens, if the token ids do not contain the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,21 @@ class AgentPrompts:
 
     def _with_task(self, prompt: Prompt) -> Prompt:
         text = self._tokenizer.decode(prompt.token_ids, special_tokens=MESSAGES in prompt.metadata)
-        ids = prompt.token_ids if self._contexts == "task" else prompt.token_ids[:1]
-        return replace(prompt, token_ids=ids, metadata={**prompt.metadata, _TEXT: text})
+        metadata = {**prompt.metadata, _TEXT: text}
+        if self._contexts == "task":
+            return replace(prompt, metadata=metadata)
+        metadata[_PLAIN_TEXT] = self._tokenizer.decode(prompt.token_ids)
+        return replace(prompt, token_ids=prompt.token_ids[:1], metadata=metadata)
 
 
 def task_of(prompt: Prompt) -> AgentTask:
     """Read the task from the metadata of a prompt of ``AgentPrompts``."""
     metadata = dict(prompt.metadata)
+    metadata.pop(_PLAIN_TEXT, None)
     return AgentTask(text=str(metadata.pop(_TEXT, "")), messages=metadata.pop(MESSAGES, None), metadata=metadata)
+
+
+def plain_text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """Return the text of the whole prompt without special tokens, also if the agent writes the context."""
+    text = prompt.metadata.get(_PLAIN_TEXT)
+    return tokenizer.decode(prompt.token_ids) if text is None else str(text)

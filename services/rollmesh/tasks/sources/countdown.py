@@ -28,7 +28,7 @@ import numpy as np
 
 from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.permutation import epoch_order
+from rollmesh.tasks.sources.permutation import EpochOrders
 from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
 
@@ -109,8 +109,8 @@ class CountdownPrompts:
             )
         self._encode = encode
         self._key = f"countdown:{split}:{seed}"
-        self._seed = seed
         self._puzzles = puzzles if split == "train" else None
+        self._orders = EpochOrders(self._puzzles or 0, seed)
         self._shuffle = shuffle
         self._split: Split = split
         self._sizes = (min_numbers, max_numbers)
@@ -132,7 +132,7 @@ class CountdownPrompts:
             return self._prompt(epoch, index)
         if not 0 <= index < self._puzzles:
             raise IndexError(f"countdown: index {index} is outside [0, {self._puzzles})")
-        return self._prompt(0, int(epoch_order(self._puzzles, self._seed, epoch)[index]) if self._shuffle else index)
+        return self._prompt(0, self._orders.row(epoch, index) if self._shuffle else index)
 
     def rows(self) -> SourceRows:
         if self._puzzles is None:

@@ -7,7 +7,6 @@ by a hash that is implemented here (splitmix64).
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,25 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=4)
+class EpochOrders:
+    """Orders of the rows of one source. The order used last is kept: to sort a large table takes long."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._seed = seed
+        self._kept: tuple[int, Int64Array] | None = None
+        """(epoch, order)."""
+
+    def row(self, epoch: int, index: int) -> int:
+        """Return the row at a position of an epoch."""
+        kept = self._kept
+        if kept is None or kept[0] != epoch:
+            kept = self._kept = (epoch, epoch_order(self._size, self._seed, epoch))
+        return int(kept[1][index])
+
+
 def epoch_order(size: int, seed: int, epoch: int) -> Int64Array:
-    """Return a permutation of range(size), int64 [size], read-only; O(size log size) once per epoch."""
+    """Return a permutation of range(size), int64 [size], read-only; O(size log size)."""
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
     key = np.uint64(int.from_bytes(digest, "big"))
     hashes = _splitmix64(np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)

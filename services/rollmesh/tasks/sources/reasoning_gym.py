@@ -10,7 +10,7 @@ from typing import Any
 from rollmesh.config.data import ReasoningGymSource
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.entries import entry_to_text
-from rollmesh.tasks.sources.permutation import epoch_order
+from rollmesh.tasks.sources.permutation import EpochOrders
 from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
 from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
@@ -32,6 +32,7 @@ class ReasoningGymPrompts:
         self._form = RowFormat(answer_field=None, verifier_field="verifier", chat=source.chat)
         seed = _first_seed(settings.seed, settings.split, source.size)
         self._items = create_task(source.task, {**source.options, "size": source.size, "seed": seed})
+        self._orders = EpochOrders(len(self._items), settings.seed)
 
     @property
     def epoch_size(self) -> int:
@@ -41,7 +42,7 @@ class ReasoningGymPrompts:
         size, task = len(self._items), self._source.task
         if epoch < 0 or not 0 <= index < size:
             raise IndexError(f"reasoning_gym {task}: no position (epoch {epoch}, index {index})")
-        number = int(epoch_order(size, self._settings.seed, epoch)[index]) if self._settings.shuffle else index
+        number = self._orders.row(epoch, index) if self._settings.shuffle else index
         return self.drawn(number, epoch, index)
 
     def rows(self) -> SourceRows:

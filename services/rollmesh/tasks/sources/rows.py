@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh.errors import DataError
-from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
+from rollmesh.tasks.sources.permutation import EpochOrders, Int64Array
 from rollmesh.tasks.sources.row import Row, RowFormat, check_row, domain_of_row, prompt_from_row, prompt_value
 from rollmesh.tasks.sources.source_protocol import OnChecked, SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
@@ -59,6 +59,7 @@ class RowPrompts:
         if len(self._rows) == 0:
             problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
             raise DataError(f"{reader.name}: {problem} (data.held_out_ratio={settings.held_out_ratio})")
+        self._orders = EpochOrders(len(self._rows), settings.seed)
 
     @property
     def epoch_size(self) -> int:
@@ -68,7 +69,7 @@ class RowPrompts:
     def prompt(self, epoch: int, index: int) -> Prompt:
         if epoch < 0 or not 0 <= index < len(self._rows):
             raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
-        at = int(epoch_order(len(self._rows), self._settings.seed, epoch)[index]) if self._shuffle else index
+        at = self._orders.row(epoch, index) if self._shuffle else index
         return self.drawn(at, epoch, index)
 
     def rows(self) -> SourceRows:

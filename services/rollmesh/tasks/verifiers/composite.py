@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rollmesh.config.secrets import ENV_PREFIX
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier, checked_reward
 from rollmesh.tasks.verifiers.verifier_registry import build_verifier
@@ -46,4 +47,10 @@ def _part(where: str, part: Mapping[str, Any]) -> tuple[float, Verifier]:
     weight = part.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{where}.weight: {weight!r} is not a finite number")
-    return float(weight), build_verifier(str(part["verifier"]), part.get("options") or {})
+    options = part.get("options") or {}
+    if isinstance(options, Mapping) and str(options.get("api_key_env")).startswith(ENV_PREFIX):
+        raise ConfigError(
+            f"{where}.options.api_key_env: {options['api_key_env']}: the processes of a composite verifier get no "
+            f"variable that begins with {ENV_PREFIX}, because it may be a secret of the mesh; use another name"
+        )
+    return float(weight), build_verifier(str(part["verifier"]), options)

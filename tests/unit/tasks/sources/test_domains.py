@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -60,6 +61,23 @@ def test_a_part_comes_whole_before_it_repeats_and_its_prompts_name_it(
     for first in (0, 10, 20):
         assert {p.prompt_id for p in code[first : first + 10]} == {f"code/code.jsonl:{line}" for line in range(1, 11)}
     assert [p.prompt_id for p in code[:10]] != [p.prompt_id for p in code[10:20]], "each epoch has its own order"
+
+
+def test_each_part_of_a_mixture_is_sorted_once_an_epoch(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mixture([part(f"p{n}", 0.125, table(tmp_path / f"p{n}.jsonl", 50 + n)) for n in range(8)], tokenizer)
+    sorted_sizes: Counter[int] = Counter()
+    sort = np.argsort
+
+    def counted(values: Any, *args: Any, **options: Any) -> Any:
+        sorted_sizes[len(values)] += 1
+        return sort(values, *args, **options)
+
+    monkeypatch.setattr(np, "argsort", counted)
+    domains = Counter(source.prompt(0, index).domain for index in range(400))
+    assert domains == {f"p{n}": 50 for n in range(8)}
+    assert sorted_sizes == {50 + n: 1 for n in range(8)}
 
 
 def test_the_rows_of_a_mixture_are_those_of_its_parts(parts: list[dict[str, Any]], tokenizer: Tokenizer) -> None:

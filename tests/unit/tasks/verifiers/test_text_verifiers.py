@@ -389,6 +389,11 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("composite", {"parts": {"a": {}}}, "reward.options.parts.a: expected verifier"),
         ("composite", {"parts": {"a": {"verifier": "exact", "weight": "1"}}}, "reward.options.parts.a.weight: '1'"),
         ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is not one of"),
+        (
+            "composite",
+            {"parts": {"a": {"verifier": "http_judge", "options": {"url": "http://x", "api_key_env": "ROLLMESH_KEY"}}}},
+            "reward.options.parts.a.options.api_key_env: ROLLMESH_KEY: the processes of a composite verifier get no",
+        ),
         ("http_judge", {"url": "ftp://x"}, "reward.options.url"),
         ("http_judge", {"url": "http://x", "format": "chat"}, "format=chat needs model, and a template"),
         ("http_judge", {"url": "http://x", "timeout_seconds": 0}, "timeout_seconds=0"),
