@@ -40,15 +40,14 @@ local function recovering()
   local meta = call('HMGET', K.meta, 'run_id', 'recovering_until', 'trainer', 'reasserted', 'clean')
   if not meta[1] then unknown_run() end
   if meta[1] ~= run_id then
-    if meta[5] then
-      call('HSET', K.meta, 'run_id', run_id)
-      call('HDEL', K.meta, 'clean')
-      return false
+    if not meta[5] then
+      open_recovery(run_id)
+      return true
     end
-    open_recovery(run_id)
-    return true
+    call('HSET', K.meta, 'run_id', run_id)
   end
-  -- A client has called after the announced stop, so a later crash is not a clean stop.
+  -- A client has called after the announced stop, so a later crash is not a clean stop. Nor does a clean stop end the
+  -- recovery in progress.
   if meta[5] then call('HDEL', K.meta, 'clean') end
   if not meta[2] then return false end
   local ends = recorded_time('recovering_until', meta[2], now() + ttl_ms())
