@@ -24,7 +24,8 @@ async def evaluate_run(
     """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
     Raises ConfigError for a run of outside agents, while a launcher holds the folder (``evaluation.every_versions``
-    evaluates during a run), when the version was never published or is pruned, or when no generator is wanted.
+    evaluates during a run), when the version was never published or is pruned, when no generator is wanted, or when
+    rollouts of a killed run cannot end before a trainer starts.
     """
     if config.rollout.program == "agent":
         raise ConfigError(
@@ -36,6 +37,7 @@ async def evaluate_run(
         async with local_mesh(config, folder, shutdown, console) as mesh:
             version = await _published(mesh, policy_version)
             await _check_generators(mesh)
+            await _check_recovery(mesh, version)
             await mesh.pause(True)
             async with mesh.services(_WITHOUT_TRAINER):
                 await mesh.until_serving()
@@ -68,14 +70,28 @@ async def _check_generators(mesh: LocalMesh) -> None:
         )
 
 
+async def _check_recovery(mesh: LocalMesh, policy_version: int) -> None:
+    """Refuse what would wait for ever: without a trainer, a dead worker keeps its rollouts and its evaluation."""
+    if not await mesh.store.recovery.waits_for_trainer():
+        return
+    view, evaluations = await mesh.store.mesh.view(groups=False), await mesh.store.evaluations.all()
+    claimed = any(record.claimed and record.request.policy_version == policy_version for record in evaluations)
+    if view.leased or claimed:
+        raise ConfigError(
+            f"{mesh.folder.path}: the run and its Redis were killed, and only a trainer can confirm what was trained; "
+            f"continue the run once with rollmesh up {mesh.folder.config_file}, stop it, then evaluate"
+        )
+
+
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
     """Evaluate one policy version on the idle mesh, or return the result of an earlier start."""
     waiting_for = f"the evaluation of policy version {policy_version}"
     earlier = await mesh.answer(lambda: mesh.evaluations.finished(policy_version), waiting_for)
     if earlier is not None:
         return earlier
-    if mesh.config.generator.replicas == 0:
-        # Before one is started outside, the evaluation would end without a score, for good.
+    present, leaving = mesh.supervisor.indexes("generator")
+    if set(present) <= set(leaving):
+        # Before one is started, here or outside, the evaluation would end without a score, for good.
         await mesh.until_any_serves()
     await mesh.until_idle()
     request = evaluation_request(mesh.config.evaluation, policy_version)

@@ -225,8 +225,11 @@ class LocalMesh:
         await self.until(self._generator_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_any_serves(self) -> None:
-        """Wait for a generator, also where all of them are started outside (``generator.replicas: 0``)."""
-        deadline = self.config.launcher.start_timeout_seconds
+        """Wait for a generator, also where all of them are started outside (``generator.replicas: 0``).
+
+        A run that an operator scaled to none waits without a deadline: they may scale it up at any time.
+        """
+        deadline = self.config.launcher.start_timeout_seconds if self.config.generator.replicas == 0 else None
         await self.until(self._any_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_idle(self) -> None:

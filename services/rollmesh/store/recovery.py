@@ -24,6 +24,17 @@ class Recovery:
         recovering, _ = await self._connection.run("begin_recovery")
         return bool(recovering)
 
+    async def waits_for_trainer(self) -> bool:
+        """Do as ``begin``; returns True if the recovery in progress ends only after a trainer has re-asserted its step.
+
+        The session of a killed trainer stays open until the next one opens, so nothing is reaped before.
+        """
+        if not await self.begin():
+            return False
+        meta = self._connection.keys.single("meta")
+        trainer, reasserted = await self._connection.command("HMGET", meta, "trainer", "reasserted")
+        return trainer is not None and reasserted != b"1"
+
     async def mark_clean_shutdown(self) -> None:
         """Announce a clean stop of the server, after all clients have stopped; its next start needs no recovery."""
         await self._connection.run("mark_clean")

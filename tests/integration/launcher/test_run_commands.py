@@ -174,6 +174,31 @@ def test_a_run_scaled_to_no_generators_is_not_evaluated(folder: Path) -> None:
     assert f"rollmesh scale {folder} generator=default" in done.stderr
 
 
+async def leave_work(folder: Path, *, leases: int, claims: bool) -> None:
+    """Leave what a worker of a killed run holds: trajectories, or the evaluation of version 1."""
+    run = config(folder)
+    async with running_store(run, RunFolder(folder)) as running:
+        session = await running.store.sessions.open("killed worker")
+        assert len(await running.store.trajectories.lease(session, leases)) == leases
+        if claims:
+            await running.store.evaluations.request(evaluation_request(run.evaluation, 1))
+            assert await running.store.evaluations.claim(session) is not None
+
+
+@pytest.mark.parametrize(("leases", "claims"), [(1, False), (0, True)], ids=["rollout", "evaluation"])
+def test_a_run_that_was_killed_with_its_redis_is_not_evaluated_before_it_is_continued(
+    folder: Path, leases: int, claims: bool
+) -> None:
+    """Only a trainer ends the recovery, so that no leader would take the work from the dead worker."""
+    asyncio.run(leave_work(folder, leases=leases, claims=claims))
+    embedded_server(config(folder), RunFolder(folder)).kill()
+    for _ in range(2):  # a command that only looks stops the server cleanly
+        printed("status", str(folder))
+        done = CliRunner().invoke(app, ["eval", str(folder)])
+        assert done.exit_code == 2
+        assert f"continue the run once with rollmesh up {folder}/config.yaml, stop it, then evaluate" in done.stderr
+
+
 def test_a_run_of_outside_agents_is_not_evaluated(folder: Path) -> None:
     values = {
         "name": "outage",

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollmesh.errors import PoliciesRefused
+from rollmesh.launcher.evaluations import evaluate_version
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
@@ -102,3 +103,18 @@ async def test_a_run_that_continues_without_generators_does_not_wait_for_one(mes
     assert not start.done()
     await mesh.supervisor.retire("generator-0")
     await asyncio.wait_for(start, 60)
+
+
+async def test_a_run_scaled_to_no_generators_keeps_its_evaluation_until_one_serves(mesh: LocalMesh) -> None:
+    """Without a generator the evaluation would end without a score, and no later start would repeat it."""
+    await mesh.supervisor.retire("generator-0")
+    evaluation = asyncio.create_task(evaluate_version(mesh, NEWEST))
+    await asyncio.wait({evaluation}, timeout=1.0)
+    assert not evaluation.done()
+    assert await mesh.store.evaluations.all() == []
+    await register(mesh, NEWEST)
+    async with asyncio.timeout(60):
+        while not await mesh.store.evaluations.all():
+            await asyncio.sleep(0.01)
+    evaluation.cancel()
+    await asyncio.wait({evaluation})

@@ -70,6 +70,7 @@ async def test_a_restart_stops_admission_cuts_and_leases_until_the_trainer_has_r
     assert await store.sessions.heartbeat(mesh.session) == before, "the run_id of the server as it is"
     state = await store.training.reassert(mesh.trainer, 0, 0, [], [policy(0)], Cursor())
     assert state.recovering, "one TTL has to pass"
+    assert not await store.recovery.waits_for_trainer()
     await ends_one_ttl_after(store, "recovering_until", found, noted)
     assert not (await store.mesh.view()).recovering
     assert await mesh.admit(1) == 1
@@ -82,6 +83,7 @@ async def test_a_recovery_waits_for_the_trainer_unless_it_has_left(store: Trajec
     assert await store.recovery.begin()
     await asyncio.sleep(0.05)
     assert await store.recovery.begin()
+    assert await store.recovery.waits_for_trainer()
     await store.training.close_session(mesh.trainer)
     assert not await store.recovery.begin()
 
