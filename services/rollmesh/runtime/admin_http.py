@@ -74,8 +74,10 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int, field: str) -> socket.socket:
     """Open a listening socket; raises ConfigError, which names the config ``field``, when the port cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # As the gRPC ports do: "::" means every address of the machine, also those of IPv4.
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}, {field}={port}: {error}") from error
 

@@ -1,6 +1,9 @@
-import httpx
+import socket
 
-from rollmesh.runtime.admin_http import admin_server
+import httpx
+import pytest
+
+from rollmesh.runtime.admin_http import admin_server, listen
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 
@@ -24,3 +27,10 @@ async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -
         assert answer.json()["stalled"] == {"loop": 6.0}
         health.beat("loop")
         assert (await client.get(f"{base}/healthz")).status_code == 200
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_ipv6_wildcard_accepts_clients_of_both_families(address: str) -> None:
+    with listen("::", 0, "network.admin_port") as listener:
+        socket.create_connection((address, listener.getsockname()[1]), timeout=60.0).close()
