@@ -17,18 +17,28 @@ TAIL_CHARACTERS = 20_000
 
 _SIGN = r"(?:(?<![\w)\]}.])[-+\u2212])?"
 _GAP = r"[^\S\r\n\t]"
-_POWER = rf"{_GAP}?\^{_GAP}?[{{(]?[-+\u2212]?[0-9]+(?:[.,/][0-9]+|[eE][-+]?[0-9]+)*"
+_NO_POWER = r"\s*(?:\\circ|\\prime|o|st|nd|rd|th|[-+*])\s*\}"
+_POWER = (
+    rf"{_GAP}?\^{_GAP}?(?:\{{(?!{_NO_POWER})[^{{}}]*\}}"
+    r"|[{(]?[-+\u2212]?[0-9]+(?:[.,/][0-9]+|[eE][-+]?[0-9]+)*|[A-Za-np-z](?![A-Za-z]))"
+)
+"""A power; neither degrees (``90^o``, ``90^{\\circ}``) nor an ordinal (``5^{th}``)."""
+_INDEX = r"(?<=[A-Za-z0-9)}\]])_(?:\{[^{}]*\}|[0-9]+)"
 _CANDIDATE = re.compile(
-    rf"{_SIGN}(?:[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}}(?![0-9]))+(?:[.,][0-9]+)*"  # 12 000
+    rf"\([^()]{{0,100}}\){_POWER}"  # (2)^3
+    rf"|{_SIGN}(?:[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}}(?![0-9]))+(?:[.,][0-9]+)*"  # 12 000
     rf"|[0-9]+{_GAP}(?=[0-9]+\s?/\s?[0-9])[0-9]+"  # 3 1/2
     r"|(?:[0-9][0-9.,]*[0-9]|[0-9]|(?<![\w.])\.[0-9]+))"
     rf"(?:\s?/\s?[0-9]+(?:[.,][0-9]+)*|[eE][-+]?[0-9]+)*(?:{_POWER})?"
-    rf"|{_POWER}|\\[dt]?frac(?:\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}){{1,2}}"
+    rf"|{_POWER}|{_INDEX}|\\[dt]?frac(?:\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}){{1,2}}"
 )
-"""Characters that may be one number; ``_NUMBER`` decides."""
+"""Characters that may be one number, or contain none that counts; ``_NUMBER`` decides."""
 _NUMBER = re.compile(
     r"[-+\u2212]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?(?:\s?/\s?0*[1-9][0-9]*)?|\.[0-9]+)"
 )
+_RAISED = "\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f"
+_LOWERED = str.maketrans(_RAISED, "0123456789+-n")
+_RAISED_POWER = re.compile(rf"(?<=[0-9)])[{_RAISED}]+")
 _PART = r"(?:\{\s*([-+]?[0-9][0-9.,]*)\s*\}|([0-9]))"
 _SPELLINGS = tuple(
     (re.compile(pattern), plain)
@@ -70,10 +80,12 @@ def last_number(response: str) -> str | None:
     r"""Return the last number, with thousands separators, exponent or denominator; TeX is written plainly.
 
     A sign belongs to a number unless it follows an operand (``3-6`` ends with 6). ``1,2``, ``1.2.3``, ``7/0``,
-    ``3 1/2``, ``12 000`` and ``2^3`` are not numbers, nor are their parts, nor is an exponent (``cm^2``).
+    ``3 1/2``, ``12 000``, ``2^3``, ``2^n`` and ``(2)^3`` are not numbers, nor are their parts, nor is an exponent
+    (``cm^2``) or an index (``x_1``; ``101_2`` ends with 101).
     """
     found = None
     text = response[-TAIL_CHARACTERS:]
+    text = _RAISED_POWER.sub(lambda power: f"^{{{power[0].translate(_LOWERED)}}}", text)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
     for match in _CANDIDATE.finditer(text):
