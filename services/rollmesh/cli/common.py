@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.redis import running_store
@@ -112,7 +112,7 @@ def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
     folder = RunFolder(path.resolve())
     if not folder.config_file.exists():
         raise ConfigError(f"{folder.path}: no config.yaml there; is this a run folder?")
-    return load_run(folder.config_file, [f"folder={folder.path}"]), folder
+    return load_run(folder.config_file, [text_override("folder", folder.path)]), folder
 
 
 @asynccontextmanager

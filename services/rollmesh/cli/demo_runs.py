@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from rollmesh.cli.common import EXIT_STOPPED
 from rollmesh.cli.up import run_to_report
-from rollmesh.config import load_run_config
+from rollmesh.config import load_run_config, text_override
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
@@ -61,7 +61,8 @@ class DemoRuns:
     def _overrides(self, name: str, path: Path) -> list[str]:
         inline = (*INLINE_OVERRIDES, *_ONE_REPLICA) if self.inline else ()
         run_name = f"demo-{name.replace('_', '-').replace('/', '-')}"
-        return [*_BASE, *inline, f"trainer.train_steps={self.updates}", f"name={run_name}", f"folder={path}"]
+        named = (f"name={run_name}", text_override("folder", path))
+        return [*_BASE, *inline, f"trainer.train_steps={self.updates}", *named]
 
     def _run(self, overrides: Sequence[str], console: Console) -> bool:
         """Run and print why a run failed; False for a run whose folder or settings are refused."""

@@ -22,7 +22,7 @@ from rollmesh.cli.common import (
     shutdown_event,
 )
 from rollmesh.cli.serving import inline_services
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
 from rollmesh.launcher.input_checks import check_inputs
@@ -124,7 +124,7 @@ def demo_seeds(
         for seed in seeds or (0, 1, 2):
             for preset in folders:
                 path = root / f"{preset}-{seed}"
-                overrides = [*(set_ or ()), f"seed={seed}", f"schedule.preset={preset}", f"folder={path}"]
+                overrides = [*(set_ or ()), f"seed={seed}", f"schedule.preset={preset}", text_override("folder", path)]
                 overrides += [f"name=demo-{preset.replace('_', '-')}-{seed}"]
                 if preset != "copris":
                     overrides += ["schedule.pool_size=null", "schedule.max_staleness=null"]
@@ -217,4 +217,4 @@ def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> No
 
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:
-    return [*(set_ or ()), *([f"folder={folder}"] if folder else [])]
+    return [*(set_ or ()), *([text_override("folder", folder)] if folder else [])]

@@ -4,7 +4,7 @@ Every command and service loads it first. It checks types, ranges and combinatio
 remedy of an error. It must not import a service or open a connection.
 """
 
-from rollmesh.config.load import load_run_config, write_run_config
+from rollmesh.config.load import load_run_config, text_override, write_run_config
 from rollmesh.config.run import RunConfig
 
-__all__ = ["RunConfig", "load_run_config", "write_run_config"]
+__all__ = ["RunConfig", "load_run_config", "text_override", "write_run_config"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,11 @@ def load_run_config(
         origins[tuple(keys)] = f"--set {dotted.strip()}"
         _set(data, keys, value if keys[-1] in _SECRETS else _value(value, f"--set {dotted}"), f"--set {dotted}")
     return validate_run_config(data, str(file), origins)
+
+
+def text_override(field: str, text: object) -> str:
+    """Return the override that gives a field this text as it is; YAML would read ``2024`` or ``a #1`` otherwise."""
+    return f"{field}={json.dumps(str(text), ensure_ascii=False)}"
 
 
 def validate_run_config(

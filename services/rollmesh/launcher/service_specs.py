@@ -35,7 +35,7 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         **secret_environment(config),
     }
     if config.security.token_file is not None:
-        environment["ROLLMESH_SECURITY__TOKEN_FILE"] = json.dumps(config.security.token_file)
+        environment["ROLLMESH_SECURITY__TOKEN_FILE"] = json.dumps(config.security.token_file, ensure_ascii=False)
         environment["ROLLMESH_SECURITY__OPEN_METRICS"] = json.dumps(config.security.open_metrics)
     return environment
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 
@@ -76,7 +77,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """URL of the unix socket, for ``TrajectoryStore.connect``."""
-        return f"unix://{self.socket_path}"
+        return f"unix://{quote(str(self.socket_path))}"
 
     @property
     def tcp_url(self) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from rollmesh.config import load_run_config
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
@@ -29,6 +30,20 @@ async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
         await connect(f"unix://{tmp_path}/nothing.sock", retry_seconds=0.2)
     with pytest.raises(ConfigError, match=r"store\.url is null"):
         await TrajectoryStore.connect(StoreConfig(), run="servers")
+
+
+async def test_the_embedded_server_is_found_under_any_path(tmp_path: Path) -> None:
+    """Services read the address from a variable, as YAML."""
+    server = EmbeddedServer(tmp_path / "a #2?%41: b" / "redis")
+    server.start()
+    try:
+        async with await connect(server.url) as store:
+            await Mesh.start(store)
+        file = tmp_path / "run.yaml"
+        file.write_text("{name: servers, folder: run, model: {path: models/tiny}}")
+        assert load_run_config(file, environ={"ROLLMESH_STORE__URL": server.url}).store.url == server.url
+    finally:
+        server.kill()
 
 
 async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:

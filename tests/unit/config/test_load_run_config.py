@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rollmesh.algorithms.losses.loss_registry import LOSSES
-from rollmesh.config import load_run_config, write_run_config
+from rollmesh.config import load_run_config, text_override, write_run_config
 from rollmesh.config.data import PromptSourceConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.loss_methods import LOSS_METHODS
@@ -242,6 +242,11 @@ def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
 def test_an_override_that_cannot_be_read_is_a_clear_error(run_file, override: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--set {override.partition('=')[0]}")):
         load_run_config(run_file(), [override], environ={})
+
+
+@pytest.mark.parametrize("text", ["2024", "null", "a #2", "a: b", "[a", "\U0001f600", 'a "b" \\c'])
+def test_a_text_override_keeps_what_yaml_would_read_otherwise(run_file, text: str) -> None:
+    assert load_run_config(run_file(), [text_override("folder", text)], environ={}).folder == text
 
 
 def test_a_variable_that_cannot_be_read_is_named(run_file) -> None:

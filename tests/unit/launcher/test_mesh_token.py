@@ -22,7 +22,7 @@ def run(folder: Path, **sections: Any) -> RunConfig:
 
 
 def test_a_run_without_a_token_gets_one_that_only_its_owner_reads_and_its_services_accept(tmp_path: Path) -> None:
-    folder = tmp_path / "a: folder #1"
+    folder = tmp_path / "a: folder #1 \U0001f600"
     config = with_mesh_token(run(folder), RunFolder(folder))
     file = folder / TOKEN_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
