@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr
 
 from rollmesh.config.run import RunConfig
+from rollmesh.user_code import CODE_FOLDER
 
 ENV_PREFIX = "ROLLMESH_"
 """Prefix of the environment variables that override fields: ``ROLLMESH_A__B`` is ``a.b``."""
@@ -32,3 +34,12 @@ def secret_environment(config: RunConfig) -> dict[str, str]:
     run: Any = config
     values = {ENV_PREFIX + "__".join(path).upper(): reduce(getattr, path, run) for path in SECRETS}
     return {variable: secret.get_secret_value() for variable, secret in values.items() if secret is not None}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process that a process started by it inherits: all but those of fields.
+
+    The resolved run file of a service contains their values, and those of ``--set``, which count more. A process of
+    user code must not read the secrets among them.
+    """
+    return {name: value for name, value in os.environ.items() if name == CODE_FOLDER or not name.startswith(ENV_PREFIX)}

@@ -124,7 +124,7 @@ async def _exit_status(spec: ServiceSpec, config_file: Path, serve: Serve, shutd
     """Run a service to its end; returns the exit status that its process would have."""
     _log_file.set(spec.log_file)
     try:
-        config = load_run_config(config_file, environ={**os.environ, **spec.environment})
+        config = load_run_config(config_file, environ=spec.environment)
         structlog.contextvars.bind_contextvars(service=instance_name(config, spec.service, spec.index))
         await serve(config, spec.index, shutdown)
     except RollmeshError as error:

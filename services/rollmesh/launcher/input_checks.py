@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from rollmesh.config import RunConfig, write_run_config
-from rollmesh.config.secrets import secret_environment
+from rollmesh.config.secrets import inherited_environment, secret_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError, StoreError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.method_trial import has_own_methods
@@ -64,7 +64,7 @@ def _trial_in_a_process(config: RunConfig) -> list[str]:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **secret_environment(config), "TOKENIZERS_PARALLELISM": "false"},
+                env={**inherited_environment(), **secret_environment(config), "TOKENIZERS_PARALLELISM": "false"},
             )
         try:
             process.wait(timeout=TRIAL_SECONDS)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rollmesh.config.secrets import inherited_environment
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
@@ -109,7 +110,7 @@ async def start_process(spec: ServiceSpec) -> ServiceProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **spec.environment},
+            env={**inherited_environment(), **spec.environment},
             start_new_session=True,
         )
     return _ProcessGroup(process)

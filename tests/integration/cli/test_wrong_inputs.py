@@ -308,6 +308,17 @@ def test_a_wrong_value_from_the_environment_or_an_option_names_its_place(
     assert "set by the environment variable ROLLMESH_FOO" in message
 
 
+def test_the_trial_of_the_inputs_uses_the_value_of_an_option_and_not_the_variable_that_it_overrides(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_REWARD__VERIFIER", "exact")
+    write_run(folder, verifier("exact")(folder))
+    validate = ["config", "validate", "run.yaml", "--set", "reward.verifier=checks:no_name"]
+    done = CliRunner().invoke(app, validate)
+    assert done.exit_code == 2
+    assert "reward.verifier=checks:no_name: scores none of" in done.stderr
+
+
 def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

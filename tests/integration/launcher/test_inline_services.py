@@ -61,6 +61,21 @@ async def test_an_error_in_a_service_ends_the_run_with_its_traceback(tmp_path: P
     await supervisor.kill_all()
 
 
+async def test_a_service_reads_the_resolved_value_and_not_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_TRAINER__TRAIN_STEPS", "7")
+    read: list[int] = []
+
+    async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+        read.append(config.trainer.train_steps)
+        await shutdown.wait()
+
+    supervisor = supervise(tmp_path, serve)
+    await asyncio.wait_for(supervisor.stop(["rollout"]), 60)
+    assert read == [1]
+
+
 async def test_an_error_of_the_run_file_is_the_reason_of_the_failure(tmp_path: Path) -> None:
     async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         raise ConfigError("reward.verifier: no module 'mine'")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
+from rollmesh.config import load_run_config, write_run_config
+from rollmesh.config.recipes import recipe_file
+from rollmesh.config.secrets import secret_environment
+from rollmesh.launcher.supervisor import ServiceSpec, Supervisor, start_process
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
 
@@ -42,6 +45,26 @@ async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> No
     assert supervisor.restart_counts() == {"worker-0": 1}
     await supervisor.stop(["worker"])
     assert supervisor.pid("worker-0") is None
+
+
+async def test_a_service_reads_the_resolved_value_and_not_the_variable_that_an_option_has_overridden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_TRAINER__LEARNING_RATE", "1e-5")
+    monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", "of another run")
+    monkeypatch.setenv("ROLLMESH_CODE_FOLDER", "beside")
+    overrides = ["trainer.learning_rate=1.0e-4", "store.password=ours"]
+    config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
+    write_run_config(config, tmp_path / "config.yaml")
+    script = (
+        "import os; from rollmesh.config import load_run_config; run = load_run_config('config.yaml');"
+        "print(run.trainer.learning_rate, run.store.password.get_secret_value(), os.environ['ROLLMESH_CODE_FOLDER'])"
+    )
+    monkeypatch.chdir(tmp_path)
+    child = spec(tmp_path, script)
+    process = await start_process(replace(child, environment=secret_environment(config)))
+    assert await process.wait() == 0, child.log_file.read_text()
+    assert child.log_file.read_text() == "0.0001 ours beside\n"
 
 
 async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:

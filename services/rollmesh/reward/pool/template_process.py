@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from rollmesh.config.secrets import inherited_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.reward.pool.worker_spec import WorkerSpec
-from rollmesh.user_code import CODE_FOLDER
 
 _READ_BYTES = 1 << 16
 _END_SECONDS = 5.0
-_PRIVATE_PREFIX = "ROLLMESH_"
-"""Variables that may be secrets of the mesh, which a verifier must not read."""
 
 
 class TemplateLost(Exception):
@@ -45,7 +42,7 @@ class TemplateProcess:
         """
         service_end, template_end = socket.socketpair()
         service_end.setblocking(False)
-        environment = {n: v for n, v in os.environ.items() if n == CODE_FOLDER or not n.startswith(_PRIVATE_PREFIX)}
+        environment = inherited_environment()
         # The template forks, so no library may start threads in it.
         environment |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         environment["TOKENIZERS_PARALLELISM"] = "false"
