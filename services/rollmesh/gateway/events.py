@@ -6,6 +6,7 @@ A client that reads too slowly misses events and receives a new snapshot instead
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class EventHub:
         self._most_clients = most_clients
         self._metrics = metrics
         self._ticks: deque[_Tick] = deque(maxlen=_KEPT_TICKS)
-        self._sequence = 0
+        # Ids of an earlier process are below those of this one, so its clients do not continue on another timeline.
+        self._sequence = time.time_ns() // 1_000_000
         self._snapshot_data: tuple[int, bytes] = (-1, b"")
         self._clients = 0
         self._closed = False
@@ -83,7 +85,8 @@ class EventHub:
         self._metrics.event_clients.set(self._clients)
         try:
             yield f"retry: {_RETRY_MILLISECONDS}\n\n".encode()
-            sent = after
+            # Without a tick, a client that comes back would wait for its first event without end.
+            sent = after if self._ticks else None
             while True:
                 published = self._published
                 if sent is None or not self._has_all_after(sent):
@@ -116,7 +119,7 @@ class EventHub:
         return [tick for tick in self._ticks if tick.sequence > sent]
 
     def _has_all_after(self, sent: int) -> bool:
-        """Tell whether every event after this one is still kept; False for an id of another process."""
+        """Tell whether every event after this one is still kept; False for an id of an earlier process."""
         oldest = self._ticks[0].sequence if self._ticks else self._sequence + 1
         return oldest - 1 <= sent <= self._sequence
 

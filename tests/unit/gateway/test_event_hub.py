@@ -45,31 +45,53 @@ async def following(stream: AsyncIterator[bytes]) -> tuple[str, int, Any]:
             return fields["event"], int(fields["id"]), json.loads(fields["data"])
 
 
+async def first_event(hub: EventHub, after: int | None) -> tuple[str, int]:
+    """Kind and id of the first event of a client that leaves after it."""
+    stream = hub.follow(after)
+    kind, identity, _ = await following(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    return kind, identity
+
+
 async def test_a_client_gets_a_snapshot_and_then_every_tick(hub: EventHub) -> None:
     stream = hub.follow(None)
-    assert (await following(stream))[:2] == ("snapshot", 0)
+    kind, first, _ = await following(stream)
+    assert kind == "snapshot"
     for number in (1, 2, 3):
         hub.publish(tick(float(number)))
         kind, identity, data = await following(stream)
-        assert (kind, identity, data["timeline"]["time"]) == ("tick", number, float(number))
+        assert (kind, identity, data["timeline"]["time"]) == ("tick", first + number, float(number))
 
 
 async def test_a_client_that_reads_slowly_misses_ticks_and_gets_a_snapshot(hub: EventHub) -> None:
     stream = hub.follow(None)
-    await following(stream)
+    _, first, _ = await following(stream)
     for number in range(100):
         hub.publish(tick(float(number)))
     kind, identity, _ = await following(stream)
-    assert (kind, identity) == ("snapshot", 100)
+    assert (kind, identity) == ("snapshot", first + 100)
     hub.publish(tick(1.0))
-    assert (await following(stream))[:2] == ("tick", 101)
+    assert (await following(stream))[:2] == ("tick", first + 101)
 
 
 async def test_a_client_that_reconnects_continues_at_its_last_event(hub: EventHub) -> None:
+    _, first = await first_event(hub, None)
     for number in range(5):
         hub.publish(tick(float(number)))
-    assert (await following(hub.follow(3)))[:2] == ("tick", 4)
-    assert (await following(hub.follow(5000)))[:2] == ("snapshot", 5), "an id of a gateway before this one"
+    assert await first_event(hub, first + 3) == ("tick", first + 4)
+    for other in (3, first + 5000):
+        assert await first_event(hub, other) == ("snapshot", first + 5), "an id of another gateway"
+
+
+@pytest.mark.parametrize("is_of_this_process", [True, False])
+async def test_a_client_that_comes_back_before_any_tick_gets_one_snapshot(
+    hub: EventHub, is_of_this_process: bool
+) -> None:
+    _, first = await first_event(hub, None)
+    stream = hub.follow(first if is_of_this_process else 0)
+    assert (await following(stream))[:2] == ("snapshot", first)
+    hub.publish(tick(1.0))
+    assert (await following(stream))[:2] == ("tick", first + 1)
 
 
 async def test_every_client_of_a_tick_gets_the_same_bytes(hub: EventHub) -> None:
@@ -105,21 +127,21 @@ async def test_the_end_of_the_gateway_ends_every_stream(hub: EventHub) -> None:
 
 async def test_a_tick_that_was_published_before_the_end_reaches_a_connected_client(hub: EventHub) -> None:
     stream = hub.follow(None)
-    await following(stream)
+    _, first, _ = await following(stream)
     waiting = asyncio.create_task(following(stream))
     await asyncio.sleep(0)
     hub.publish(tick(7.0))
     hub.close(EndEvent(time=8.0, by="launcher"))
     async with asyncio.timeout(60):
         kind, identity, data = await waiting
-    assert (kind, identity, data["timeline"]["time"]) == ("tick", 1, 7.0)
+    assert (kind, identity, data["timeline"]["time"]) == ("tick", first + 1, 7.0)
     assert (await following(stream))[0] == "end"
 
 
 async def test_a_client_that_missed_ticks_gets_a_snapshot_before_the_end(hub: EventHub) -> None:
     stream = hub.follow(None)
-    await following(stream)
+    _, first, _ = await following(stream)
     for number in range(100):
         hub.publish(tick(float(number)))
     hub.close(EndEvent(time=8.0, by="launcher"))
-    assert [(await following(stream))[:2] for _ in range(2)] == [("snapshot", 100), ("end", 100)]
+    assert [(await following(stream))[:2] for _ in range(2)] == [("snapshot", first + 100), ("end", first + 100)]
