@@ -194,15 +194,21 @@ class Inspection:
         return None if score is None else int(float(score))
 
     async def _queue_page(self, state: str, cursor: str | None, limit: int) -> tuple[list[TrajectoryMark], str | None]:
-        after = _parse(cursor, (state,)).at
+        """Return a page of a sorted set; the member of its cursor counts the rows of that score on earlier pages."""
+        here = _parse(cursor, (state,))
         reply = await self._connection.command(
-            "ZRANGE", self._keys.single(state), f"({after}" if after else "-inf", "+inf", "BYSCORE",
-            "LIMIT", 0, limit, "WITHSCORES",
+            "ZRANGE", self._keys.single(state), here.at, "+inf", "BYSCORE",
+            "LIMIT", here.member, limit + 1, "WITHSCORES",
         )  # fmt: skip
         scores = _scored(reply)
-        marks = await self.marks([trajectory_id for trajectory_id, _ in scores])
-        rows = [mark or _pending(i) for mark, (i, _) in zip(marks, scores, strict=True)]
-        return rows, f"{state}:{int(scores[-1][1])}:0" if len(scores) == limit else None
+        marks = await self.marks([trajectory_id for trajectory_id, _ in scores[:limit]])
+        rows = [mark or _pending(i) for mark, (i, _) in zip(marks, scores[:limit], strict=True)]
+        if len(scores) <= limit:
+            return rows, None
+        # Many trajectories rest since the same train step. A place in another queue has one trajectory.
+        at = int(scores[limit][1])
+        shown = sum(score == at for _, score in scores[:limit]) + (here.member if at == here.at else 0)
+        return rows, f"{state}:{at}:{shown}"
 
     async def _read_groups(
         self, here: _Cursor, limit: int, state: str | None, found: list[TrajectoryMark]
@@ -219,7 +225,8 @@ class Inspection:
             (position, member, f"{group_id}.{member}")
             for (group_id, position), count in zip(groups, launched, strict=True)
             for member in range(here.member if position == here.at else 0, int(count or 0))
-        ][:_RECORDS_PER_PAGE]
+        ]
+        members, left_out = members[:_RECORDS_PER_PAGE], members[_RECORDS_PER_PAGE:]
         marks = await self.marks([i for _, _, i in members])
         for (position, member, trajectory_id), mark in zip(members, marks, strict=True):
             if len(found) == limit:
@@ -227,7 +234,8 @@ class Inspection:
             row = mark or _pending(trajectory_id)
             if state is None or row.state == state:
                 found.append(row if step is None else replace(row, train_step=step))
-        return len(members), _Cursor(here.section, groups[-1][1] + 1, 0)
+        position, member = left_out[0][:2] if left_out else (groups[-1][1] + 1, 0)
+        return len(members), _Cursor(here.section, position, member)
 
     async def _groups(self, here: _Cursor) -> tuple[list[tuple[str, int]], int | None]:
         """Return the next groups of a section with their positions, and the train step of the cut."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError
-from rollmesh.store import Append, TrajectoryStore
+from rollmesh.store import Append, ReleaseReason, TrajectoryStore, inspection
 from rollmesh.store.inspection import TrajectoryMark
 
 from .store_mesh import Mesh, policy, segment
@@ -53,6 +53,32 @@ async def test_pages_of_any_size_together_are_the_whole_queue(store: TrajectoryS
     for state in ("pending", "partial", "leased", "finished", "scored", "dead"):
         rows = await read_all(store, state, limit)
         assert {mark.trajectory_id for mark in rows} == {i for i, s in states.items() if s == state}, state
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 500])
+async def test_trajectories_that_rest_since_the_same_step_are_all_listed(store: TrajectoryStore, limit: int) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(5)
+    ids = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 10)]
+    for version, half in enumerate((ids[:5], ids[5:])):
+        if version:
+            await store.policies.announce(mesh.trainer, policy(version))
+        for trajectory_id in half:
+            await mesh.append(trajectory_id, 0, 4, version)
+        await store.trajectories.release(mesh.session, half, ReleaseReason.RESTED)
+    assert [mark.trajectory_id for mark in await read_all(store, "resting", limit)] == ids
+
+
+async def test_a_page_that_reads_no_more_records_continues_at_the_first_one_left_out(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_RECORDS_PER_PAGE", 3)
+    mesh = await Mesh.start(store)
+    await mesh.admit(6)
+    ids = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 12)]
+    await store.trajectories.release(mesh.session, [i for i in ids if i != "e0-4.1"], ReleaseReason.DRAINED)
+    assert [mark.trajectory_id for mark in await read_all(store, "leased", 5)] == ["e0-4.1"]
+    assert [mark.trajectory_id for mark in await read_all(store, None, 5)] == ids
 
 
 async def test_a_row_tells_what_the_queue_knows(store: TrajectoryStore) -> None:
