@@ -200,7 +200,7 @@ def _staleness(view: MeshView, schedule: Schedule, curves: Curves) -> Staleness:
     return Staleness(
         bound=schedule.max_staleness,
         queue=[
-            StalenessBin(staleness=max(0, view.trained_step - step), count=count)
+            StalenessBin(staleness=max(0, view.cut_step - step), count=count)
             for step, count in reversed(view.unclaimed_by_step)
         ],
         trained=curves.trained_staleness,

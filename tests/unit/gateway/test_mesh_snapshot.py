@@ -72,10 +72,12 @@ def test_the_state_says_what_the_run_does_and_waits_for(one: MeshSnapshot, state
     assert waiting_for in why
 
 
-def test_the_staleness_of_waiting_groups_is_counted_from_the_trainers_step() -> None:
+def test_the_staleness_of_waiting_groups_is_the_one_in_the_next_batch() -> None:
     overview = built(look(view=view(unclaimed_by_step=((1, 2), (3, 5)))))
     assert [(each.staleness, each.count) for each in overview.staleness.queue] == [(0, 5), (2, 2)]
     assert overview.staleness.bound == 4
+    training = built(look(view=view(trained_step=3, cut_step=4, unclaimed_by_step=((1, 2),))))
+    assert [(each.staleness, each.count) for each in training.staleness.queue] == [(3, 2)]
 
 
 def test_drops_are_told_by_reason_with_their_tokens() -> None:
