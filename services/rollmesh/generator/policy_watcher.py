@@ -214,7 +214,8 @@ class PolicyWatcher:
         started = time.monotonic()
         known = self._serving.manifest if self._serving is not None else None
         pause_seconds = 0.0
-        if not self._serving_state.started:
+        at_start = not self._serving_state.started
+        if at_start:
             policy = await self._staging.verified(record)
             if self._mode is not OnNewVersion.NEXT_SLICE:
                 refuse_adapter(policy.manifest)
@@ -240,6 +241,7 @@ class PolicyWatcher:
             train_step=record.train_step,
             seconds=round(seconds, 4),
             pause_seconds=round(pause_seconds, 4),
+            at_start=at_start,
         )
 
     def _serves(self, record: PolicyRecord) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollmesh.report.recorded_run import Record, read_json_lines
 
 _TRAINED, _ANNOUNCED, _SERVED = "step_trained", "policy_announced", "policy_in_service"
+_TAKES_OVER = "trainer_takes_over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class VersionLife:
     announced: float
     """Seconds until the version was announced, and its folder marked."""
     first_served: float | None
-    """Seconds until the first generator served it; None if all generators skipped it."""
+    """Seconds until the first generator served it; None if no running generator loaded it."""
     last_served: float | None
     """Seconds until the last generator that loads it served it."""
 
@@ -29,39 +30,60 @@ def version_lives(logs: Iterable[Path]) -> tuple[VersionLife, ...]:
     """Return the versions that were trained and announced, ascending.
 
     A version that a crash interrupted counts from its newest copy. A version whose step was replayed after its
-    announcement is left out, because the log does not tell its copy from the replay.
+    announcement is left out, because the log does not tell its copy from the replay. So is one that the next trainer
+    announced without a copy, because the time between the two processes is no part of the publication.
     """
-    copied: dict[int, float] = {}
-    announced: dict[int, float] = {}
-    served: dict[int, list[float]] = {}
-    for name, version, time in _events(logs):
-        if name == _TRAINED:
-            copied[version] = max(time, copied.get(version, time))
-        elif name == _ANNOUNCED:
-            announced[version] = max(time, announced.get(version, time))
-        else:
-            served.setdefault(version, []).append(time)
+    events = list(_events(logs))
+    takeovers = [time for name, _, time in events if name == _TAKES_OVER]
+    copied, announced, served = (_times(events, name) for name in (_TRAINED, _ANNOUNCED, _SERVED))
     lives: list[VersionLife] = []
     for version in sorted(copied.keys() & announced.keys()):
-        start, times = copied[version], served.get(version, [])
+        start, times = max(copied[version]), served.get(version, [])
+        # A registry that was lost is announced again.
+        end = min((time for time in announced[version] if time >= start), default=None)
+        if end is None or any(start < time < end for time in takeovers):
+            continue
         lives.append(
             VersionLife(
                 policy_version=version,
-                announced=announced[version] - start,
+                announced=end - start,
                 first_served=min(times) - start if times else None,
                 last_served=max(times) - start if times else None,
             )
         )
-    return tuple(life for life in lives if life.announced >= 0)
+    return tuple(lives)
+
+
+def _times(events: Iterable[tuple[str, int, float]], name: str) -> dict[int, list[float]]:
+    """Return the times of one event by policy version."""
+    times: dict[int, list[float]] = {}
+    for event, version, time in events:
+        if event == name:
+            times.setdefault(version, []).append(time)
+    return times
 
 
 def _events(logs: Iterable[Path]) -> Iterator[tuple[str, int, float]]:
-    """Yield event, policy version and Unix time of the three lines of a version's life."""
+    """Yield event, policy version and Unix time of the lines of a version's life, and of every start of a trainer.
+
+    A load at the start of a generator is left out, and so is one of a version up to the newest that was loaded before,
+    as after a pin: their times follow from the start and the pin.
+    """
     for log in logs:
-        if log.name.startswith(("trainer-", "generator-")):
-            for record in read_json_lines(log).records:
-                if record.get("event") in (_TRAINED, _ANNOUNCED, _SERVED):
-                    yield str(record["event"]), int(record["policy_version"]), _time(record)
+        if not log.name.startswith(("trainer-", "generator-")):
+            continue
+        newest_loaded = -1
+        for record in read_json_lines(log).records:
+            name, version = record.get("event"), record.get("policy_version")
+            if name == _TAKES_OVER:
+                yield _TAKES_OVER, -1, _time(record)
+            # A step whose policy has diverged publishes no version.
+            elif name in (_TRAINED, _ANNOUNCED, _SERVED) and isinstance(version, int):
+                is_again = name == _SERVED and (record.get("at_start", False) or version <= newest_loaded)
+                if name == _SERVED:
+                    newest_loaded = max(newest_loaded, version)
+                if not is_again:
+                    yield str(name), version, _time(record)
 
 
 def _time(record: Record) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 
 import httpx
+from structlog.testing import capture_logs
 
 from rollmesh.mesh import Desired
 from rollmesh.runtime.endpoints import read_endpoints
@@ -39,6 +40,18 @@ async def live(run):
 async def take_turn_of_another(run):
     """Above the limit: the turn of a first load ends only after its generator serves."""
     assert await run.store.reloads.begin("another generator", at_once=1, ttl=600.0, above_limit=True) == []
+
+
+async def test_the_log_tells_the_load_at_the_start_of_a_generator_from_later_ones(make_run):
+    run = await make_run()
+    with capture_logs() as lines:
+        for version in range(2):
+            await run.publish(version)
+            if not version:
+                run.start()
+            await run.serving(version)
+    loads = [line for line in lines if line["event"] == "policy_in_service"]
+    assert [(line["policy_version"], line["at_start"]) for line in loads] == [(0, True), (1, False)]
 
 
 async def test_generators_load_one_after_another_and_the_others_go_on(make_run, monkeypatch):
