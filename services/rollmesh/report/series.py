@@ -154,6 +154,30 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
     return tuple(points)
 
 
+def published_versions(
+    metrics: Iterable[Record], timeline: Iterable[Record], evaluations: Iterable[Record]
+) -> dict[int, int]:
+    """Return the train step of every published version, ascending by version; empty without a recorded version.
+
+    A version that no step report has was published for an unchanged train step, as after a rollback.
+    """
+    steps, newest = {0: 0}, -1
+    for records, version_path, step_path in (
+        (timeline, "view.policy_version", "view.policy_train_step"),
+        (evaluations, "policy_version", "train_step"),
+        (metrics, "policy_version", "train_step"),
+    ):
+        for record in records:
+            version, step = number(record, version_path), number(record, step_path)
+            if version >= 0:
+                newest = max(newest, int(version))
+                if not math.isnan(step):
+                    steps[int(version)] = int(step)
+    for version in range(1, newest + 1):
+        steps.setdefault(version, steps[version - 1])
+    return {version: steps[version] for version in range(newest + 1)}
+
+
 def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[FloatArray, FloatArray]:
     """Average over at most ``limit`` equal intervals of time; ``values`` is [moments] or [rows, moments].
 

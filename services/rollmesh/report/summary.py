@@ -22,6 +22,7 @@ from rollmesh.report.series import (
     evaluation_points,
     newest_per_step,
     number,
+    published_versions,
     timeline_series,
     train_series,
 )
@@ -140,7 +141,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         seed=config.seed if config is not None else None,
         planned_steps=config.trainer.train_steps if config is not None else None,
         train_steps=int(train["train_step"][-1]) if len(train) else 0,
-        policy_versions=_version_count(train),
+        policy_versions=_version_count(folder),
         first_step_time=_first_step_time(train),
         training_seconds=_training_seconds(train),
         score_name=_score_name(folder),
@@ -194,8 +195,8 @@ def _score_name(folder: RecordedRun) -> str:
     return "accuracy" if verifier in ALL_OR_NOTHING_VERIFIERS else "mean reward"
 
 
-def _version_count(train: TrainSeries) -> int | None:
-    return _of_known(train["policy_version"], lambda versions: len({0, *versions.astype(int).tolist()}))
+def _version_count(run: RecordedRun) -> int | None:
+    return len(published_versions(run.metrics.records, run.timeline.records, run.evaluations.records)) or None
 
 
 def _first_step_time(train: TrainSeries) -> float | None:

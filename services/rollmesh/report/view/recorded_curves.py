@@ -11,7 +11,7 @@ from rollmesh.gateway.models.items import PolicyView
 from rollmesh.gateway.models.live import BesideCurves, EvaluationView, SeriesAnswer
 from rollmesh.gateway.timeline_file import TimelineFile
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.series import evaluation_points, newest_per_step, number
+from rollmesh.report.series import evaluation_points, newest_per_step, number, published_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,9 @@ def recorded_evaluations(run: RecordedRun) -> list[EvaluationView]:
 
 
 def recorded_policies(run: RecordedRun) -> list[PolicyView]:
-    """Return the policies of the step reports and of the evaluations, newest first."""
+    """Return the published policies, newest first."""
     evaluations = {point.policy_version: point for point in recorded_evaluations(run)}
-    steps: dict[int, int] = {0: 0} if run.metrics.records else {}
-    for record in run.metrics.records:
-        version, step = number(record, "policy_version"), number(record, "train_step")
-        if not math.isnan(version + step):
-            steps[int(version)] = int(step)
+    steps = published_versions(run.metrics.records, run.timeline.records, run.evaluations.records)
     newest = max(steps, default=-1)
     return [
         PolicyView(
