@@ -109,11 +109,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     table.add_column("audit")
     for arm in comparison.arms:
         for run in arm.runs:
-            seed, audit = "" if run.seed is None else str(run.seed), run.audit
+            seed = "" if run.seed is None else str(run.seed)
             cells = [column.of_run(run) for column in _COLUMNS]
-            table.add_row(arm.label, seed, *cells, "none" if audit is None else audit.verdict.value, style="dim")
+            table.add_row(arm.label, seed, *cells, run.audit_verdict or "none", style="dim")
         cells = [column.of_arm(arm) for column in _COLUMNS]
-        green = sum(run.audit is not None and run.audit.green for run in arm.runs)
+        green = sum(run.audit_verdict == AuditVerdict.GREEN for run in arm.runs)
         runs = len(arm.runs)
         table.add_row(arm.label, f"{runs} runs", *cells, f"{green} of {runs} green", style="bold", end_section=True)
     console.print(table)
@@ -221,6 +221,7 @@ def _notes(arms: Sequence[RunArm]) -> list[str]:
         "not finished": lambda run: not run.finished,
         "not evaluated before and after training": lambda run: _score(run) is None,
         "not audited": lambda run: run.audit is None,
+        "not audited to the last train step": lambda run: bool(run.audited_part),
         "audit NOT green": lambda run: run.audit is not None and run.audit.verdict is AuditVerdict.NOT_GREEN,
         "audit incomplete": lambda run: run.audit is not None and run.audit.verdict is AuditVerdict.INCOMPLETE,
     }

@@ -74,7 +74,7 @@ def demo_result(folder: Path, name: str, updates: int) -> DemoResult:
         off_policy_share=summary.off_policy_share,
         outcome_mean=number(records[-1], "batch.outcome_mean") if records else None,
         updates_per_second=_rate([float(record["time"]) for record in records]),
-        audit="none" if summary.audit is None else summary.audit.verdict.value,
+        audit=summary.audit_verdict or "none",
         waste=tuple(lengths_of_waste(summary)),
     )
 

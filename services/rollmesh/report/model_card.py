@@ -37,7 +37,7 @@ def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
         ("Schedule", summary.preset or _UNKNOWN),
         ("Parameters", f"{manifest.parameter_count:,} ({manifest.dtype})"),
         ("Written", f"{manifest.create_time:%Y-%m-%d %H:%M} UTC"),
-        ("Audit", _UNKNOWN if summary.audit is None else summary.audit.verdict.value),
+        ("Audit", summary.audit_verdict or _UNKNOWN),
         ("Digest of the resolved run file", f"sha256 `{config_digest}`"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -20,7 +20,8 @@ def ending(run_folder: Path, now: float | None = None) -> list[tuple[str, str]]:
         rows.append(("reward of the last step", f"{reward:.3f}"))
     evaluations = (f"{summary.score_name} before", f"{summary.score_name} after", "training time")
     rows += [(name, value) for name, value in facts(summary) if name in evaluations]
-    rows.append(("audit", "not run" if summary.audit is None else verdict_line(summary.audit)))
+    audit = summary.audit
+    rows.append(("audit", "not run" if audit is None else verdict_line(audit, summary.audited_part)))
     if (run.path / "report.html").exists():
         rows.append(("report", f"{run.path / 'report.html'}"))
     return rows

@@ -65,7 +65,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("rounds per group", None if summary.rounds_per_group is None else f"{summary.rounds_per_group:.2f}"),
         ("trained groups by rollouts", _rollouts(summary)),
         *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
-        ("audit", None if summary.audit is None else summary.audit.verdict.value),
+        ("audit", summary.audit_verdict),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -214,14 +214,20 @@ def _audit(summary: RunSummary) -> Iterator[Sentence]:
     if audit is None:
         yield Sentence(text="No audit was run, so nothing is claimed about lost or repeated groups.")
         return
-    yield Sentence(text=f"{_verdict('The audit is', audit)}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    verdict = _verdict("The audit is", audit, summary.audited_part)
+    yield Sentence(text=f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    if summary.audited_part:
+        yield Sentence(text="The train steps after it have not been audited: run `rollmesh audit` again.", bad=True)
     for problem in (*audit.problems, *audit.unchecked):
         yield Sentence(text=problem, bad=True)
 
 
-def verdict_line(audit: AuditResult) -> str:
-    """State the verdict, the share of tokens that were scored again, and the tokens without a checkpoint."""
-    line, rescoring = _verdict("audit", audit), audit.rescoring
+def verdict_line(audit: AuditResult, part: str = "") -> str:
+    """State the verdict, the share of tokens that were scored again, and the tokens without a checkpoint.
+
+    ``part`` is the part of the run that the audit covers, as ``RunSummary.audited_part``.
+    """
+    line, rescoring = _verdict("audit", audit, part), audit.rescoring
     if rescoring is None or rescoring.scored_share is None:
         return f"{line}: no token was scored again"
     line += f": {percent(rescoring.scored_share)} of {rescoring.policy_tokens:,} policy tokens were scored again"
@@ -232,9 +238,9 @@ def verdict_line(audit: AuditResult) -> str:
     return line
 
 
-def _verdict(subject: str, audit: AuditResult) -> str:
+def _verdict(subject: str, audit: AuditResult, part: str) -> str:
     labels = {AuditVerdict.GREEN: "green", AuditVerdict.NOT_GREEN: "NOT green", AuditVerdict.INCOMPLETE: "INCOMPLETE"}
-    return f"{subject} {labels[audit.verdict]}"
+    return f"{subject} {labels[audit.verdict]}{f' {part}' if part else ''}"
 
 
 def audit_claims(audit: AuditResult) -> list[str]:

@@ -116,6 +116,20 @@ class RunSummary:
         return self.planned_steps is not None and self.train_steps >= self.planned_steps
 
     @property
+    def audited_part(self) -> str:
+        """Part of the run that the audit covers if train steps followed it, such as ``up to train step 20 of 35``."""
+        if self.audit is None or _is_newest(self.audit, self.train_steps):
+            return ""
+        return f"up to train step {max(self.audit.committed_step, 0)} of {self.train_steps}"
+
+    @property
+    def audit_verdict(self) -> str | None:
+        """Verdict of the audit with the part of the run that it covers; None without an audit."""
+        if self.audit is None:
+            return None
+        return f"{self.audit.verdict.value}{f', {self.audited_part}' if self.audited_part else ''}"
+
+    @property
     def gain(self) -> tuple[float, float] | None:
         """(after - before, standard error for independent evaluations); None without both."""
         if self.before is None or self.after is None:
@@ -133,6 +147,8 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
     audit, audit_problem = _audit(folder.path)
     config = folder.config
     before, after = _before_and_after(evaluations)
+    train_steps = int(train["train_step"][-1]) if len(train) else 0
+    newest_audit = audit if audit is not None and _is_newest(audit, train_steps) else None
     return RunSummary(
         folder=folder.path,
         name=config.name if config is not None else folder.path.resolve().name,
@@ -140,7 +156,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         on_new_version=config.generator.on_new_version if config is not None else None,
         seed=config.seed if config is not None else None,
         planned_steps=config.trainer.train_steps if config is not None else None,
-        train_steps=int(train["train_step"][-1]) if len(train) else 0,
+        train_steps=train_steps,
         policy_versions=_version_count(folder),
         first_step_time=_first_step_time(train),
         training_seconds=_training_seconds(train),
@@ -158,7 +174,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         mean_staleness=_of_known(train["staleness_mean"], lambda values: float(values.mean())),
         largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
         max_staleness=folder.max_staleness,
-        dropped=_dropped(audit, timeline, folder),
+        dropped=_dropped(newest_audit, timeline, folder),
         **_fates(folder),
         **_left_out(folder),
         **_curriculum(folder),
@@ -173,6 +189,11 @@ def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:
     except DataError as error:
         return None, (str(error),)
     return audit, () if audit is not None else ("audit.json: not written",)
+
+
+def _is_newest(audit: AuditResult, train_steps: int) -> bool:
+    """Tell whether no recorded train step follows the audit."""
+    return audit.committed_step >= train_steps or not train_steps
 
 
 def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoint | None, EvaluationPoint | None]:

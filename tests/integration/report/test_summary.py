@@ -12,8 +12,11 @@ from rich.console import Console
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
 from rollmesh.report.formats import duration
+from rollmesh.report.run_ending import ending
 from rollmesh.report.sentences import facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
+
+from .made_run import START
 
 
 def words_of(folder: Path) -> str:
@@ -288,6 +291,23 @@ def test_the_off_policy_share_is_that_of_the_loss_and_without_step_reports_that_
     assert summarise(run_folder).off_policy_share == of_steps != 0.123
     (run_folder / "metrics.jsonl").unlink()
     assert summarise(run_folder).off_policy_share == 0.123
+
+
+def test_an_audit_of_an_earlier_part_of_the_run_is_shown_as_one_and_its_drops_are_not(run_folder: Path) -> None:
+    with (run_folder / "timeline.jsonl").open("a", encoding="utf-8") as timeline:
+        timeline.write(json.dumps({"t": START + 1000, "dropped": {"stale": 7}}) + "\n")
+    for step, dropped in ((4, {"stale": 7}), (12, {"stale": 1})):
+        audit = audit_result(committed_step=step, dropped={"stale": 1})
+        (run_folder / "audit.json").write_text(audit.to_json(), encoding="utf-8")
+        summary = summarise(run_folder)
+        assert summary.dropped == dropped
+        shown = [dict(facts(summary))["audit"], dict(ending(run_folder))["audit"].partition(":")[0]]
+        bad = [sentence.text for sentence in sentences(summary) if sentence.bad]
+        if step == 4:
+            assert shown == ["green, up to train step 4 of 12", "audit green up to train step 4 of 12"]
+            assert any("have not been audited: run `rollmesh audit` again" in text for text in bad)
+        else:
+            assert (shown, bad) == (["green", "audit green"], [])
 
 
 def test_an_audit_that_is_not_green_is_marked_bad_with_its_problems(run_folder: Path) -> None:
