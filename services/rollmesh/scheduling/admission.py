@@ -59,8 +59,12 @@ def room(schedule: Schedule, view: MeshView) -> int:
             return pool_groups(schedule, view) + schedule.groups_per_batch - ahead
 
 
-def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
-    """Return the number of groups to open now, and the reason if it is 0."""
+def groups_to_admit(schedule: Schedule, view: MeshView, *, cuts: bool = False) -> tuple[int, str]:
+    """Return the number of groups to open now, and the reason if it is 0; ``cuts`` if a batch is cut before.
+
+    None opens while the next batch could not train the first tokens of a new group. With a window within the bound,
+    ``capacity`` is at most 0 then.
+    """
     if view.policy_version < 0:
         return 0, "the first policy"
     if view.memory_ratio >= LIMIT_RATIO:
@@ -73,7 +77,12 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
         (memory_room(schedule, view), "memory of the store: trajectories in flight may take the rest"),
     )
     count, reason = min(limits)
-    return (count, "") if count > 0 else (0, reason)
+    if count <= 0:
+        return 0, reason
+    # docs/architecture.md: The staleness bound
+    if view.cut_step + cuts - view.policy_train_step > schedule.max_staleness:
+        return 0, "the policy of a newer train step"
+    return count, ""
 
 
 def start_at_version(schedule: Schedule, view: MeshView, admitted: int) -> int:

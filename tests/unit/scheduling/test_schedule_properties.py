@@ -42,14 +42,16 @@ def meshes(
     least_size=1,
     whole_pool=False,
     auto=True,
+    windows=1,
 ):
+    """Draw a mesh; its window has up to ``windows`` times the groups that the staleness bound lets it train."""
     preset = draw(st.sampled_from(presets))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
     members = 1 if PRESET_TABLE[preset].harvest is Harvest.TRAJECTORY else size
     batch = batch + 1 if members == 1 else batch
     staleness = None if preset in FIXED_STALENESS else draw(st.integers(0, 5))
     bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
-    window = draw(st.integers(batch, bound * batch))
+    window = draw(st.integers(batch, windows * bound * batch))
     waves = draw(st.integers(1, window // batch)) if PRESET_TABLE[preset].admission is AdmissionRule.WAVE else None
     spare = draw(st.integers(0, 2))
     resolved = schedule(
@@ -99,14 +101,14 @@ def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal", "roll"), on_stale=("evict",)))
+@given(meshes(presets=("copris", "areal", "roll", "one_step_off"), on_stale=("evict",), windows=3))
 def test_evict_keeps_the_bound_by_dropping_and_says_why(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete", "stale"}
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal"), on_stale=("mask_old_segments",)))
+@given(meshes(presets=("copris", "areal", "one_step_off"), on_stale=("mask_old_segments",), windows=3))
 def test_masking_old_segments_neither_blocks_nor_drops(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete"}
