@@ -39,7 +39,7 @@ def room(schedule: Schedule, view: MeshView) -> int:
     """Return the number of groups for which the admission rule of the schedule leaves room.
 
     A wave is k = wave_batches batches: at cut step c the batches up to the next multiple of k are its rest, which for
-    k = 1 is always one batch. Spare groups stay open beyond them, except in a long round.
+    k = 1 is always one batch. Spare groups stay open beyond them. A long round is one batch without spare groups.
 
     The pool may have ceil(N'/n) + B groups of work ahead of the trainer. Ready groups and unfinished trajectories
     count, but not open groups: a group with only its last straggler left must not hide an empty pool. While fewer than
@@ -48,9 +48,10 @@ def room(schedule: Schedule, view: MeshView) -> int:
     """
     match schedule.admission:
         case AdmissionRule.WAVE:
-            batches = schedule.wave_batches - view.cut_step % schedule.wave_batches
-            spare = 0 if view.recalled_groups else schedule.spare_groups
-            wanted = batches * schedule.groups_per_batch + spare
+            wanted = schedule.groups_per_batch
+            if not view.recalled_groups:
+                batches = schedule.wave_batches - view.cut_step % schedule.wave_batches
+                wanted = batches * schedule.groups_per_batch + schedule.spare_groups
             return wanted - view.open_groups - view.ready_groups
         case AdmissionRule.CONCURRENCY:
             return pool_groups(schedule, view) - view.open_groups
