@@ -39,7 +39,7 @@ def room(schedule: Schedule, view: MeshView) -> int:
     """Return the number of groups for which the admission rule of the schedule leaves room.
 
     A wave is k = wave_batches batches: at cut step c the batches up to the next multiple of k are its rest, which for
-    k = 1 is always one batch. Spare groups stay open beyond them, except in a long round.
+    k = 1 is always one batch. Spare groups stay open beyond them. A long round is one batch without spare groups.
 
     The pool may have ceil(N'/n) + B groups of work ahead of the trainer. Ready groups and unfinished trajectories
     count, but not open groups: a group with only its last straggler left must not hide an empty pool. While fewer than
@@ -48,9 +48,10 @@ def room(schedule: Schedule, view: MeshView) -> int:
     """
     match schedule.admission:
         case AdmissionRule.WAVE:
-            batches = schedule.wave_batches - view.cut_step % schedule.wave_batches
-            spare = 0 if view.recalled_groups else schedule.spare_groups
-            wanted = batches * schedule.groups_per_batch + spare
+            wanted = schedule.groups_per_batch
+            if not view.recalled_groups:
+                batches = schedule.wave_batches - view.cut_step % schedule.wave_batches
+                wanted = batches * schedule.groups_per_batch + schedule.spare_groups
             return wanted - view.open_groups - view.ready_groups
         case AdmissionRule.CONCURRENCY:
             return pool_groups(schedule, view) - view.open_groups
@@ -59,8 +60,12 @@ def room(schedule: Schedule, view: MeshView) -> int:
             return pool_groups(schedule, view) + schedule.groups_per_batch - ahead
 
 
-def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
-    """Return the number of groups to open now, and the reason if it is 0."""
+def groups_to_admit(schedule: Schedule, view: MeshView, *, cuts: bool = False) -> tuple[int, str]:
+    """Return the number of groups to open now, and the reason if it is 0; ``cuts`` if a batch is cut before.
+
+    None opens while the next batch could not train the first tokens of a new group. With a window within the bound,
+    ``capacity`` is at most 0 then.
+    """
     if view.policy_version < 0:
         return 0, "the first policy"
     if view.memory_ratio >= LIMIT_RATIO:
@@ -73,7 +78,12 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
         (memory_room(schedule, view), "memory of the store: trajectories in flight may take the rest"),
     )
     count, reason = min(limits)
-    return (count, "") if count > 0 else (0, reason)
+    if count <= 0:
+        return 0, reason
+    # docs/architecture.md: The staleness bound
+    if view.cut_step + cuts - view.policy_train_step > schedule.max_staleness:
+        return 0, "the policy of a newer train step"
+    return count, ""
 
 
 def start_at_version(schedule: Schedule, view: MeshView, admitted: int) -> int:

@@ -49,7 +49,9 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     recall = groups_to_recall(schedule, view)
     # Groups that are set aside now may fill the long round: new groups would postpone it.
     sets_aside = schedule.on_stale is OnStale.SET_ASIDE and any_stale(schedule, view)
-    admitted, not_admitted = (0, "a long round") if recall or sets_aside else groups_to_admit(schedule, view)
+    admitted, not_admitted = 0, "a long round"
+    if not recall and not sets_aside:
+        admitted, not_admitted = groups_to_admit(schedule, view, cuts=plan.group_ids is not None)
     blocked_by = blocking_set(schedule, view, plan, admitted + recall)
     decisions = Decisions(
         desired=_desired(

@@ -10,7 +10,7 @@ lacking  Fewer than B groups are ready, no group can be admitted, no trajectory 
 
 While every slot that the batch can fill is filled, the batch is being generated and no set blocks it. The time-out
 starts when a set begins to block; the store keeps this time with the name of the set. No time counts while no generator
-is registered.
+is registered or no replica leads, so it starts again under a new leader.
 
 Trajectories that rest are woken before a group is evicted, because the blocking set may only rest. A due set wakes them
 when it begins to block. A lacking set wakes them after the time-out: a lease of one of them changes its name and begins

@@ -164,4 +164,4 @@ class Failures:
         self._trainer.crash(back_after=self._plan.back_seconds, lost_seconds=self._plan.trainer_lost_seconds)
 
     def _lose_leader(self) -> None:
-        self._leader.absent_until = self._clock.now + self._leader_ttl_seconds
+        self._leader.fail(self._leader_ttl_seconds)

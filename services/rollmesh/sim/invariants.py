@@ -35,8 +35,11 @@ class Invariants:
         _at_most("schedule.pool_size: leased trajectories", queue.leased, min(limit, queue.desired.pool_size))
 
     def after_admission(self, admitted: int) -> None:
-        """Check the window, and the backlog that the admission rule allows."""
+        """Check the window, the age of the policy of new groups, and the backlog that the admission rule allows."""
         schedule, queue = self._schedule, self._queue
+        if admitted:
+            age = queue.cut_step - queue.version_steps[-1]
+            _at_most("schedule.max_staleness: staleness of a new group", age, schedule.max_staleness)
         _at_most("schedule.window_groups: groups in the queue", queue.admitted_unconsumed, schedule.window_groups)
         # A planner may launch more members of a group than the schedule knows of.
         members = queue.limits.most_members if queue.limits.has_rounds else schedule.launched_members

@@ -48,8 +48,7 @@ class SimulatedLeader:
         invariants: Invariants | None = None,
     ) -> None:
         """Create the leader; without ``draws`` the prompts come in their order."""
-        self.absent_until = 0.0
-        """Time until which there is no leader."""
+        self._absent_until = 0.0
         self._clock = clock
         self._queue = queue
         self._schedule = schedule
@@ -70,14 +69,19 @@ class SimulatedLeader:
         """Decide at the next moment that the pace of decisions allows."""
         if self._alarm.time <= self._last_look + LOOK_SECONDS:
             return  # It is planned.
-        time = max(self._clock.now, self._last_look + LOOK_SECONDS, self.absent_until)
+        time = max(self._clock.now, self._last_look + LOOK_SECONDS, self._absent_until)
         if time < self._alarm.time:
             self._alarm.set(time)
 
+    def fail(self, seconds: float) -> None:
+        """Decide nothing for so long; then another leader decides."""
+        self._absent_until = self._clock.now + seconds
+        self._queue.change_leader()
+
     def _look(self) -> None:
         queue, schedule = self._queue, self._schedule
-        if self._clock.now < self.absent_until:
-            self._alarm.set(self.absent_until)
+        if self._clock.now < self._absent_until:
+            self._alarm.set(self._absent_until)
             return
         self._last_look = queue.now = self._clock.now
         queue.registered_generators = len(self._fleet.generators)

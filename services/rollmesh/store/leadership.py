@@ -74,7 +74,8 @@ class Leadership:
     async def set_desired(self, leader: str, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state and the set of groups that blocks the cut (Decisions.blocked_by).
 
-        MeshView.blocked_since is reset when the set changes and cleared when ``blocked_by`` is empty.
+        MeshView.blocked_since is reset when the set changes, and cleared when ``blocked_by`` is empty or a new leader
+        acquires the lease.
         """
         await self._connection.run(
             "set_desired",

@@ -112,6 +112,8 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         (["security.tls.enabled=true"], "existingSecret or certManager.issuerName"),
         (["checkpoints.url=s3://a/b", "generator.kind=LeaderWorkerSet", *SGLANG], "needs a checkpoint volume"),
         (["checkpoints.url=s3://a/b", "trainer.nodes=2"], "needs a checkpoint volume"),
+        (["trainer.nodes=2", "run.trainer.optimizer=adamw_8bit"], r"trainer\.nodes=2 .*=adamw_8bit"),
+        (["trainer.processesPerNode=2", "run.trainer.optimizer=adamw_8bit"], r"processesPerNode=2 .*=adamw_8bit"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
         (["run.rollout.program=agent", "agents.replicas=2"], r"agents\.replicas=2 .* run\.rollout\.program=agent"),
     ],

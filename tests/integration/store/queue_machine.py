@@ -212,6 +212,7 @@ class QueueMachine(QueueWorkers):
         leader = self.do(self.store.leadership.acquire("next"))
         assert leader is not None
         self.leader = leader
+        self.model.change_leader()
 
     @rule(rolled_back=st.booleans())
     def publish(self, rolled_back: bool = False) -> None:

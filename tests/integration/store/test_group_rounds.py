@@ -85,6 +85,21 @@ async def test_a_group_whose_round_has_ended_waits_open_until_it_is_extended_and
     assert (await read_truth(store)).problems == []
 
 
+async def test_a_group_of_a_batch_file_whose_round_ends_late_is_not_left_for_a_decision(store: TrajectoryStore) -> None:
+    """The last score comes between the two scripts that apply a batch file."""
+    mesh = await begin(store)
+    group_id = await admit(mesh)
+    first, last = await lease(mesh)
+    await mesh.complete(first, 1.0)
+    assert await mesh.finish(last.trajectory.trajectory_id, 0, 5) == WriteStatus.SAVED
+    await store.connection.run("reassert_groups", mesh.trainer, 1, "digest", 1, group_id)
+    assert await mesh.score(last.trajectory.trajectory_id, 0.0) == WriteStatus.SAVED
+    assert (await store.mesh.view()).undecided_groups == 1
+    await store.connection.run("forget_groups", mesh.trainer, group_id)
+    assert (await store.mesh.view()).undecided_groups == 0
+    assert (await read_truth(store)).problems == []
+
+
 async def test_only_the_leader_decides_and_not_beyond_the_most_members(store: TrajectoryStore) -> None:
     mesh = await begin(store, most_members=3)
     await admit(mesh)

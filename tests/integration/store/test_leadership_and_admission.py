@@ -195,6 +195,35 @@ async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: Tra
     assert await blocked() == ("", None)
 
 
+@pytest.mark.parametrize("gap", ["resigned", "expired", "expired and renewed"])
+async def test_the_straggler_time_starts_again_after_a_time_without_a_leader(store: TrajectoryStore, gap: str) -> None:
+    mesh = await Mesh.start(store)
+    meta, command = store.connection.keys.single("meta"), store.connection.command
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
+    since = (await store.mesh.view()).blocked_since
+    assert since is not None
+    an_hour_ago = int(since * 1000) - 3_600_000
+    await command("HSET", meta, "blocked_since", f"{an_hour_ago} due 1")
+    assert await store.leadership.renew(mesh.leader)
+    assert (await store.mesh.view()).blocked_since == pytest.approx(an_hour_ago / 1000), "it has led all the time"
+
+    leader: str | None = mesh.leader
+    if gap == "resigned":
+        await store.leadership.resign(mesh.leader)
+    else:
+        await command("HSET", meta, "leader_until", 1)
+    if gap == "expired and renewed":
+        assert await store.leadership.renew(mesh.leader)
+    else:
+        leader = await store.leadership.acquire("other")
+    assert leader is not None
+    assert (await store.mesh.view()).blocked_since is None
+    await store.leadership.set_desired(leader, Desired(pool_size=1), "due 1")
+    renewed = (await store.mesh.view()).blocked_since
+    assert renewed is not None
+    assert renewed >= since
+
+
 async def test_the_desired_state_carries_the_reason_of_the_wait_and_an_older_leader_wrote_none(
     store: TrajectoryStore,
 ) -> None:

@@ -42,6 +42,18 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_statu
         assert "choose another name" in run.log()
 
 
+async def test_moments_that_cannot_be_split_are_refused_whoever_starts_the_ranks(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    """On Kubernetes the number of ranks is not in the run file."""
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"optimizer": "adamw_8bit"})
+    async with opened_run(config) as run:
+        ranks = run.start(ranks=2)
+
+        assert ranks.wait(START_SECONDS) == EXIT_CONFIG, run.log()[-4000:]
+        assert "trainer.optimizer=adamw_8bit with 2 trainer processes" in run.log()
+
+
 async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:

@@ -82,6 +82,15 @@ def test_a_long_round_begins_when_a_batch_is_aside_and_nothing_is_open(row):
     assert (decisions.recall, decisions.admit_groups) == (recalls, admits)
 
 
+def test_no_group_of_a_wave_of_several_batches_opens_beside_a_long_round():
+    waves = schedule("sorted", on_stale="set_aside")
+    recalled = {"opened": [group(100, None), group(101, None)], "recalled_groups": 2, "aside_groups": 4}
+    assert waves.wave_batches == 4
+    assert decide(waves, at_step(1, **recalled)).admit_groups == 0
+    filtered = {**recalled, "opened": recalled["opened"][:1]}
+    assert decide(waves, at_step(1, **filtered)).admit_groups == 1, "in place of one that was dropped"
+
+
 def test_recalled_groups_start_on_the_current_policy():
     seen = at_step(3, aside_groups=2, aside=("e0-1", "e0-2"))
     decisions = decide(on_policy_waves(OnStale.SET_ASIDE), seen)

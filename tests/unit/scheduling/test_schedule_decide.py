@@ -214,6 +214,21 @@ def test_evict_does_not_wait_for_stragglers():
     assert not decisions.evict
 
 
+@pytest.mark.parametrize("on_stale", ["evict", "mask_old_segments"])
+def test_no_group_opens_whose_first_token_the_next_batch_could_not_train(on_stale):
+    rules = schedule(max_staleness=1, on_stale=on_stale, window_groups=6)
+    late = view(trained_step=5, cut_step=6, policy_version=4, policy_train_step=4, in_training=2)
+    decisions = decide(rules, late)
+    assert decisions.admit_groups == 0
+    assert "admission waits for the policy of a newer train step" in decisions.desired.waiting_for
+    assert decide(rules, replace(late, policy_version=5, policy_train_step=5)).admit_groups > 0
+
+    ready = [group(5, 4), group(6, 4)]
+    cuts = decide(rules, at_step(5, policy_version=4, policy_train_step=4, ready=ready))
+    assert (cuts.cut, cuts.admit_groups) == (("e0-5", "e0-6"), 0), "the cut makes the policy too old"
+    assert decide(rules, at_step(5, ready=ready)).admit_groups > 0
+
+
 def test_masking_trains_old_groups_in_admission_order():
     seen = at_step(9, ready=[group(0, 0), group(5, 9), group(6, 1)], opened=[group(1, 0)])
     decisions = decide(schedule(max_staleness=2, on_stale="mask_old_segments"), seen)

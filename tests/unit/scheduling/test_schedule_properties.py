@@ -42,14 +42,16 @@ def meshes(
     least_size=1,
     whole_pool=False,
     auto=True,
+    windows=1,
 ):
+    """Draw a mesh; its window has up to ``windows`` times the groups that the staleness bound lets it train."""
     preset = draw(st.sampled_from(presets))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
     members = 1 if PRESET_TABLE[preset].harvest is Harvest.TRAJECTORY else size
     batch = batch + 1 if members == 1 else batch
     staleness = None if preset in FIXED_STALENESS else draw(st.integers(0, 5))
     bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
-    window = draw(st.integers(batch, bound * batch))
+    window = draw(st.integers(batch, windows * bound * batch))
     waves = draw(st.integers(1, window // batch)) if PRESET_TABLE[preset].admission is AdmissionRule.WAVE else None
     spare = draw(st.integers(0, 2))
     resolved = schedule(
@@ -99,14 +101,14 @@ def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal", "roll"), on_stale=("evict",)))
+@given(meshes(presets=("copris", "areal", "roll", "one_step_off"), on_stale=("evict",), windows=3))
 def test_evict_keeps_the_bound_by_dropping_and_says_why(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete", "stale"}
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal"), on_stale=("mask_old_segments",)))
+@given(meshes(presets=("copris", "areal", "one_step_off"), on_stale=("mask_old_segments",), windows=3))
 def test_masking_old_segments_neither_blocks_nor_drops(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete"}
@@ -139,14 +141,16 @@ def test_one_stuck_rollout_halts_no_preset(mesh, stuck_group):
     assert set(mesh.evicted.values()) <= allowed
 
 
-def in_waves(mesh, on_stale, spare_groups):
-    """Turn a mesh with a barrier into waves of one batch at staleness 0, each with spare groups that miss the cut."""
+def in_waves(mesh, on_stale, spare_groups, wave_batches=1, whole_pool=False):
+    """Turn a mesh with a barrier into waves at staleness 0, each with spare groups that miss the cut."""
+    window = wave_batches * mesh.schedule.groups_per_batch + spare_groups
     mesh.schedule = replace(
         mesh.schedule,
         admission=AdmissionRule.WAVE,
-        wave_batches=1,
+        wave_batches=wave_batches,
         spare_groups=spare_groups,
-        window_groups=mesh.schedule.groups_per_batch + spare_groups,
+        window_groups=window,
+        pool_size=window * mesh.schedule.launched_members if whole_pool else mesh.schedule.pool_size,
         max_staleness=0,
         on_stale=OnStale(on_stale),
     )
@@ -160,14 +164,26 @@ def in_waves(mesh, on_stale, spare_groups):
     meshes(presets=("copris_paper",), least_size=2, whole_pool=True),
     st.sampled_from(("restart", "set_aside")),
     st.integers(0, 3),
+    st.integers(1, 4),
 )
-def test_in_waves_every_group_that_begins_again_ends_and_no_stale_token_is_trained(mesh, on_stale, spare_groups):
-    in_waves(mesh, on_stale, min(spare_groups, mesh.schedule.groups_per_batch)).run(ticks_enough(mesh))
+def test_in_waves_every_group_that_begins_again_ends_and_no_stale_token_is_trained(
+    mesh, on_stale, spare_groups, wave_batches
+):
+    in_waves(mesh, on_stale, min(spare_groups, mesh.schedule.groups_per_batch), wave_batches).run(ticks_enough(mesh))
     ends = Counter(mesh.queue.ended.values())
     assert ends.total() == mesh.queue.admitted, "every admitted group has ended"
     assert ends.keys() <= {"consumed", "run_complete", "filtered_all_right"}
     assert ends["consumed"] == mesh.schedule.train_steps * mesh.schedule.groups_per_batch
     assert set(mesh.staleness_seen) == {0}
+
+
+@settings(max_examples=40, deadline=None)
+@given(meshes(presets=("copris_paper",), least_size=2, crashes=False), st.integers(0, 3), st.integers(1, 4))
+def test_a_long_round_trains_all_groups_that_were_recalled_for_it(mesh, spare_groups, wave_batches):
+    """The pool holds the whole wave: else groups that have not begun may overtake those that were recalled."""
+    in_waves(mesh, "set_aside", min(spare_groups, mesh.schedule.groups_per_batch), wave_batches, whole_pool=True)
+    mesh.run(ticks_enough(mesh))
+    assert mesh.missed == []
 
 
 @pytest.mark.parametrize("on_stale", ["restart", "set_aside"])

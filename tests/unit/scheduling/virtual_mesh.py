@@ -71,6 +71,10 @@ class VirtualMesh:
     begun_again: Counter[str] = field(default_factory=Counter)
     """Number of times that a group was restarted or set aside."""
     recalled: int = 0
+    long_round: set[str] = field(default_factory=set)
+    """Groups that were recalled for the next batch."""
+    missed: list[str] = field(default_factory=list)
+    """Recalled groups that were not in their batch, although they were not dropped."""
     rests: int = 0
     trace: list[tuple[int, Decisions]] = field(default_factory=list)
     training: int | None = None
@@ -206,7 +210,9 @@ class VirtualMesh:
 
     def apply_recall(self, decisions: Decisions) -> None:
         if decisions.recall:
+            before = set(self.queue.groups[GroupState.OPEN])
             self.recalled += self.queue.recall(self.queue.cut_step + 1, decisions.recall)
+            self.long_round |= self.queue.groups[GroupState.OPEN].keys() - before
 
     def apply_cut(self, decisions: Decisions) -> None:
         if decisions.cut is None:
@@ -219,6 +225,8 @@ class VirtualMesh:
             assert step is not None
             self.staleness_seen.append(self.queue.cut_step - 1 - step)
         self.batches.append(list(decisions.cut))
+        self.missed += self.long_round - self.queue.ended.keys() - set(decisions.cut)
+        self.long_round = set()
 
     def apply_admission(self, decisions: Decisions) -> None:
         for _ in range(decisions.admit_groups):

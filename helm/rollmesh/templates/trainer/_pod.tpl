@@ -15,6 +15,9 @@
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
 {{- $severalRanks := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
+{{- if and $severalRanks (eq (dig "trainer" "optimizer" "" $root.Values.run) "adamw_8bit") -}}
+{{- fail (printf "trainer.nodes=%v and trainer.processesPerNode=%v with run.trainer.optimizer=adamw_8bit: the 8-bit moments cannot be split over processes; use adamw, whose moments are split, or 1 node with 1 process" $trainer.nodes $trainer.processesPerNode) -}}
+{{- end -}}
 {{- if and $root.Values.checkpoints.url (gt (int $trainer.nodes) 1) -}}
 {{- fail (printf "trainer.nodes=%v needs a checkpoint volume, not checkpoints.url: the ranks write one state together" $trainer.nodes) -}}
 {{- end -}}

@@ -33,6 +33,10 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
             self.blocked_since = self.now if blocked_by else None
             self.blocked_by = blocked_by
 
+    def change_leader(self) -> None:
+        """Forget since when groups block the cut: the straggler time-out does not run without a leader."""
+        self.blocked_by, self.blocked_since = "", None
+
     def admit(
         self,
         group_id: str,

@@ -10,8 +10,10 @@ for at = 2, #ARGV do
   local group = claimed and load_group(gid)
   if group then
     delete_group(group, '')
-    -- A late score may have made the group ready again.
-    for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens}) do call('ZREM', queue, gid) end
+    -- A late score may have made the group ready again, or ended its round.
+    for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps, K.ready_tokens, K.undecided}) do
+      call('ZREM', queue, gid)
+    end
   end
   if group or (claimed and drop_returning(gid, '')) then deleted = deleted + 1 end
 end

@@ -30,11 +30,12 @@ def learning_rate(config: TrainerConfig, train_step: int) -> float:
     return peak
 
 
-def build_optimizer(model: nn.Module, config: TrainerConfig) -> Optimizer:
+def build_optimizer(model: nn.Module, config: TrainerConfig, processes: int = 1) -> Optimizer:
     """Build AdamW over all parameters that are trained, with weight decay on matrices only.
 
     The optimizer state is allocated here, so that a saved state can be loaded into it. Shard the model first: the
-    moments take the layout of the parameters. Raises ConfigError if the optimizer's package is not installed.
+    moments take the layout of the parameters. Raises ConfigError if the optimizer's package is not installed, or if its
+    moments cannot be split over so many processes.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -43,6 +44,12 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw_8bit":
+        # The run file has the processes of a run on one machine; the chart sets those on Kubernetes.
+        if processes > 1:
+            raise ConfigError(
+                f"trainer.optimizer=adamw_8bit with {processes} trainer processes: the 8-bit moments cannot be split "
+                "over processes; use optimizer=adamw, whose moments are split, or 1 process"
+            )
         return _eight_bit(groups, config)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
     for parameter in parameters:

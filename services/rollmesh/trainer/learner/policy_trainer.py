@@ -69,7 +69,7 @@ class PolicyTrainer:
         self._config = config
         self._compute = compute
         shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
-        self._optimizer = build_optimizer(model, config)
+        self._optimizer = build_optimizer(model, config, compute.world.size)
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
         self._fp32_copy = Fp32Copy(model, source, compute)
