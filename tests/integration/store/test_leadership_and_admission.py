@@ -195,6 +195,19 @@ async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: Tra
     assert await blocked() == ("", None)
 
 
+async def test_a_leader_that_renews_an_expired_lease_waits_one_ttl_before_it_reaps(store: TrajectoryStore) -> None:
+    """Its workers lost Redis with it, and have not sent a heartbeat yet."""
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await store.trajectories.lease(mesh.session, 4)
+    await expire(store, mesh.session)
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "leader_until", 1)
+    assert await store.leadership.renew(mesh.leader)
+    assert await store.leadership.reap(mesh.leader) == 0
+    await expire(store, mesh.session)
+    assert await store.leadership.reap(mesh.leader) == 4
+
+
 @pytest.mark.parametrize("gap", ["resigned", "expired", "expired and renewed"])
 async def test_the_straggler_time_starts_again_after_a_time_without_a_leader(store: TrajectoryStore, gap: str) -> None:
     mesh = await Mesh.start(store)
