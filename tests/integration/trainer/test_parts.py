@@ -19,9 +19,9 @@ def lines(run: TrainerRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-async def begun(run: TrainerRun, steps: int) -> None:
+async def begun(run: TrainerRun, steps: int, script: str = "trainer_process") -> None:
     """The trainer waits for a cut, and the groups of these steps are ready."""
-    run.start()
+    run.start(script=script)
 
     async def announced() -> bool:
         return await run.store.policies.latest() is not None
@@ -75,6 +75,35 @@ async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
     assert [line["groups_before_cut"] for line in (*ours, *theirs)] == [GROUPS, 0]
     for name in ("loss", "grad_norm"):
         assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 0])
+async def test_an_outage_never_changes_what_a_step_reads_of_earlier_versions(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, parts: int
+) -> None:
+    config = write_run_file(
+        tmp_path / "run",
+        tiny_model,
+        server,
+        schedule=SCHEDULE | {"part_groups": parts},
+        trainer={"train_steps": 3, "algorithm": {"old_logprobs": "snapshot"}},
+    )
+    async with opened_run(config) as run:
+        await begun(run, 2, script="unreachable_process")
+        if parts:
+            await accumulated(run)
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
+        await trained(run, 1)
+        if parts:
+            await accumulated(run, 2)
+        await run.store.leadership.cut(run.leader, 2, run.cuts[1])
+        await trained(run, 2)
+        events = [json.loads(line) for line in run.log().splitlines() if '"open: the store is unreachable"' in line]
+        assert [(event["event"], event.get("what")) for event in events] == [
+            ("part_waits", None) if parts else ("unreachable", "train")
+        ]
+        assert lines(run)[1]["groups_before_cut"] == parts * GROUPS
+        assert lines(run)[1]["policy"]["old_logprob_fallbacks"] == {}
 
 
 async def test_a_batch_with_other_groups_than_the_parts_is_trained_whole(

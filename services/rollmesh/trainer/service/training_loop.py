@@ -190,8 +190,7 @@ class TrainingLoop:
             await deps.stages.record(claimed.batch)
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
-            settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
-            report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
+            report = await self._trained(claimed)
         mark_trained(claimed, started_ns)
         stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
         await deps.session.report_trained(step)
@@ -213,6 +212,18 @@ class TrainingLoop:
             trained_tokens=report.batch.trained_tokens,
             wait_seconds=round(waited, 3),
         )
+
+    async def _trained(self, claimed: ClaimedBatch) -> StepReport:
+        """Train on a batch, once the store has every policy that the step reads: before the update, so it may repeat.
+
+        Other ranks may be inside the step, so an error of several ranks ends the trainer.
+        """
+        ranks, settings, replayed = self._deps.ranks, claimed.stored.footer.settings, claimed.replayed_group_ids
+
+        def train() -> Awaitable[StepReport]:
+            return self._in_thread(lambda: ranks.train(claimed.training, settings, replayed))
+
+        return await (self._deps.retry.run("train", train) if ranks.world.size == 1 else train())
 
     async def _tidy(self) -> None:
         deps, step = self._deps, self.train_step
