@@ -164,6 +164,25 @@ def test_a_node_removes_policies_that_were_not_used_for_long(node: Node, monkeyp
     assert reader.open(records[0]).manifest.policy_version == 0
 
 
+def test_what_killed_processes_have_pulled_of_a_policy_is_deleted_by_the_next_pull(node: Node) -> None:
+    first, second, third = (publish(node("trainer"), version) for version in range(3))
+    reader = node("generator")
+    reader.open(first)
+    locks, names = reader.root / ".pulls", [record.path.rpartition("/")[2] for record in (first, second, third)]
+    left = [reader.root / "policies" / f".{name}.0011" for name in names]
+    for folder in left:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    with (locks / names[2]).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        reader.open(second)
+        assert [folder.exists() for folder in left] == [False, False, True], "another process pulls the third one"
+    assert (reader.root / first.path).exists() and (reader.root / second.path).exists()
+    reader.open(first)
+    assert not left[2].exists()
+    assert {lock.name for lock in locks.iterdir()} == set(names[:2])
+
+
 def test_a_lock_that_was_removed_during_a_wait_is_taken_again(node: Node) -> None:
     record = publish(node("trainer"), 0)
     waiting = node("generator")
