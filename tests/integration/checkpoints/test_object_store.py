@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import threading
@@ -418,6 +419,23 @@ def test_an_unreachable_store_is_waited_for_and_then_named(
     with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
         away.write("key", b"value")
     assert caught.value.reason == Reason.UNREACHABLE
+
+
+def test_a_full_disk_of_the_node_is_named_at_once_and_is_no_outage(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url})
+    tries = []
+
+    def full(path: str, target: str) -> None:
+        tries.append(path)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(store._files, "get_file", full)
+    with pytest.raises(CheckpointError, match="disk full while writing a copy of key") as caught:
+        store.get("key", tmp_path / "key")
+    assert (caught.value.reason, len(tries)) == (Reason.DISK_FULL, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_on_several_nodes_are_refused_at_startup(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
