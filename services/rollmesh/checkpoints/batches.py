@@ -9,7 +9,6 @@ put in an object store), and never replaces a sound file.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -25,7 +24,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmesh.checkpoints.batch_frames import decode_groups, encode_groups
-from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
+from rollmesh.checkpoints.durable import disk_full_error, full_disk, link_new, make_folder, sync_folder
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
@@ -44,7 +43,6 @@ _TAIL = b"RMBATCHE"
 _TAG_BYTES = 64
 _END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
 _LENGTH = struct.Struct("<I")
-_NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NAME = re.compile(r"^(\d{8,})\.pb$")
 
 
@@ -148,7 +146,7 @@ def write_batch(
             digest = _write(file, secret, batch, cursor, train_steps or {}, settings, outcomes, replay)
             file.flush()
             os.fsync(file.fileno())
-        if not _link_new(temporary, path):
+        if not link_new(temporary, path):
             if (written := _written(root, secret, batch)) is not None:
                 return written
             os.replace(temporary, path)  # a torn file, or a file system without hard links
@@ -175,17 +173,6 @@ def _written(root: Path, secret: bytes, batch: Batch) -> str | None:
         )
     sync_folder(path.parent)  # the writer may have crashed right after the link
     return footer.payload_sha256
-
-
-def _link_new(temporary: Path, path: Path) -> bool:
-    """Link the file to its name; return False if the name exists or the file system has no hard links."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in _NOT_LINKED:
-            raise
-        return False
-    return True
 
 
 def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:

@@ -348,6 +348,7 @@ class BucketStore(CheckpointStore):
         return sorted(name for name in names if policies.is_folder_name(name))
 
     def _pull_policy(self, record: PolicyRecord, folder: Path) -> None:
+        self._pulled.remove_unfinished(folder.name)
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
         try:
             chain, base = chain_of(record, self.manifest, self._cached)

@@ -138,7 +138,10 @@ def verify_files(state: CommittedState, *, rank: int = 0, world_size: int = 1) -
 
 
 def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:
-    """Delete all but the ``keep_last`` newest committed states, and uncommitted states of other sessions."""
+    """Delete old committed states, and uncommitted states of other sessions.
+
+    The ``keep_last`` newest committed states and the newest one of ``session`` stay.
+    """
     states = committed_states(root, secret)
     folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in _folders(root)}
     removed = [root / FOLDER / name for name in prunable(folders, states, keep_last=keep_last, session=session)]
@@ -150,8 +153,12 @@ def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> 
 def prunable(
     folders: Mapping[str, bool], states: Sequence[CommittedState], *, keep_last: int, session: str
 ) -> list[str]:
-    """Return the state folders that ``prune_states`` deletes; ``folders`` maps a name to True if it has COMMITTED."""
-    kept = {s.folder.name for s in states[:keep_last]}
+    """Return the state folders that ``prune_states`` deletes; ``folders`` maps a name to True if it has COMMITTED.
+
+    The newest state of ``session`` stays: states that rank before it may be damaged.
+    """
+    own = [s for s in states if s.record.session == session]
+    kept = {s.folder.name for s in (*states[:keep_last], *own[:1])}
     newest = states[0].train_step if states else -1
     removed: list[str] = []
     for name, finished in folders.items():

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
+_NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REMOVAL_ATTEMPTS = 10
 """Attempts to delete a folder while another process writes its few files."""
@@ -62,6 +63,17 @@ def write_new_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
+
+
+def link_new(existing: Path, path: Path) -> bool:
+    """Link a file to a new name; return False if the name exists or the file system has no hard links."""
+    try:
+        os.link(existing, path)
+    except OSError as error:
+        if error.errno not in _NOT_LINKED:
+            raise
+        return False
+    return True
 
 
 def regular_files(folder: Path) -> list[str]:

@@ -11,13 +11,13 @@ import io
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rollmesh.checkpoints.durable import make_folder, sync_file, sync_folder
+from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_file, sync_folder
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
@@ -47,14 +47,23 @@ class ObjectStore:
         self._retry_seconds = retry_seconds
 
     def get(self, key: str, target: Path) -> None:
-        """Copy an object to a file, which appears only when complete and flushed. FileNotFoundError if missing."""
-        make_folder(target.parent)
+        """Copy an object to a file, which appears only when complete and flushed. FileNotFoundError if missing.
+
+        Raises CheckpointError (disk_full) at once if the disk of the file is full.
+        """
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+
+        def copy() -> None:
+            with _convert_disk_full(target, key):
+                self._files.get_file(self._full_key(key), str(temporary))
+
         try:
-            self._retry(f"reading {key}", lambda: self._files.get_file(self._full_key(key), str(temporary)))
-            sync_file(temporary)
-            os.replace(temporary, target)
-            sync_folder(target.parent)
+            with _convert_disk_full(target, key):
+                make_folder(target.parent)
+                self._retry(f"reading {key}", copy)
+                sync_file(temporary)
+                os.replace(temporary, target)
+                sync_folder(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -176,6 +185,8 @@ class ObjectStore:
                 if reading:
                     raise
                 raise self._unreachable(operation, error) from error
+            except CheckpointError:  # a full disk of this node
+                raise
             except Exception as error:  # clients of object stores have no common base class for an outage
                 if isinstance(error, FileExistsError) or getattr(error, "code", None) == _PRECONDITION_FAILED:
                     raise FileExistsError(operation) from error
@@ -185,6 +196,17 @@ class ObjectStore:
                     raise self._unreachable(operation, error) from error
                 get_logger("objects").warning("object_store_retry", what=operation, message=str(error)[:200])
             time.sleep(pause)
+
+
+@contextmanager
+def _convert_disk_full(target: Path, key: str) -> Iterator[None]:
+    """Convert the OSError of a full disk to CheckpointError (disk_full)."""
+    try:
+        yield
+    except OSError as error:
+        if full_disk(error):
+            raise disk_full_error(target.parent, f"a copy of {key}", error) from error
+        raise
 
 
 def _file_system(scheme: str, options: dict[str, Any]) -> Any:

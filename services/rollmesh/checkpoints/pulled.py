@@ -40,8 +40,16 @@ class PulledFolders:
                 yield
                 return
 
+    def remove_unfinished(self, name: str) -> None:
+        """Delete what killed processes have pulled of a policy. The caller holds the lock of ``name``."""
+        for folder in (self._root / policies.FOLDER).glob(f".{name}.*"):
+            remove_tree(folder)
+
     def evict_old_policies(self, kept: Collection[str]) -> None:
-        """Note that policies are in use, and delete the others but the most and the recently used ones."""
+        """Note that policies are in use, and delete the others but the most and the recently used ones.
+
+        What killed processes have pulled of any policy is deleted, too.
+        """
         for name in kept:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._locks / name)
@@ -50,6 +58,19 @@ class PulledFolders:
         for each, when in used.items():
             if each not in (*kept, *newest) and time.time() - when > _IN_USE_SECONDS:
                 self._evict(each)
+        temporary = (folder.name[1:].partition(".")[0] for folder in (self._root / policies.FOLDER).glob(".*"))
+        for each in set(filter(policies.is_folder_name, temporary)):
+            self._end_pull(each)
+
+    def _end_pull(self, name: str) -> None:
+        """Delete what was pulled of a policy, and a lock without a folder, unless a process has the lock."""
+        path = self._locks / name
+        with contextlib.suppress(BlockingIOError), path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file_at(lock.fileno(), path):
+                self.remove_unfinished(name)
+                if not (self._root / policies.FOLDER / name).exists():
+                    path.unlink()
 
     def _evict(self, name: str) -> None:
         """Delete one pulled folder and its lock, unless a process has the lock or used the folder recently."""

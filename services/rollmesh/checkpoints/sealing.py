@@ -8,15 +8,18 @@ import hmac
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmesh.checkpoints.durable import make_folder, sync_folder
+from rollmesh.checkpoints.durable import link_new, make_folder, sync_folder
 from rollmesh.errors import CheckpointError
 
 SECRET_FILE = "secret"
 LINEAGE_FILE = "lineage"
+_CONTENT_SECONDS = 10.0
+_POLL_SECONDS = 0.02
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
@@ -50,22 +53,35 @@ def lineage(root: Path) -> str:
 def random_once(file: Path) -> str:
     """Return the content of a file of 32 random bytes (hex); create the file if it is missing.
 
-    Safe for concurrent processes: the first process to link its file wins, and all read the same content.
+    Safe for concurrent processes: the first process to link its file wins, and all read the same content. On a file
+    system without hard links the first process to create the file wins, and the others wait for its content.
     """
     if not file.exists():
         make_folder(file.parent)
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_hex(32))
-            stream.flush()
-            os.fsync(stream.fileno())
-        # Another process may have linked its file first; that file is used.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, file)
-        temporary.unlink()
+        try:
+            _write_random(temporary)
+            # Another process may have written its file first; that file is used.
+            if not link_new(temporary, file):
+                with contextlib.suppress(FileExistsError):
+                    _write_random(file)
+        finally:
+            temporary.unlink(missing_ok=True)
         sync_folder(file.parent)
-    text = file.read_text(encoding="ascii").strip()
+    deadline = time.monotonic() + _CONTENT_SECONDS
+    while not (text := file.read_text(encoding="ascii").strip()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     if len(text) < 32:
-        raise CheckpointError(f"{file}: expected at least 32 characters, found {len(text)}")
+        raise CheckpointError(
+            f"{file}: expected at least 32 characters, found {len(text)}; restore it from a copy, or delete it if the "
+            "run has never started"
+        )
     return text
+
+
+def _write_random(file: Path) -> None:
+    """Create a file of 32 random bytes (hex), for the owner only, with one write: a reader finds none of it or all."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb", buffering=0) as stream:
+        stream.write(secrets.token_hex(32).encode())
+        os.fsync(stream.fileno())

@@ -114,9 +114,13 @@ def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with _no_single_process_warning():
             dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world == 1)
     except CheckpointException as error:
-        # A BaseException in torch; it means that the requested tensors differ from the saved ones.
+        # A BaseException in torch. Unless a read failed, the requested tensors differ from the saved ones.
+        causes = [cause for cause, _ in error.failures.values()]
+        if (failed := next((cause for cause in causes if isinstance(cause, OSError)), None)) is not None:
+            raise CheckpointError(f"{folder}: cannot be read: {failed}") from error
         raise CheckpointError(
-            f"{folder}: does not match this model and optimizer: {error}", reason=Reason.FOREIGN_ARCHITECTURE
+            f"{folder}: does not match this model and optimizer: {causes[0] if causes else error}",
+            reason=Reason.FOREIGN_ARCHITECTURE,
         ) from error
 
 

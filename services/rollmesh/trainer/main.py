@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -114,7 +115,7 @@ async def _lead(
         session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown)
         retry = Retry(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
-            progress = await _take_over(config, session, checkpoints, ranks, executor)
+            progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
             deps = await _build_deps(
                 config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
             )
@@ -184,11 +185,14 @@ async def _take_over(
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
     executor: ThreadPoolExecutor,
+    retry: Retry,
 ) -> Progress:
     """Fence older trainers, then continue from the newest state in the checkpoint store."""
     await session.open(f"{socket.gethostname()}-{os.getpid()}", run_limits(config))
     leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
-    progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, ranks, checkpoints)
+    load = partial(asyncio.get_running_loop().run_in_executor, executor, load_newest_state, ranks, checkpoints, config)
+    # Other ranks may have begun to load, and end when this one fails.
+    progress = await (retry.run("load_state", load) if ranks.world.size == 1 else load())
     await session.begin(ranks.trainer.train_step)
     await asyncio.to_thread(check_reference, config.trainer.algorithm, ranks.catalog)
     if ranks.trainer.adapter is not None:

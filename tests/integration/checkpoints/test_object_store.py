@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import threading
@@ -162,6 +163,25 @@ def test_a_node_removes_policies_that_were_not_used_for_long(node: Node, monkeyp
     names = {record.path.rpartition("/")[2] for record in records[2:]}
     assert {lock.name for lock in (reader.root / ".pulls").iterdir()} == names
     assert reader.open(records[0]).manifest.policy_version == 0
+
+
+def test_what_killed_processes_have_pulled_of_a_policy_is_deleted_by_the_next_pull(node: Node) -> None:
+    first, second, third = (publish(node("trainer"), version) for version in range(3))
+    reader = node("generator")
+    reader.open(first)
+    locks, names = reader.root / ".pulls", [record.path.rpartition("/")[2] for record in (first, second, third)]
+    left = [reader.root / "policies" / f".{name}.0011" for name in names]
+    for folder in left:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    with (locks / names[2]).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        reader.open(second)
+        assert [folder.exists() for folder in left] == [False, False, True], "another process pulls the third one"
+    assert (reader.root / first.path).exists() and (reader.root / second.path).exists()
+    reader.open(first)
+    assert not left[2].exists()
+    assert {lock.name for lock in locks.iterdir()} == set(names[:2])
 
 
 def test_a_lock_that_was_removed_during_a_wait_is_taken_again(node: Node) -> None:
@@ -399,6 +419,23 @@ def test_an_unreachable_store_is_waited_for_and_then_named(
     with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
         away.write("key", b"value")
     assert caught.value.reason == Reason.UNREACHABLE
+
+
+def test_a_full_disk_of_the_node_is_named_at_once_and_is_no_outage(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url})
+    tries = []
+
+    def full(path: str, target: str) -> None:
+        tries.append(path)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(store._files, "get_file", full)
+    with pytest.raises(CheckpointError, match="disk full while writing a copy of key") as caught:
+        store.get("key", tmp_path / "key")
+    assert (caught.value.reason, len(tries)) == (Reason.DISK_FULL, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_on_several_nodes_are_refused_at_startup(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

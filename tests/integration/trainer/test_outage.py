@@ -36,7 +36,9 @@ async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachab
             await run.until("the end of the rollback", rolled_back, pause=0.01)
             await run.feed(1)
             await run.until_finished()
-        waits = [json.loads(line) for line in run.log().splitlines() if '"unreachable"' in line]
+            run.start(script="unreachable_process")
+            await run.until_finished()
+        waits = [json.loads(line) for line in run.log().splitlines() if '"event": "unreachable"' in line]
         assert {wait["what"]: wait["message"].partition(":")[0] for wait in waits} == {
             "find_policy": "complete_policies",
             "read_batch": "stored_batch",
@@ -45,6 +47,7 @@ async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachab
             "prune_states": "prune_states",
             "list_batch_files": "batch_steps",
             "take_weights": "open",
+            "load_state": "load_state",
         }
         assert [(r.policy_version, r.train_step) for r in await run.store.policies.announced()] == [
             (0, 0), (1, 1), (2, 2), (3, 2), (4, 3)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
+from .slow_parts_process import PART_SECONDS
 from .trainer_run import GROUPS, START_SECONDS, TrainerRun, opened_run, write_run_file
 
 SCHEDULE = {"preset": "one_step_off", "max_staleness": 1, "part_groups": 1}
@@ -19,9 +24,9 @@ def lines(run: TrainerRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-async def begun(run: TrainerRun, steps: int) -> None:
+async def begun(run: TrainerRun, steps: int, script: str = "trainer_process") -> None:
     """The trainer waits for a cut, and the groups of these steps are ready."""
-    run.start()
+    run.start(script=script)
 
     async def announced() -> bool:
         return await run.store.policies.latest() is not None
@@ -38,6 +43,12 @@ async def accumulated(run: TrainerRun, times: int = 1) -> None:
         return sum(event["groups"] == GROUPS for event in events) >= times
 
     await run.until("the parts", logged, pause=0.02)
+
+
+def logged_at(run: TrainerRun, event: str) -> datetime:
+    """Time of an event in the log of the trainer."""
+    (line,) = [line for line in run.log().splitlines() if f'"{event}"' in line]
+    return datetime.fromisoformat(json.loads(line)["timestamp"])
 
 
 async def trained(run: TrainerRun, step: int) -> None:
@@ -75,6 +86,53 @@ async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
     assert [line["groups_before_cut"] for line in (*ours, *theirs)] == [GROUPS, 0]
     for name in ("loss", "grad_norm"):
         assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 0])
+async def test_an_outage_never_changes_what_a_step_reads_of_earlier_versions(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, parts: int
+) -> None:
+    config = write_run_file(
+        tmp_path / "run",
+        tiny_model,
+        server,
+        schedule=SCHEDULE | {"part_groups": parts},
+        trainer={"train_steps": 3, "algorithm": {"old_logprobs": "snapshot"}},
+    )
+    async with opened_run(config) as run:
+        await begun(run, 2, script="unreachable_process")
+        if parts:
+            await accumulated(run)
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
+        await trained(run, 1)
+        if parts:
+            await accumulated(run, 2)
+        await run.store.leadership.cut(run.leader, 2, run.cuts[1])
+        await trained(run, 2)
+        events = [json.loads(line) for line in run.log().splitlines() if '"open: the store is unreachable"' in line]
+        assert [(event["event"], event.get("what")) for event in events] == [
+            ("part_waits", None) if parts else ("unreachable", "train")
+        ]
+        assert lines(run)[1]["groups_before_cut"] == parts * GROUPS
+        assert lines(run)[1]["policy"]["old_logprob_fallbacks"] == {}
+
+
+async def test_the_trainer_does_not_wait_while_it_computes_parts(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
+    async with opened_run(config) as run, httpx.AsyncClient(timeout=60.0) as client:
+        await begun(run, 1, script="slow_parts_process")
+        await accumulated(run)
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
+        await run.until("the end of the step", lambda: '"step_trained"' in run.log(), pause=0.02)
+        passed = (logged_at(run, "step_trained") - logged_at(run, "trainer_takes_over")).total_seconds()
+        (step,) = lines(run)
+        assert 0 < step["wait_seconds"] <= passed - GROUPS * PART_SECONDS
+        (endpoint,) = read_endpoints(run.folder, "trainer")
+        exposition = (await client.get(f"http://{endpoint.admin}/metrics")).text
+        phases = re.findall(r'rollmesh_trainer_phase_seconds_count\{.*phase="(wait|write_batch)".*\} (\S+)', exposition)
+        assert dict(phases) == {"wait": "1.0", "write_batch": "1.0"}
 
 
 async def test_a_batch_with_other_groups_than_the_parts_is_trained_whole(

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from rollmesh.config.reward import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -22,7 +23,7 @@ from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOu
 from rollmesh.worker.trajectory_scoring import shape
 
 from ...unit.checkpoints.ledger import read_ledger
-from .trainer_run import GROUPS, MEMBERS, START_SECONDS, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, opened_run, write_run_file
 
 pytestmark = pytest.mark.slow
 
@@ -220,6 +221,28 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
             assert "choose another name" in other.log()
         assert (await run.store.training.state()).trained_step == 1
         assert [r.policy_version for r in await run.store.policies.announced()] == [0, 1]
+
+
+async def test_a_start_with_another_secret_is_refused_and_changes_nothing(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(2):
+            await run.until_finished()
+        records = {name: (run.folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+        state = await run.store.training.state()
+        write_run_file(run.folder, tiny_model, server, trainer={"train_steps": 2}, checkpoints={"secret": SECRET[::-1]})
+        run.start()
+        assert await run.until_failed() == EXIT_CONFIG
+        assert "if checkpoints.secret (or ROLLMESH_CHECKPOINTS__SECRET) has changed" in run.log()
+        assert {name: (run.folder / name).read_bytes() for name in records} == records
+        assert await run.store.training.state() == state
+        write_run_file(run.folder, tiny_model, server, trainer={"train_steps": 2})
+        run.start()
+        await run.until_finished()
+        assert {name: (run.folder / name).read_bytes() for name in records} == records
 
 
 async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_queue_is_forgotten(

@@ -1,6 +1,7 @@
 """Run as a script by the tests: the trainer service, whose checkpoint store is unreachable at the first use of methods.
 
-The methods are those that the training loop uses; each fails once. Usage: unreachable_process.py RUN.yaml
+The methods are those that the training loop uses, and the one that loads a state at the start; each fails once. Usage:
+unreachable_process.py RUN.yaml
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ async def _run(self: TrainingLoop) -> None:
 
 
 if __name__ == "__main__":
+    _fail_once("load_state")
     run = TrainingLoop.run
     TrainingLoop.run = _run  # type: ignore[method-assign]
     runpy.run_path(str(Path(__file__).with_name("trainer_process.py")), run_name="__main__")

@@ -124,3 +124,16 @@ def test_pruning_keeps_the_newest_committed_and_what_is_being_written(store: Che
         "00000004-abc",
         "00000004-mine",
     ]
+
+
+def test_pruning_keeps_the_newest_state_of_the_session_behind_newer_ones_of_another(store: CheckpointStore) -> None:
+    for step in (19, 20):
+        save(store, step, session="damaged")
+    for step in (1, 2):
+        save(store, step, session="mine")
+        store.prune_states(keep_last=2, session="mine")
+    assert [s.folder.name for s in store.committed_states()] == [
+        "00000020-damaged",
+        "00000019-damaged",
+        "00000002-mine",
+    ]

@@ -17,7 +17,10 @@ from rollmesh.trainer.learner.frozen_policy import AdapterOff, FrozenAdapter, Fr
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 
 PolicyFolder = Callable[[int], Path | None]
-"""Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank."""
+"""Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank.
+
+It raises CheckpointError if the folder cannot be read at the moment.
+"""
 BASE_VERSION = 0
 """Policy version that is the base of all adapters of a run."""
 

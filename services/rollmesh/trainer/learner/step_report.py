@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -126,7 +126,10 @@ class StepReport:
     groups_before_cut: int
     """Groups whose gradient was computed before the batch was cut (schedule.part_groups)."""
     seconds: Mapping[str, float]
-    """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
+    """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics.
+
+    The gradient of parts is in gradient, with their evidence.
+    """
     average_reset: bool
     """True if the average of old_logprobs ewma began again with the weights after the step."""
     replayed_share: float
@@ -137,6 +140,10 @@ class StepReport:
     """Replayed groups; None without any."""
     policy: PolicyStats
     """Comparison over fresh and replayed groups."""
+
+    def after_stage_end(self, seconds: float) -> StepReport:
+        """Return the report with the time of the stage end before the step in the phase evidence."""
+        return replace(self, seconds={**self.seconds, "evidence": self.seconds["evidence"] + seconds})
 
     def to_json(self) -> dict[str, Any]:
         """Return a nested dictionary of numbers with string keys."""

@@ -29,11 +29,13 @@ def decoder(folder: Path) -> Decode:
 
 
 def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[str, Any]]:
-    """Select ``count`` trajectories spread over the groups of the batch, with a different member in each step."""
-    if not batch.groups:
-        return []
+    """Select ``count`` trajectories spread over the groups of the batch, with a different member in each step.
+
+    At most one trajectory per group.
+    """
+    count = min(count, len(batch.groups))
     chosen: list[Trajectory] = []
-    for i in range(min(count, len(batch.groups))):
+    for i in range(count):
         members = batch.groups[i * len(batch.groups) // count].trajectories
         chosen.append(members[(batch.train_step + i) % len(members)])
     return [_sample(batch.train_step, t, decode) for t in chosen]

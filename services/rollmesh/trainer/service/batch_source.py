@@ -35,6 +35,9 @@ class ClaimedBatch:
     training: Batch
     """Groups to train on: those of the file, and the replayed ones."""
 
+    write_seconds: float = 0.0
+    """Wall time from the claim to the confirmation of its file; 0 for a file of before."""
+
     @property
     def batch(self) -> Batch:
         """Fresh groups: those of the cut."""
@@ -67,11 +70,16 @@ class BatchSource:
         step cannot be replayed, or if an earlier batch file that the step draws groups from is.
         """
         claimed = await self._retry.run("read_batch", lambda: self._from_file(train_step))
-        if claimed is None:
-            claimed = await self._from_queue(train_step, timeout)
         if claimed is not None:
             await self._confirm(claimed)
-        return claimed
+            return claimed
+        found = await self._claim(train_step, timeout)
+        if found is None:
+            return None
+        started = time.monotonic()
+        claimed = await self._written(found)
+        await self._confirm(claimed)
+        return replace(claimed, write_seconds=time.monotonic() - started)
 
     async def _confirm(self, claimed: ClaimedBatch) -> None:
         store, token = self._session.store, self._session.token
@@ -114,15 +122,18 @@ class BatchSource:
         if differing := differing_settings(recorded, self._settings(train_step)):
             self._log.warning("replay_keeps_its_settings", train_step=train_step, differing=differing)
 
-    async def _from_queue(self, train_step: int, timeout: float) -> ClaimedBatch | None:
-        store = self._session.store
+    async def _claim(self, train_step: int, timeout: float) -> Batch | None:
         started_ns, traceparent = time.time_ns(), tracer().train_step(train_step)
         found = await self._session.claim(train_step, timeout)
-        if found is None:
-            return None
+        if found is not None:
+            tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(found.groups)).end()
+        return found
+
+    async def _written(self, found: Batch) -> ClaimedBatch:
+        """Write the file of a claimed batch."""
+        store, train_step = self._session.store, found.train_step
         joined = await asyncio.to_thread(lambda: tuple(map(join_group, found.groups)))
         batch = replace(found, groups=joined)
-        tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
         cursor = await self._session.retry("cursor", store.leadership.cursor)
         outcomes = await self._session.retry(
             "unsaved_outcomes", lambda: store.prompt_records.unsaved(self._session.token, train_step)
@@ -140,7 +151,7 @@ class BatchSource:
             await self._session.check()
             return await asyncio.to_thread(write)
 
-        with tracer().span("write_batch", traceparent):
+        with tracer().span("write_batch", tracer().train_step(train_step)):
             stored = await self._retry.run("write_batch", write_unless_superseded)
         self._catalog.remember(stored.footer.version_train_steps)
         training = await self._complete(stored)

@@ -66,12 +66,17 @@ class PolicyCatalog:
         return max(versions) if versions else max(self._records, default=-1) + 1
 
     def folder(self, policy_version: int) -> Path | None:
-        """Return the verified folder of a version; None if it is unknown, pruned or rejected (logged)."""
+        """Return the verified folder of a version; None if it is unknown, pruned or rejected (logged).
+
+        Raises CheckpointError if it cannot be read at the moment: the result would depend on the outage.
+        """
         if policy_version not in self._records:
             return None
         try:
             return self.open(policy_version)
         except CheckpointError as error:
+            if error.passing:
+                raise
             self._log.warning("policy_not_usable", policy_version=policy_version, reason=error.reason)
             return None
 

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.errors import CheckpointError
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.records.engine_work import GeneratedTokens
 from rollmesh.trainer.records.trained_lengths import DECILES
@@ -67,14 +69,16 @@ class Progress:
         return record.rollback_count == self.rollback_count
 
 
-def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore) -> Progress:
+def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, config: RunConfig) -> Progress:
     """Load the newest readable committed state; return a new Progress for the initial model.
 
-    An older state loses no work, because the batch files after it are replayed. Raises CheckpointError if states after
-    the last rollback exist but none of them can be read.
+    An older state, or the initial model, loses no work if the batch files after it are replayed. Raises CheckpointError
+    for a store that cannot be read at the moment, and for damaged states that a replay cannot replace: states after the
+    last rollback, or without all batch files. Raises ConfigError for a state of another model or optimizer.
     """
     log = get_logger("training")
-    states = checkpoints.committed_states()
+    judged = checkpoints.judged_states()
+    states, unreadable = judged.sound, dict(judged.unsound)
     rejected: list[str] = []
     for state in states:
         if state.record.rollback_count < states[0].record.rollback_count:
@@ -82,13 +86,49 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore) -> P
         try:
             extra = ranks.load(state)
         except CheckpointError as error:
-            if ranks.world.size > 1:
+            if error.reason == Reason.FOREIGN_ARCHITECTURE:
+                raise ConfigError(
+                    f"trainer.optimizer={config.trainer.optimizer}, model.path={config.model.path}: the newest trainer "
+                    f"state of this run does not fit them ({error}); set both as they were, or start a new run "
+                    "(another name and folder)"
+                ) from error
+            if error.passing or ranks.world.size > 1:
                 raise
             rejected.append(str(error))
+            unreadable[state.folder.name] = str(error)
             log.error("state_refused", folder=state.folder.name, reason=error.reason, message=str(error))
             continue
         log.info("state_loaded", train_step=state.train_step, folder=state.folder.name)
         return Progress.from_extra(extra)
     if rejected and states[0].record.rollback_count > 0:
         raise CheckpointError(f"no trainer state after the last rollback can be read: {'; '.join(rejected)}")
+    _check_replay_from_start(checkpoints, unreadable)
+    if unreadable:
+        log.error("run_replayed_from_start", refused=sorted(unreadable))
     return Progress()
+
+
+def _check_replay_from_start(checkpoints: CheckpointStore, unreadable: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless every step that was trained can be replayed from the initial model.
+
+    ``unreadable`` are the errors of the states by folder name. With a wrong secret all states and batch files are
+    unreadable, and nothing of the run may be changed then.
+    """
+    problem = f"no trainer state can be read ({'; '.join(unreadable.values()) or 'none is there'})"
+    remedy = (
+        "if checkpoints.secret (or ROLLMESH_CHECKPOINTS__SECRET) has changed or is missing, set it as it was, else "
+        "restore the checkpoints from a copy"
+    )
+    if any(record.rollback_count for record in checkpoints.complete_policies()):
+        raise CheckpointError(f"{problem}, and a replay from the initial model would undo a rollback; {remedy}")
+    committed = [int(name.partition("-")[0]) for name in unreadable]
+    confirmed = [step - 1 for step in checkpoints.batch_steps()]  # the newest file may be half written
+    for step in range(1, max([0, *committed, *confirmed]) + 1):
+        try:
+            checkpoints.batch_footer(step)
+        except CheckpointError as error:
+            if error.passing:
+                raise
+            raise CheckpointError(
+                f"{problem}, and train step {step} cannot be replayed: {error}; {remedy}", reason=error.reason
+            ) from error

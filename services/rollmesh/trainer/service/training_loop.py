@@ -138,7 +138,7 @@ class TrainingLoop:
     async def _train(self) -> None:
         deps = self._deps
         last = deps.config.trainer.train_steps
-        waiting_since = time.monotonic()
+        waited = 0.0
         while not self._shutdown.is_set():
             deps.health.beat(LOOP_NAME)
             # The batch that this loop waits for may never be cut without that version.
@@ -147,17 +147,19 @@ class TrainingLoop:
             await deps.rollbacks.carry_out(self._save)
             if self.train_step >= last:
                 break
+            began = time.monotonic()
             async with deps.parts.accumulating(self.train_step + 1):
                 claimed = await deps.batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
+            worked = deps.parts.seconds + (0.0 if claimed is None else claimed.write_seconds)
+            waited += max(0.0, time.monotonic() - began - worked)  # a pass may go on while the file is written
             if claimed is None:
                 await self._in_thread(deps.ranks.idle)
                 continue
-            waited = time.monotonic() - waiting_since
             with step_span(claimed):
                 await self._step(claimed, waited, last)
             if self._diverged:
                 break
-            waiting_since = time.monotonic()
+            waited = 0.0
         await self._commit()
         await deps.publisher.announced()
         await self._tidy()
@@ -183,15 +185,16 @@ class TrainingLoop:
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         deps, step = self._deps, claimed.batch.train_step
         deps.metrics.phase_seconds.labels(phase="wait").observe(waited)
-        stalled = 0.0
+        if not claimed.replayed:
+            deps.metrics.phase_seconds.labels(phase="write_batch").observe(claimed.write_seconds)
+        stalled = stage_seconds = 0.0
         if deps.stages is not None:
             # It records under the version of the current weights.
             stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
-            await deps.stages.record(claimed.batch)
+            stage_seconds = await _seconds_of(deps.stages.record(claimed.batch))
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
-            settings, replayed = claimed.stored.footer.settings, claimed.replayed_group_ids
-            report = await self._in_thread(lambda: deps.ranks.train(claimed.training, settings, replayed))
+            report = (await self._trained(claimed)).after_stage_end(stage_seconds)
         mark_trained(claimed, started_ns)
         stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
         await deps.session.report_trained(step)
@@ -213,6 +216,18 @@ class TrainingLoop:
             trained_tokens=report.batch.trained_tokens,
             wait_seconds=round(waited, 3),
         )
+
+    async def _trained(self, claimed: ClaimedBatch) -> StepReport:
+        """Train on a batch, once the store has every policy that the step reads: before the update, so it may repeat.
+
+        Other ranks may be inside the step, so an error of several ranks ends the trainer.
+        """
+        ranks, settings, replayed = self._deps.ranks, claimed.stored.footer.settings, claimed.replayed_group_ids
+
+        def train() -> Awaitable[StepReport]:
+            return self._in_thread(lambda: ranks.train(claimed.training, settings, replayed))
+
+        return await (self._deps.retry.run("train", train) if ranks.world.size == 1 else train())
 
     async def _tidy(self) -> None:
         deps, step = self._deps, self.train_step
@@ -288,10 +303,10 @@ class TrainingLoop:
         return await asyncio.get_running_loop().run_in_executor(self._deps.executor, call)
 
 
-async def _seconds_of(wait: Awaitable[None]) -> float:
-    """Await ``wait`` and return its seconds."""
+async def _seconds_of(work: Awaitable[object]) -> float:
+    """Await ``work`` and return its seconds."""
     started = time.monotonic()
-    await wait
+    await work
     return time.monotonic() - started
 
 

@@ -74,4 +74,8 @@ def test_a_sample_says_what_was_asked_answered_and_paid(tmp_path: Path) -> None:
 
 def test_no_samples_are_taken_when_none_are_asked_for(tmp_path: Path) -> None:
     assert sample_completions(batch(1), 0, decoder(tmp_path)) == []
-    assert len(sample_completions(batch(1, groups=2), 9, decoder(tmp_path))) == 2
+
+
+def test_every_group_gives_one_sample_when_more_are_asked_for(tmp_path: Path) -> None:
+    found = sample_completions(batch(1, groups=2), 9, decoder(tmp_path))
+    assert [s["trajectory_id"].split(".")[0] for s in found] == ["e0-0", "e0-1"]

@@ -6,8 +6,15 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
+
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.manifest import Manifest
+from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.types import PolicyRecord
 
 from ...checkpoints.checkpoint_samples import SECRET, publish
 
@@ -24,6 +31,30 @@ def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Pat
     assert catalog.folder(1) is None
     assert catalog.folder(2) == checkpoints.open(records[2]).folder
     assert catalog.folder(7) is None
+
+
+class AwayStore(CheckpointStore):
+    """A store whose policies cannot be read at the moment."""
+
+    reason = Reason.UNREACHABLE
+
+    def open(self, record: PolicyRecord, *, like: Manifest | None = None) -> VerifiedPolicy:
+        raise CheckpointError("not now", reason=self.reason)
+
+
+@pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.DISK_FULL])
+def test_a_version_that_cannot_be_read_at_the_moment_is_not_taken_for_one_that_is_gone(
+    tmp_path: Path, reason: Reason
+) -> None:
+    checkpoints = AwayStore(tmp_path, SECRET)
+    checkpoints.reason = reason
+    catalog = PolicyCatalog(checkpoints)
+    catalog.update([publish(checkpoints, 0)])
+    with pytest.raises(CheckpointError) as caught:
+        catalog.folder(0)
+    assert caught.value.passing
+    checkpoints.reason = Reason.TAMPERED
+    assert catalog.folder(0) is None
 
 
 def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:

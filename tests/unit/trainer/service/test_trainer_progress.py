@@ -1,12 +1,138 @@
-"""Updates that were not made are counted over train steps, until one is made."""
+"""What a trainer continues with at its start, and updates that were not made, counted over train steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen2Config
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.committed import CommittedState
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.config import RunConfig
+from rollmesh.config.load import validate_run_config
+from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.minibatches import Updates
-from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
+
+from ...checkpoints.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ..learner.made_batches import SHAPE, write_random_model
+
+
+class AwayStore(CheckpointStore):
+    """A store whose states cannot be pulled."""
+
+    def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        raise CheckpointError("the store cannot be reached", reason=Reason.UNREACHABLE)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    model = tmp_path_factory.mktemp("model")
+    write_random_model(model)
+    return validate_run_config({"name": "run", "folder": "run", "model": {"path": str(model)}}, "made")
+
+
+def ranks(config: RunConfig, store: CheckpointStore) -> RankCoordinator:
+    """One rank, with the initial model."""
+    trainer = PolicyTrainer.from_folder(config.model.path, config.trainer, device="cpu")
+    return RankCoordinator(trainer, World(), store, PolicyCatalog(store))
+
+
+def saved(config: RunConfig, store: CheckpointStore, *steps: int, rollbacks: int = 0) -> list[CommittedState]:
+    """Committed states of these train steps, whose batch files are written too."""
+    saving = ranks(config, store)
+    states = []
+    for step in steps:
+        store.write_batch(make_batch(step), CURSOR)
+        saving.trainer.train_step = step
+        states.append(saving.save(f"abc{step}", rollbacks, Progress(trained_token_total=step).to_extra()))
+    return states
+
+
+def damage(state: CommittedState) -> None:
+    """Flip the last byte of the tensors, which leaves the size as recorded."""
+    (shard,) = state.folder.glob("*.safetensors")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_state_that_cannot_be_reached_never_gives_way_to_the_initial_model(config: RunConfig, tmp_path: Path) -> None:
+    saved(config, CheckpointStore(tmp_path, SECRET), 1)
+    away = AwayStore(tmp_path, SECRET)
+    with pytest.raises(CheckpointError, match="cannot be reached") as caught:
+        load_newest_state(ranks(config, away), away, config)
+    assert caught.value.passing, "the caller waits and tries again"
+
+
+def test_a_state_of_another_model_or_optimizer_is_a_wrong_setting(config: RunConfig, tmp_path: Path) -> None:
+    store, other = CheckpointStore(tmp_path / "store", SECRET), tmp_path / "model"
+    saved(config, store, 1)
+    write_random_model(other, config=Qwen2Config(**SHAPE | {"hidden_size": 64}, tie_word_embeddings=True))
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})})
+    with pytest.raises(ConfigError, match=rf"trainer\.optimizer=adamw, model\.path={other}: the newest trainer state"):
+        load_newest_state(ranks(changed, store), store, changed)
+
+
+def test_a_damaged_state_gives_way_to_the_one_before(config: RunConfig, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    damage(saved(config, store, 1, 2)[1])
+    restarted = ranks(config, store)
+    assert load_newest_state(restarted, store, config).trained_token_total == 1
+    assert restarted.trainer.train_step == 1
+
+
+def test_damaged_states_give_way_to_the_initial_model_only_if_every_batch_can_be_replayed(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    for state in saved(config, store, 1, 2):
+        damage(state)
+    restarted = ranks(config, store)
+    assert load_newest_state(restarted, store, config) == Progress()
+    assert restarted.trainer.train_step == 0
+    (tmp_path / "batches" / "00000001.pb").unlink()
+    with pytest.raises(CheckpointError, match="no trainer state can be read .* train step 1 cannot be replayed: "):
+        load_newest_state(restarted, store, config)
+
+
+def test_damaged_states_never_undo_a_rollback(config: RunConfig, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    (state,) = saved(config, store, 1, rollbacks=1)
+    (state.folder / "COMMITTED").write_bytes(b"{")
+    assert load_newest_state(ranks(config, store), store, config) == Progress(), "nothing tells of a rollback"
+    publish(store, 3, session="abcr1")
+    with pytest.raises(CheckpointError, match="would undo a rollback"):
+        load_newest_state(ranks(config, store), store, config)
+
+
+def test_a_new_run_and_one_without_a_state_begin_with_the_initial_model(config: RunConfig, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    assert load_newest_state(ranks(config, store), store, config) == Progress()
+    store.write_batch(make_batch(1), CURSOR)
+    store.write_batch(make_batch(2), CURSOR)
+    (tmp_path / "batches" / "00000002.pb").write_bytes(b"half of the newest one")
+    assert load_newest_state(ranks(config, store), store, config) == Progress()
+    (tmp_path / "batches" / "00000001.pb").write_bytes(b"half of one that was trained")
+    with pytest.raises(CheckpointError, match="none is there.* train step 1 cannot be replayed: "):
+        load_newest_state(ranks(config, store), store, config)
+
+
+def test_another_secret_is_named_and_is_no_reason_to_start_again(config: RunConfig, tmp_path: Path) -> None:
+    saved(config, CheckpointStore(tmp_path, SECRET), 1)
+    foreign = CheckpointStore(tmp_path, b"another secret of thirty-two byte")
+    with pytest.raises(CheckpointError, match=r"checkpoints\.secret \(or ROLLMESH_CHECKPOINTS__SECRET\)") as caught:
+        load_newest_state(ranks(config, foreign), foreign, config)
+    assert caught.value.final, "the process ends as with a wrong setting"
 
 
 def updates(*made: bool) -> Updates:
