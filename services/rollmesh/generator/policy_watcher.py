@@ -46,8 +46,8 @@ _PIN_POLL_SECONDS = 0.5
 """Time between two checks for a pin, which is not announced."""
 _BACKOFF = Backoff(first_seconds=1.0, longest_seconds=10.0)
 _INTERRUPT_SECONDS = 10.0
-_RETRIED_REASONS = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK_FULL, Reason.INVALID})
-"""Reasons that a lagging shared folder can cause; these are retried. Others reject the policy until it changes."""
+_RETRIED_REASONS = TRANSIENT | {Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.INVALID}
+"""Reasons of an outage or of a lagging shared folder; these are retried. Others reject the policy until it changes."""
 
 
 class PolicyWatcher:

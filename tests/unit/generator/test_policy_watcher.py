@@ -14,6 +14,7 @@ import pytest
 
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError, EngineError, RollmeshError, UnsupportedModel
+from rollmesh.generator import policy_watcher
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
@@ -22,6 +23,7 @@ from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.retry import Backoff
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.store.policy_registry import PolicyOutlook
 from rollmesh.types import PolicyRecord
@@ -298,31 +300,59 @@ async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_w
     assert not engine.paused and not serving_state.reason
 
 
+async def looked_twice(running: asyncio.Task[None], registry: Registry, engine: Engine) -> list[str]:
+    """Wait until the watcher has found nothing to load twice; what it told the engine, but for what resumes it."""
+    before = registry.looks
+    async with asyncio.timeout(60):
+        while registry.looks < before + 2:
+            assert not running.done()
+            await asyncio.sleep(0.001)
+    return [what for what in engine.told if what != "resume"]
+
+
 @pytest.mark.parametrize("rules", [ReloadRules(every_versions=3, last_train_step=5)])
 async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watcher, engine, registry):
     engine.may_load.set()
     running = asyncio.create_task(watcher.run())
-
-    async def looked_twice() -> list[str]:
-        before = registry.looks
-        async with asyncio.timeout(60):
-            while registry.looks < before + 2:
-                assert not running.done()
-                await asyncio.sleep(0.001)
-        return [what for what in engine.told if what != "resume"]
-
+    parts = running, registry, engine
     try:
-        assert await looked_twice() == ["start 0"]
+        assert await looked_twice(*parts) == ["start 0"]
         registry.newest = 2
-        assert await looked_twice() == ["start 0"]
+        assert await looked_twice(*parts) == ["start 0"]
         registry.newest = 3
-        assert await looked_twice() == ["start 0", "load 3"]
+        assert await looked_twice(*parts) == ["start 0", "load 3"]
         registry.newest = 4
-        assert await looked_twice() == ["start 0", "load 3"]
+        assert await looked_twice(*parts) == ["start 0", "load 3"]
         registry.required = 4
-        assert await looked_twice() == ["start 0", "load 3", "load 4"]
+        assert await looked_twice(*parts) == ["start 0", "load 3", "load 4"]
         registry.newest = 5
-        assert await looked_twice() == ["start 0", "load 3", "load 4", "load 5"], "the last one"
+        assert await looked_twice(*parts) == ["start 0", "load 3", "load 4", "load 5"], "the last one"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_policy_that_could_not_be_fetched_during_an_outage_of_the_object_store_is_tried_again(
+    watcher, engine, registry, serving_state, monkeypatch
+):
+    monkeypatch.setattr(policy_watcher, "_BACKOFF", Backoff(first_seconds=0.0))
+    out_of_reach = [0, 1]
+    whole = Checkpoints.open
+
+    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
+        if record.policy_version in out_of_reach:
+            out_of_reach.remove(record.policy_version)
+            raise CheckpointError("connection refused", reason=Reason.UNREACHABLE)
+        return whole(checkpoints, record, like)
+
+    monkeypatch.setattr(Checkpoints, "open", open_policy)
+    engine.may_load.set()
+    running = asyncio.create_task(watcher.run())
+    try:
+        assert await looked_twice(running, registry, engine) == ["start 0"]
+        registry.newest = 1
+        assert await looked_twice(running, registry, engine) == ["start 0", "load 1"]
+        assert not out_of_reach and not serving_state.reason and serving_state.refused_version is None
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
