@@ -82,6 +82,13 @@ def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
     assert given.items() >= options.server_environment({}).items()
 
 
+def test_a_variable_that_the_values_give_the_sidecar_is_there_once(helm: Helm) -> None:
+    extra = "generator.sglang.sidecar.extraEnv[0]"
+    server = server_of(helm.template(CHART, [ONE_NODE], [f"{extra}.name=no_proxy", f"{extra}.value=corp"]))
+    assert [entry["value"] for entry in server["env"] if entry["name"] == "no_proxy"] == ["corp"]
+    assert [entry["value"] for entry in server["env"] if entry["name"] == "NO_PROXY"] == ["127.0.0.1,localhost"]
+
+
 def test_a_generator_asks_its_sidecar_with_the_key_that_the_sidecar_has(helm: Helm, tmp_path: Path) -> None:
     rendering = helm.template(CHART, [ONE_NODE], ["generator.sglang.sidecar.port=30123"])
     config = config_of(rendering, tmp_path)

@@ -60,6 +60,16 @@ env:
     value: "0"
   - name: HOME
     value: /tmp
+  {{- $given := list }}
+  {{- range $sidecar.extraEnv }}
+  {{- $given = append $given .name }}
+  {{- end }}
+  {{- range list "no_proxy" "NO_PROXY" }}
+  {{- if not (has . $given) }}
+  - name: {{ . }}
+    value: 127.0.0.1,localhost
+  {{- end }}
+  {{- end }}
   {{- with $sidecar.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

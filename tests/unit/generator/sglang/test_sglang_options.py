@@ -85,6 +85,23 @@ def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("inherited", "lower", "upper"),
+    [
+        ({"no_proxy": "corp"}, "corp,127.0.0.1,localhost", "corp,127.0.0.1,localhost"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,127.0.0.1,localhost", "b,127.0.0.1,localhost"),
+        ({"NO_PROXY": "*"}, "*", "*"),
+        ({}, "127.0.0.1,localhost", "127.0.0.1,localhost"),
+    ],
+)
+def test_what_the_server_asks_itself_does_not_go_to_an_http_proxy(tmp_path, inherited, lower, upper):
+    options = SglangOptions.from_config(load(tmp_path), 0)
+    found = options.server_environment({"http_proxy": "http://p:1", **inherited})
+    assert (found["http_proxy"], found["no_proxy"], found["NO_PROXY"]) == ("http://p:1", lower, upper)
+    given = load(tmp_path, sglang={"environment": {"no_proxy": "other"}})
+    assert SglangOptions.from_config(given, 0).server_environment(inherited)["no_proxy"] == "other"
+
+
+@pytest.mark.parametrize(
     ("generator", "message"),
     [
         ({"pace": [[1, 0.01]]}, "generator.pace"),

@@ -25,6 +25,8 @@ _CANARY_ROWS = 8
 """Requests in addition to the calls: a canary must not wait until a call ends."""
 _WATCHDOG_SECONDS = "86400"
 _SECRET_PREFIX = "ROLLMESH_"
+_NO_PROXY = ("no_proxy", "NO_PROXY")
+_LOOPBACK = "127.0.0.1,localhost"
 _PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
 
 
@@ -127,6 +129,8 @@ class SglangOptions:
         kept["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probabilities at the sampling temperature
         if self.generator.device == "cpu":
             kept["SGLANG_USE_CPU_ENGINE"] = "1"
+        # At its start the server sends itself a request, which must not go to an HTTP proxy.
+        kept |= {name: _with_loopback(inherited.get(name) or inherited.get(name.swapcase(), "")) for name in _NO_PROXY}
         return kept | self.server.environment
 
     def cache_tokens(self, info: Mapping[str, Any], url: str, targets: Sequence[str] = ()) -> int:
@@ -166,3 +170,8 @@ class SglangOptions:
 
     def _has_argument(self, flag: str) -> bool:
         return any(a == flag or a.startswith(f"{flag}=") for a in self.server.arguments)
+
+
+def _with_loopback(hosts: str) -> str:
+    """Add the loopback hosts to a list of hosts without a proxy; ``*`` includes every host, but only by itself."""
+    return hosts if hosts.strip() == "*" else ",".join(filter(None, (hosts, _LOOPBACK)))
