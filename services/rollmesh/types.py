@@ -178,7 +178,7 @@ ANY_VERSION = VersionNeed()
 class Chunk:
     """Contiguous tokens of one policy version; the last chunk of a call carries the finish reason."""
 
-    token_ids: Int32Array  # [tokens]; may be empty on the last chunk
+    token_ids: Int32Array  # [tokens]; may be empty on the last chunk, and while a call has no token to send
     behavior_logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary (raw log_softmax at T=0)
     policy_version: int
     kv_min_version: int

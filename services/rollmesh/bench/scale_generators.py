@@ -15,6 +15,7 @@ from typing import NoReturn
 from rollmesh.bench.scale_answers import Answers
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.generator.empty_chunks import empty_chunk_interval
 from rollmesh.generator.engines.backlog import Backlog, hold_seconds
 from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.engine_protocol import EngineStatus
@@ -158,6 +159,9 @@ class EmulatedEngine:
             held_back_total=self._held_back,
         )
 
+    async def respond(self) -> None:
+        """Return at once: a task of this loop samples the tokens."""
+
     async def _reject(self, *_arguments: object, **_options: object) -> NoReturn:
         """Raise EngineError: there is no model, and the bench does not pause."""
         raise EngineError("the scale bench emulates token streams only")
@@ -181,7 +185,8 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
             engine = EmulatedEngine(config, answers, emulation.tokens_per_second)
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
             serving_state = ServingState(address=f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}")
-            service = GenerationService(engine, serving_state, metrics, _no_policy)
+            interval = empty_chunk_interval(config.rollout.chunk_timeout_seconds)
+            service = GenerationService(engine, serving_state, metrics, _no_policy, interval)
             stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
             reporter = HealthReporter(server, "rollmesh.v1.GenerationService")
             await server.start()

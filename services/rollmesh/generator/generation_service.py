@@ -12,6 +12,7 @@ import grpc.aio
 
 from rollmesh.errors import CheckpointError, DataError, EngineError, GenerationRefused
 from rollmesh.generator.call_spans import CallTrace
+from rollmesh.generator.empty_chunks import with_empty_chunks
 from rollmesh.generator.engines.engine_protocol import Engine, EngineStatus
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.serving_state import ServingState
@@ -55,7 +56,10 @@ _FAILURES: tuple[tuple[type[Exception], grpc.StatusCode, str], ...] = (
 
 
 class GenerationService(stubs.GenerationServiceServicer):
-    """RPCs of ``generation_service.proto`` over one engine; ``load_policy(version)`` loads one version immediately."""
+    """RPCs of ``generation_service.proto`` over one engine; ``load_policy(version)`` loads one version immediately.
+
+    A call without a token for ``empty_chunk_seconds`` sends an empty chunk if the engine responds.
+    """
 
     def __init__(
         self,
@@ -63,11 +67,13 @@ class GenerationService(stubs.GenerationServiceServicer):
         serving_state: ServingState,
         metrics: GeneratorMetrics,
         load_policy: Callable[[int], Awaitable[int]],
+        empty_chunk_seconds: float,
     ) -> None:
         self._engine = engine
         self._serving_state = serving_state
         self._metrics = metrics
         self._load_policy = load_policy
+        self._empty_chunk_seconds = empty_chunk_seconds
         self._log = get_logger("generation")
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -78,8 +84,9 @@ class GenerationService(stubs.GenerationServiceServicer):
             call, need = request_from_pb(request)
             self._check_instance(request.instance_id)
             with self._serving_state.admitted():
-                self._check_load(need)
-                async with aclosing(self._engine.generate(call)) as chunks:
+                version = self._check_load(need)
+                stream = with_empty_chunks(self._engine, call, version, self._empty_chunk_seconds)
+                async with aclosing(stream) as chunks:
                     async for chunk in chunks:
                         _check_version(chunk, need)
                         if trace is not None:
@@ -157,8 +164,8 @@ class GenerationService(stubs.GenerationServiceServicer):
                 "look the generator up again"
             )
 
-    def _check_load(self, need: VersionNeed) -> None:
-        """Raise GenerationRefused unless the engine serves the version and has room for the call."""
+    def _check_load(self, need: VersionNeed) -> int:
+        """Return the version in service; GenerationRefused unless the call accepts it and the engine has room."""
         status = self._engine.status()
         # docs/architecture.md: The staleness bound
         if status.policy_version < need.min_version:
@@ -171,6 +178,7 @@ class GenerationService(stubs.GenerationServiceServicer):
             )
         if status.waiting_count >= _WAITING_PER_SLOT * status.slot_count:
             raise Full(f"{status.waiting_count} calls wait for {status.slot_count} slots")
+        return status.policy_version
 
 
 def _check_version(chunk: Chunk, need: VersionNeed) -> None:

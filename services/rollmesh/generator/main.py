@@ -8,6 +8,7 @@ from contextlib import aclosing
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
+from rollmesh.generator.empty_chunks import empty_chunk_interval
 from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
 from rollmesh.generator.engines.engine_registry import build_engine
 from rollmesh.generator.generation_service import GenerationService
@@ -67,7 +68,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 ttl=config.store.session_ttl_seconds,
             ),
         )
-        service = GenerationService(engine, serving_state, service_metrics, watcher.load_version)
+        interval = empty_chunk_interval(config.rollout.chunk_timeout_seconds)
+        service = GenerationService(engine, serving_state, service_metrics, watcher.load_version, interval)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
         await server.start()

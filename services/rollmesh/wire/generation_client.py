@@ -57,7 +57,7 @@ class GenerationClient:
         *,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; the last one carries a finish reason.
+        """Stream the chunks of one call; the last one carries a finish reason, and others may be empty.
 
         A call with an ``unacknowledged_token_limit`` is held until ``acknowledge`` reports enough tokens, and ends as
         ``interrupted`` if that takes too long.
@@ -72,8 +72,9 @@ class GenerationClient:
         connection.calls += 1
         try:
             async for response in stream:
-                yield chunk_from_pb(response)
-                received = True
+                chunk = chunk_from_pb(response)
+                yield chunk
+                received = received or len(chunk.token_ids) > 0
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, record.address, received, self._security.explain) from error
         finally:

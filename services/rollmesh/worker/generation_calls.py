@@ -67,7 +67,7 @@ class CallLimits:
     max_context_tokens: int
     saving: SaveLimits
     chunk_timeout_seconds: float
-    """Longest wait for a chunk; a generator that takes longer has hung."""
+    """Longest wait for a chunk, an empty one included; a generator that takes longer has hung."""
     segment_tokens: int = 0
     """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
 
@@ -226,7 +226,8 @@ class Caller:
                 if chunk is None:
                     raise GarbageAnswer("no_finish_reason", "the stream ended without a finish reason")
                 await self._keep(slot, chunk, goal, params)
-                self._generators.clear_avoidance(slot.record.instance_id)
+                if len(chunk.token_ids) or chunk.finish_reason is not None:
+                    self._generators.clear_avoidance(slot.record.instance_id)
                 if active.stop_requested:
                     self._metrics.call_ended("enough")
                     return FinishReason.STOP

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.running_call import RunningCall
 from rollmesh.generator.engines.torch.sampled_tokens import CAPACITY
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.generator.engines.torch.torch_options import step_seconds
@@ -101,6 +102,33 @@ async def test_closing_a_stream_early_frees_its_slot(engine_of):
     assert generated(engine) < 2 * 240, "it was dropped, not finished"
     at_full_speed.set()
     assert len((await collect(engine, make_call("next"))).tokens) == 40
+
+
+async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_between_these_is_obeyed(engine_of):
+    engine = await engine_of(slots=16)
+    batch, interrupting = engine._thread.batch, threading.Event()
+    admit = batch.admit
+
+    def admit_and_wait(calls: list[RunningCall]) -> None:
+        admit(calls)
+        interrupting.wait(60)
+
+    batch.admit = admit_and_wait
+    await engine.pause()
+    calls = [make_call(f"t{i}", prompt_ids(i, 240), max_new_token_count=8) for i in range(16)]
+    tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
+    await until(lambda: engine.status().waiting_count == 16)
+    await engine.resume()
+    await until(lambda: engine.status().running_count > 0)
+    interrupted = asyncio.create_task(engine.interrupt(["t15"]))
+    await asyncio.sleep(0)
+    interrupting.set()
+    assert await interrupted == 1
+    rollouts = [await task for task in tasks]
+    assert [len(r.tokens) for r in rollouts] == [8] * 15 + [0]
+    status = engine.status()
+    assert status.prefill_token_total == 15 * 239
+    assert status.decode_step_total == 8, "they were decoded together"
 
 
 async def test_concurrent_loads_follow_each_other_in_order(engine_of, model_folder):

@@ -30,7 +30,7 @@ from rollmesh.types import (
 from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
-from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.generator_pool import FIRST_AVOID_SECONDS, GeneratorPool
 from rollmesh.worker.newest_policy import NewestPolicy
 
 PROMPT = 3
@@ -267,6 +267,47 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
     assert generator.calls == []
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+class Silent(Generator):
+    """Sends empty chunks before each of its chunks."""
+
+    async def generate(
+        self,
+        record: GeneratorRecord,
+        call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
+        *,
+        traceparent: str = "",
+    ) -> AsyncGenerator[Chunk, None]:
+        yield chunk(0, None)
+        async for sampled in super().generate(record, call, need, traceparent=traceparent):
+            yield chunk(0, None)
+            yield sampled
+
+
+async def test_empty_chunks_neither_end_a_call_nor_are_acknowledged_as_progress() -> None:
+    held = make_held()
+    generator = Silent([], held)
+    caller = await make_caller(generator, 64)
+    assert await caller.sample(held, 100, SamplingParams(), save=save) is FinishReason.LENGTH
+    assert (held.token_count, len(generator.calls), len(held.segments)) == (100, 1, 4)
+
+
+async def test_a_generator_that_breaks_after_an_empty_chunk_is_avoided_for_longer_each_time() -> None:
+    seconds: list[float] = []
+
+    class Noting(GeneratorPool):
+        def avoid(self, instance_id: str, at_least: float = FIRST_AVOID_SECONDS) -> float:
+            seconds.append(super().avoid(instance_id, at_least))
+            return seconds[-1]
+
+    held, registry, looks = make_held(), Registry(), itertools.count(0, 1000)
+    generators = Noting(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
+    generator = Silent([(0, BREAK)] * 3, held)
+    caller = await make_caller(generator, 64, registry, generators)
+    assert await caller.sample(held, 10, SamplingParams(), save=save) is FinishReason.LENGTH
+    assert seconds == [5, 10, 20]
 
 
 class Announced(Registry):

@@ -112,6 +112,12 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Continue decoding."""
 
+    async def respond(self) -> None:
+        """Return once the engine is known to run, which includes calls that are held; a hung engine does not return.
+
+        Raises EngineError if the engine has failed.
+        """
+
     def status(self) -> EngineStatus:
         """Return load and counters without waiting for a decode step; EngineError if the engine has failed."""
 

@@ -20,7 +20,8 @@ from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.runtime.addresses import free_port
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
-from .scripted_server import ScriptedServer, make_call, make_engine, until, write_folder
+from ..served_engine import served
+from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, until, write_folder
 
 Start = Callable[..., Awaitable[SglangEngine]]
 
@@ -86,6 +87,26 @@ async def test_the_deadline_of_a_slice_is_suspended_while_the_server_is_paused(s
     await engine.resume()
     server.release.set()  # at once: a slow machine needs the two seconds
     assert sum(len(c.token_ids) for c in await task) == 4
+
+
+async def test_a_slice_and_a_pause_of_twice_the_chunk_timeout_cost_no_call_and_no_token(server, start):
+    engine = await start()
+    server.deaf = True
+    limits = {"vocab_size": VOCAB, "max_context_tokens": LONGEST, "chunk_token_count": 4}
+    async with served(engine, **limits, chunk_timeout_seconds=1.5) as generator:
+        worker = await generator.worker()
+        sliced = asyncio.create_task(worker.sample("sliced", 4))
+        await until(lambda: server.count("/generate") == 1)
+        await engine.pause()
+        held = asyncio.create_task(worker.sample("held", 4))
+        await until(lambda: engine.status().waiting_count == 1)
+        await asyncio.sleep(3.0)  # twice the chunk timeout
+        await engine.resume()
+        server.release.set()
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(sliced, held)
+    assert [(active.token_count, reason) for active, reason in found] == [(4, FinishReason.LENGTH)] * 2
+    assert (worker.ended("length"), worker.ended("hung"), server.count("/generate")) == (2, 0, 2)
 
 
 async def test_tokens_of_weights_that_were_never_loaded_end_the_engine(server, start):

@@ -180,6 +180,10 @@ class SglangEngine:
             self._queue.set_paused(False)
             self._queue.wake_all()
 
+    async def respond(self) -> None:
+        """Return at once: probes and the deadlines of requests detect a server that hangs."""
+        self._state.serving()
+
     def status(self) -> EngineStatus:
         """Return load and counters as counted by this engine; EngineError if the server is lost."""
         state, queue = self._state, self._queue

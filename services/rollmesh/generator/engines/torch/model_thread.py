@@ -35,7 +35,7 @@ from rollmesh.types import Chunk, FinishReason
 _STRIDE = 4
 """Steps between two admissions and between two deliveries; batches prefills and wake-ups."""
 _PREFILL_TOKENS = 2048
-"""Prefilled tokens between two decode steps."""
+"""Prefilled tokens between two decode steps, and between two looks for commands."""
 _QUIET_SECONDS = 0.0005
 _LONGEST_GATHERING_SECONDS = 0.01
 _FILL = 0.85
@@ -66,6 +66,8 @@ class ModelThread:
         self._stopping = False
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
+        self._filling = False
+        """True while calls that start together are prefilled in parts, between which commands run."""
         self._stuck = False
         """True while waiting calls cannot start next to held ones, until a command or the end of a hold."""
         self._swaps: list[Swap] = []
@@ -195,7 +197,7 @@ class ModelThread:
             insort(self.waiting, call, key=lambda c: c.arrival)
         running = self.batch.active_count
         counters = self.batch.counters
-        if running:
+        if running and not self._filling:
             step_started = time.perf_counter()
             self.batch.step()
             self._steps_since_admission += 1
@@ -214,15 +216,21 @@ class ModelThread:
     def _admit(self) -> None:
         """Move waiting calls into slots, oldest first, within the limits of slots, cache and prefill budget."""
         batch = self.batch
-        if not self.waiting or not batch.slots.free or (batch.active_count and self._steps_since_admission < _STRIDE):
+        due = self._filling or not batch.active_count or self._steps_since_admission >= _STRIDE
+        if not self.waiting or not batch.slots.free or not due:
+            self._filling = False
             return
         self._steps_since_admission = 0
+        filling = self._filling or not batch.active_count
+        most = max(_PREFILL_TOKENS, batch.forward_tokens) if filling else _PREFILL_TOKENS
+        self._filling = False
         chosen: list[RunningCall] = []
         widths: list[int] = []
         prefill = 0
         for call in self.waiting[: len(batch.slots.free)]:
             count = len(call.request.context_ids) + call.written_count
-            if chosen and batch.active_count and prefill + count > _PREFILL_TOKENS:
+            if chosen and prefill + count > most:
+                self._filling = filling
                 break
             if self._swaps and not call.started:
                 break

@@ -68,7 +68,8 @@ class RunningBatch:
         """Lengths of finished responses, for ``remaining_estimate``."""
         self.slots = SlotTable(slot_count, model.arch.vocab_size, model.device)
         self._stepper = stepper
-        self._forward_tokens = forward_tokens
+        self.forward_tokens = forward_tokens
+        """Tokens of one prefill pass."""
         self._order: RowOrder | None = None
         self._planned_steps = 0
         """Steps until a row outgrows the prepared step or its tier."""
@@ -132,7 +133,7 @@ class RunningBatch:
 
     def _prefill(self, contexts: list[tuple[RunningCall, Int32Array]]) -> None:
         contexts = [(c, context) for c, context in contexts if len(context) > 1]
-        for batch in prefill_batches([len(context) - 1 for _, context in contexts], self._forward_tokens):
+        for batch in prefill_batches([len(context) - 1 for _, context in contexts], self.forward_tokens):
             chosen = [contexts[i] for i in batch]
             longest = len(chosen[0][1]) - 1
             tokens = np.zeros((len(chosen), longest), np.int64)

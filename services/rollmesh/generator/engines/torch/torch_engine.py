@@ -208,6 +208,9 @@ class TorchEngine:
     async def resume(self) -> None:
         await self._call(lambda thread: thread.set_paused(False))
 
+    async def respond(self) -> None:
+        await self._call(lambda thread: None)
+
     def status(self) -> EngineStatus:
         thread = self._thread
         if thread is None:

@@ -1,0 +1,72 @@
+"""Calls without a token to send for longer than the chunk timeout: the engine lives, or it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from rollmesh.errors import GenerationRefused
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.types import FinishReason, VersionNeed
+
+from .conftest import VOCAB, collect, make_call
+from .served_engine import served
+
+LIMITS = {"vocab_size": VOCAB, "max_context_tokens": 256, "chunk_token_count": 60}
+STEP_SECONDS = 0.05
+
+
+async def test_a_call_that_waits_for_a_slot_or_has_a_long_chunk_is_not_given_up(engine_of):
+    engine = await engine_of(slots=1, pace=[[1, STEP_SECONDS]])
+    timeout = 2.0
+    assert timeout < 60 * STEP_SECONDS, "each call takes longer, and the one that waits twice as long"
+    async with served(engine, **LIMITS, chunk_timeout_seconds=timeout) as generator:
+        workers = [await generator.worker() for _ in range(2)]
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*(w.sample(f"t{i}", 60) for i, w in enumerate(workers)))
+    assert [(active.token_count, reason) for active, reason in found] == [(60, FinishReason.LENGTH)] * 2
+    assert [(w.ended("length"), w.ended("hung")) for w in workers] == [(1, 0)] * 2
+    assert engine.status().generated_token_total == 120
+
+
+async def test_a_call_of_an_engine_that_hangs_is_given_up_after_the_chunk_timeout(engine_of):
+    engine = await engine_of(slots=1)
+    batch, go_on = engine._thread.batch, threading.Event()
+    step = batch.step
+
+    def hanging_step() -> None:
+        go_on.wait()
+        step()
+
+    batch.step = hanging_step
+    async with served(engine, **LIMITS, chunk_timeout_seconds=0.5) as generator:
+        worker = await generator.worker()
+        sampling = asyncio.create_task(worker.sample("t", 60))
+        async with asyncio.timeout(60):
+            while not worker.ended("hung"):
+                await asyncio.sleep(0.01)
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+        go_on.set()
+
+
+async def test_an_empty_chunk_has_the_version_that_the_call_accepts_and_a_refusal_after_it_is_still_one(
+    engine_of, model_folder
+):
+    engine = await engine_of(slots=1, pace=[[1, STEP_SECONDS]])
+    async with served(engine, **LIMITS, chunk_timeout_seconds=0.5) as generator:
+        running = asyncio.create_task(collect(engine, make_call("running", max_new_token_count=240)))
+        async with asyncio.timeout(60):
+            while not engine.status().running_count:
+                await asyncio.sleep(0.001)
+        waiting = generator.client.generate(generator.record, make_call("waiting"), VersionNeed(pinned_version=0))
+        empty = await anext(waiting)
+        assert (len(empty.token_ids), empty.finish_reason) == (0, None)
+        assert (empty.policy_version, empty.kv_min_version) == (0, 0)
+        await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.INTERRUPT)
+        assert (await running).reason is FinishReason.INTERRUPTED
+        with pytest.raises(GenerationRefused, match="policy version 1 was put in service while the call waited"):
+            async for chunk in waiting:
+                assert not len(chunk.token_ids)
