@@ -9,6 +9,7 @@
     │   └── Conflict           the state in Redis is not the one the caller assumed
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
     ├── TrainingDiverged       gradients or logprobs of the policy are not finite                 (RuntimeError)
+    ├── Unfinished             a signal ended the process before its work was complete              (RuntimeError)
     ├── PoliciesRefused        every generator refuses the newest policy                         (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
     │   └── UnsupportedModel   the engine cannot compute this model with any weights
@@ -80,6 +81,10 @@ class TrainingDiverged(RollmeshError, RuntimeError):
     """Updates in a row had no finite gradient, or the new policy's logprobs are not finite; a restart does not help."""
 
     final = True
+
+
+class Unfinished(RollmeshError, RuntimeError):
+    """A signal ended the process before its work was complete; nothing is lost, and a restart continues."""
 
 
 class PoliciesRefused(RollmeshError, RuntimeError):

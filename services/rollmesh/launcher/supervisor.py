@@ -20,7 +20,7 @@ from typing import Protocol
 from rollmesh.config.secrets import inherited_environment
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
-from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
 
@@ -44,7 +44,7 @@ class ServiceSpec:
     grace_seconds: float = 30.0
     """Seconds between SIGTERM and SIGKILL."""
     one_shot: bool = False
-    """True if exit status 0 means that the work is complete."""
+    """True if the process ends by itself: with exit status 0 when its work is complete, or ``EXIT_UNFINISHED``."""
     final_errors: frozenset[str] = frozenset({"ConfigError", "DataError"})
     """Classes of logged errors that a restart cannot fix, whatever the exit status (torchrun sets its own).
 
@@ -125,7 +125,7 @@ class _Child:
     retirement: asyncio.Task[None] | None = None
     """Task that removes the child while the other children continue; None before ``retire``."""
     finished: bool = False
-    """True after exit status 0 of a one-shot child."""
+    """True after exit status 0 or ``EXIT_UNFINISHED`` of a one-shot child."""
     log_start: int = 0
     """Bytes of the log at the start of the process."""
     service_seconds: float = 0.0
@@ -174,11 +174,11 @@ class Supervisor:
         return [c.spec.index for c in children], [c.spec.index for c in children if c.retirement is not None]
 
     def finished(self, name: str) -> bool:
-        """Tell whether a one-shot child has exited with status 0."""
+        """Tell whether a one-shot child has ended without an error."""
         return self._children[name].finished
 
     def start_again(self, name: str) -> None:
-        """Restart a one-shot child that exited with status 0 before its work was complete, such as after a SIGTERM."""
+        """Restart a one-shot child that ended without an error before its work was complete, as after a SIGTERM."""
         child = self._children[name]
         child.finished = False
         self._supervise(child, self._delay_after(child, 0, self._clock()))
@@ -232,7 +232,7 @@ class Supervisor:
                 return
             if child.stopping:
                 return
-            if child.spec.one_shot and code == 0:
+            if child.spec.one_shot and code in (0, EXIT_UNFINISHED):
                 child.finished = True
                 return
             reason = exit_reason(child.spec.log_file, child.log_start)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from rollmesh.errors import RollmeshError
+from rollmesh.errors import RollmeshError, Unfinished
 from rollmesh.runtime.logging import get_logger
 
 Shutdown = asyncio.Event
@@ -24,13 +24,16 @@ true when a later start may succeed."""
 EXIT_CONFIG = 78
 """Exit status of a process that requires an operator (EX_CONFIG of sysexits.h); a restart fails again."""
 
+EXIT_UNFINISHED = 128 + signal.SIGTERM
+"""Exit status of a process that a signal ended before its work was complete; a restart continues."""
+
 
 def run_service(main: Callable[[Shutdown], Awaitable[None]], *, grace_seconds: float = 30.0) -> int:
     """Run ``main(shutdown)`` to its end and return the exit status.
 
     The first signal sets ``shutdown``; ``main`` then has ``grace_seconds`` to drain before it is cancelled. A second
     signal cancels it immediately. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` if it is
-    final. Any other error propagates with its traceback.
+    final, or ``EXIT_UNFINISHED`` if it is Unfinished. Any other error propagates with its traceback.
     """
     if sys.platform == "win32":
         return asyncio.run(_supervised(main, grace_seconds))
@@ -69,6 +72,9 @@ async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds
 def log_failure(error: RollmeshError) -> int:
     """Log the error that ended the process as one line; returns the exit status."""
     log = get_logger("lifecycle")
+    if isinstance(error, Unfinished):
+        log.info("ended_unfinished", message=str(error))
+        return EXIT_UNFINISHED
     log.error(FAILURE_EVENT, error=type(error).__name__, message=str(error), passing=error.passing)
     return EXIT_CONFIG if error.final else 1
 

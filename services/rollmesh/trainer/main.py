@@ -16,7 +16,7 @@ from rollmesh.checkpoints.describe import architecture_of, read_json
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import CheckpointError, ConfigError, SessionLost
+from rollmesh.errors import CheckpointError, ConfigError, SessionLost, Unfinished
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
@@ -55,14 +55,16 @@ _REDIS_RETRY_SECONDS = 5.0
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Train the run to its last step, or until ``shutdown``; under torchrun, ranks above 0 follow rank 0.
 
-    Raises SessionLost if a newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
+    Raises Unfinished if ``shutdown`` came before the work was complete, SessionLost if a newer trainer has taken over,
+    and CheckpointError or ConfigError for permanent errors.
     """
+    unfinished = ""
     checkpoints = open_checkpoints(config)
     executor, loop = ThreadPoolExecutor(1, thread_name_prefix="torch"), asyncio.get_running_loop()
     try:
         ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
         if ranks.world.leads:
-            await _lead(config, index, shutdown, checkpoints, ranks, executor)
+            unfinished = await _lead(config, index, shutdown, checkpoints, ranks, executor)
             await loop.run_in_executor(executor, ranks.dismiss)
         else:
             async with _answering_probes(config, ranks.world):
@@ -71,6 +73,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     finally:
         # A cancelled step may run for long; the interpreter waits for it, the event loop must not.
         executor.shutdown(wait=False, cancel_futures=True)
+    if unfinished:
+        raise Unfinished(f"stopped before the run was complete: {unfinished}")
 
 
 def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
@@ -101,7 +105,8 @@ async def _lead(
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
     executor: ThreadPoolExecutor,
-) -> None:
+) -> str:
+    """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
     async with service_host(config, "trainer", index) as host:
         health, trainer_metrics = host.health, TrainerMetrics(host.metrics)
         health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
@@ -114,13 +119,17 @@ async def _lead(
         )
         session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown)
         retry = Retry(trainer_metrics, health, shutdown)
-        with contextlib.suppress(Stopped):
+        try:
             progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
             deps = await _build_deps(
                 config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
             )
             health.set_ready(True)
-            await _run(TrainingLoop(deps, shutdown), deps)
+            training = TrainingLoop(deps, shutdown)
+            await _run(training, deps)
+            return await training.unfinished()
+        except Stopped as stopped:
+            return str(stopped)
 
 
 async def _build_deps(

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from rollmesh.runtime.lifecycle import EXIT_CONFIG, die_with_parent
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run torchrun. Exits with ``EXIT_CONFIG`` if a rank of this node exited with it.
+    """Run torchrun. Exits with ``EXIT_CONFIG`` or ``EXIT_UNFINISHED`` if a rank of this node exited with it.
 
     It ends with its ranks when the launcher dies that their argument ``--supervised-by`` names.
     """
@@ -32,9 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ChildFailedError as error:
         # Check every rank: the others fail when the rejected rank closes its connection, and torchrun may report any
         # of them first.
-        if any(failure.exitcode == EXIT_CONFIG for failure in error.failures.values()):
-            print(error, file=sys.stderr)
-            raise SystemExit(EXIT_CONFIG) from error
+        statuses = {failure.exitcode for failure in error.failures.values()}
+        for status in (EXIT_CONFIG, EXIT_UNFINISHED):
+            if status in statuses:
+                print(error, file=sys.stderr)
+                raise SystemExit(status) from error
         raise
 
 

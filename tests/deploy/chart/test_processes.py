@@ -56,6 +56,19 @@ def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tm
         assert set(ended.values()) == {0}, ended
 
 
+def test_a_trainer_pod_that_is_drained_before_the_last_step_has_not_completed_its_job(
+    helm4: Helm, commands: str, tmp_path: Path
+) -> None:
+    machine = machine_of(helm4, ["run.trainer.train_steps=40"], tmp_path, commands)
+    with pods_of(machine, {}) as pods:
+        start_all(pods)
+        (trainer,) = pods["trainer"]
+        wait_until(pods, lambda: trainer.passes("readinessProbe"), "the trainer to be ready")
+        wait_until(pods, lambda: 1 in versions(pods), "the first train step")
+
+        assert trainer.stop() not in (0, *final_statuses(machine.rendering, "trainer")), trainer.log[-4000:]
+
+
 GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mesh", "security.token.enabled=true"]
 
 

@@ -13,7 +13,7 @@ from rollmesh.config import load_run_config, write_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.config.secrets import secret_environment
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor, start_process
-from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
 
 def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
@@ -169,9 +169,10 @@ async def test_a_child_that_cannot_even_be_started_fails_the_run_instead_of_hang
     assert "absent" in reason
 
 
-async def test_a_one_shot_child_that_was_asked_to_stop_too_early_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [0, EXIT_UNFINISHED])
+async def test_a_one_shot_child_that_was_asked_to_stop_too_early_is_started_again(tmp_path: Path, status: int) -> None:
     supervisor = Supervisor(restart_limit=1)
-    supervisor.start(spec(tmp_path, "print('done')", one_shot=True))
+    supervisor.start(spec(tmp_path, f"print('done'); raise SystemExit({status})", one_shot=True))
     await until(lambda: supervisor.finished("worker-0"))
     supervisor.start_again("worker-0")
     assert not supervisor.finished("worker-0")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.launcher.exit_reason import exit_reason
-from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
 SERVICE = """
 import asyncio, sys
@@ -16,7 +16,7 @@ from rollmesh import errors
 from rollmesh.runtime.lifecycle import run_service
 
 async def main(shutdown):
-    if sys.argv[1].endswith("Error") or sys.argv[1] == "StoreUnavailable":
+    if sys.argv[1].endswith("Error") or sys.argv[1] in ("StoreUnavailable", "Unfinished"):
         raise getattr(errors, sys.argv[1])("schedule.pool_size=0: must be at least 1")
     print("up", flush=True)
     await shutdown.wait()
@@ -53,7 +53,13 @@ def test_a_service_that_does_not_drain_is_cancelled_after_its_grace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [("ConfigError", EXIT_CONFIG), ("DataError", EXIT_CONFIG), ("StoreUnavailable", 1)]
+    ("error", "status"),
+    [
+        ("ConfigError", EXIT_CONFIG),
+        ("DataError", EXIT_CONFIG),
+        ("StoreUnavailable", 1),
+        ("Unfinished", EXIT_UNFINISHED),
+    ],
 )
 def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: int) -> None:
     with start(error, 1.0) as process:

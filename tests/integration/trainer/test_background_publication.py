@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.store import EmbeddedServer
 
 from .test_kills import assert_every_batch_counts_once, last_weights
@@ -143,7 +144,7 @@ async def test_a_trainer_that_is_stopped_announces_what_it_has_trained(
         await run.until("the end to wait for the announcement", lambda: waits(run, 2), pause=0.01)
         assert await versions(run) == [0, 1]
         release(run)
-        await run.until_finished()
+        assert await run.until_failed() == EXIT_UNFINISHED
         assert await versions(run) == [0, 1, 2]
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from rollmesh.config.reward import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -126,7 +126,7 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
                 metrics = (await client.get(f"http://{endpoint.admin}/metrics")).text
             assert "rollmesh_trainer_train_step" in metrics
             process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
+            assert process.wait(120) == EXIT_UNFINISHED, "a Job would be complete after status 0"
             stopped = run.checkpoints.latest_committed()
             assert stopped is not None
             assert stopped.train_step >= 2
@@ -147,7 +147,7 @@ async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_th
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
+            assert process.wait(120) == EXIT_UNFINISHED
             newest = (await run.store.policies.announced())[-1]
             folder = run.checkpoints.root / newest.path
             weights = load_file(folder / "model.safetensors")

@@ -48,7 +48,7 @@ class RollbackRunner:
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
         store = self._session.store
-        request = await self._pending()
+        request = await self.pending()
         if request is None or await self._replaying():
             return
         await self.unless_abandoned(self._publisher.announced())
@@ -77,17 +77,18 @@ class RollbackRunner:
         try:
             return await publication
         except TrainingDiverged as error:
-            if await self._pending() is None:
+            if await self.pending() is None:
                 raise
             self._log.warning("diverged_policy_not_published", message=str(error))
             return None
 
+    async def pending(self) -> RollbackRequest | None:
+        """Return the request that is not yet carried out; None without one."""
+        return await self._session.retry("rollback_request", self._session.store.rollbacks.pending)
+
     async def _replaying(self) -> bool:
         steps = await self._retry.run("list_batch_files", lambda: asyncio.to_thread(self._checkpoints.batch_steps))
         return bool(steps) and steps[-1] > self._ranks.trainer.train_step
-
-    async def _pending(self) -> RollbackRequest | None:
-        return await self._session.retry("rollback_request", self._session.store.rollbacks.pending)
 
     async def _take_weights(self, version: int) -> CheckpointError | None:
         """Load the weights of a version; return the error of one that is not kept, which is no failure of the store."""

@@ -135,6 +135,15 @@ class TrainingLoop:
         finally:
             await deps.publisher.cancel()
 
+    async def unfinished(self) -> str:
+        """Name the work that a shutdown left; empty when the run is complete."""
+        last = self._deps.config.trainer.train_steps
+        if self.train_step < last:
+            return f"train step {self.train_step} of {last}"
+        if self._shutdown.is_set() and await self._deps.rollbacks.pending() is not None:
+            return "a requested rollback"
+        return ""
+
     async def _train(self) -> None:
         deps = self._deps
         last = deps.config.trainer.train_steps
