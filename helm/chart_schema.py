@@ -183,7 +183,10 @@ def _by_default(value: Any, path: str, texts: dict[str, str]) -> Schema:
 
 
 def _run_section(description: str) -> Schema:
-    """Return the schema of a run file's sections; the program checks their fields and says more than a schema can."""
+    """Return the schema of a run file's sections; the program checks their fields and says more than a schema can.
+
+    The templates require name and model of a run that is not empty.
+    """
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
     for section, names in _FIELDS_SET_BY_CHART.items():
         properties[section] = _without(*names)
@@ -191,7 +194,7 @@ def _run_section(description: str) -> Schema:
     properties["name"] = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"}
     properties["seed"] = {"type": "integer"}
     properties["model"] = {"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}
-    return {"description": description, **_closed(properties, ["name", "model"])}
+    return {"description": description, **_closed(properties)}
 
 
 def _without(*names: str) -> Schema:

@@ -24,8 +24,6 @@ from rollmesh.scheduling.presets import PRESETS
 
 CHART = Path(__file__).resolve().parent / "rollmesh"
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?P<rest>.*)$")
-FREE = ("run",)
-"""Sections whose fields are documented elsewhere."""
 
 
 class ValuesError(Exception):
@@ -46,8 +44,6 @@ def documented_values(text: str) -> list[Value]:
     data = yaml.safe_load(text)
     found: list[Value] = []
     for path, comment in _commented_keys(text):
-        if any(path.startswith(f"{section}.") for section in FREE):
-            continue
         name = path.rpartition(".")[2]
         if not comment.startswith(name + " "):
             raise ValuesError(f"values.yaml: {path}: its comment must begin with {name!r}, not {comment[:40]!r}")
@@ -91,11 +87,10 @@ def readme(values: list[Value], chart: dict[str, Any]) -> str:
     """Return the chart's README: the template with the table of values."""
     rows = ["| value | default | meaning |", "|---|---|---|"]
     for value in values:
-        if isinstance(value.default, dict) and value.default and value.path not in FREE:
+        if isinstance(value.default, dict) and value.default:
             rows.append(f"| **{value.path}** | | {_cell(value.description)} |")
         else:
-            default = "see values.yaml" if value.path in FREE else f"`{json.dumps(value.default)}`"
-            rows.append(f"| {value.path} | {default} | {_cell(value.description)} |")
+            rows.append(f"| {value.path} | `{json.dumps(value.default)}` | {_cell(value.description)} |")
     template = (CHART / "README.md.tmpl").read_text(encoding="utf-8")
     return (
         template.replace("@VALUES@", "\n".join(rows))

@@ -139,7 +139,9 @@ def known_setting(path: str) -> bool:
 
 
 def chart_value(path: str) -> bool:
-    """Tell whether a dotted name leads to a value of the chart."""
+    """Tell whether a dotted name leads to a value of the chart, whose value ``run`` is a run file."""
+    if path.startswith("run."):
+        return known_setting(path.removeprefix("run."))
     found: Any = chart_values()
     for name in path.split("."):
         if not isinstance(found, dict) or name not in found:

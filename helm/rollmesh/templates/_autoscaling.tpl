@@ -54,7 +54,7 @@ spec:
           name: {{ include "rollmesh.signalMetric" (list $component .name) | quote }}
           selector:
             matchLabels:
-              run: {{ $root.Values.run.name | quote }}
+              run: {{ include "rollmesh.runName" $root | quote }}
         target:
           type: {{ .metricType }}
           {{ ternary "averageValue" "value" (eq .metricType "AverageValue") }}: {{ include "rollmesh.quantity" .target | quote }}
@@ -78,7 +78,7 @@ spec:
 {{- $component := index . 1 -}}
 {{- $scaling := (index $root.Values $component).autoscaling -}}
 {{- $rule := include "rollmesh.scalingRule" . | fromYaml -}}
-{{- $selector := printf "namespace=%q,run=%q" $root.Release.Namespace $root.Values.run.name -}}
+{{- $selector := printf "namespace=%q,run=%q" $root.Release.Namespace (include "rollmesh.runName" $root) -}}
 {{- $keda := $root.Values.keda -}}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject

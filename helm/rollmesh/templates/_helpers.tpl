@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $root := index . 0 -}}
 {{- $values := index $root.Values (index . 1) -}}
 {{ include "rollmesh.labels" . }}
-rollmesh/run: {{ $root.Values.run.name | quote }}
+rollmesh/run: {{ include "rollmesh.runName" $root | quote }}
 {{- with $values.podLabels }}
 {{ toYaml . }}
 {{- end }}
@@ -54,7 +54,8 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{/* Whether a component is deployed: (list $ "agents"). A run of outside agents needs the agents service. */}}
 {{- define "rollmesh.enabled" -}}
 {{- $root := index . 0 -}}
-{{- $needed := and (eq (index . 1) "agents") (eq (dig "rollout" "program" "" $root.Values.run) "agent") -}}
+{{- $run := include "rollmesh.run" $root | fromYaml -}}
+{{- $needed := and (eq (index . 1) "agents") (eq (dig "rollout" "program" "" $run) "agent") -}}
 {{- if or (index $root.Values (index . 1)).enabled $needed -}}true{{- end -}}
 {{- end -}}
 
@@ -105,9 +106,9 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{/* Location of the checkpoints: a folder of the mounted claim, or the URL of an object store. */}}
 {{- define "rollmesh.checkpointFolder" -}}
 {{- if .Values.checkpoints.url -}}
-{{- printf "%s/%s" (trimSuffix "/" .Values.checkpoints.url) .Values.run.name -}}
+{{- printf "%s/%s" (trimSuffix "/" .Values.checkpoints.url) (include "rollmesh.runName" .) -}}
 {{- else -}}
-{{- printf "/var/lib/rollmesh/shared/%s/checkpoints" .Values.run.name -}}
+{{- printf "/var/lib/rollmesh/shared/%s/checkpoints" (include "rollmesh.runName" .) -}}
 {{- end -}}
 {{- end -}}
 
@@ -117,20 +118,35 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 
 {{/* Seconds for the shutdown of a service: the drain time of the run file, 5 s of the process, 10 s of Kubernetes. */}}
 {{- define "rollmesh.gracePeriodSeconds" -}}
-{{- $drain := dig "generator" "drain_timeout_seconds" 20 .Values.run -}}
+{{- $drain := dig "generator" "drain_timeout_seconds" 20 (include "rollmesh.run" . | fromYaml) -}}
 {{- add (ceil $drain | int) 15 -}}
 {{- end -}}
 
 {{/* Place of the SGLang servers: "sidecar", "child", or empty without SGLang. */}}
 {{- define "rollmesh.sglangPlace" -}}
-{{- if eq (dig "generator" "engine" "torch" .Values.run) "sglang" -}}
+{{- if eq (dig "generator" "engine" "torch" (include "rollmesh.run" . | fromYaml)) "sglang" -}}
 {{- ternary "sidecar" "child" .Values.generator.sglang.sidecar.enabled -}}
 {{- end -}}
 {{- end -}}
 
+{{/* The fields of the run: the values', or the demo's when there are none. They are never mixed. */}}
+{{- define "rollmesh.run" -}}
+{{- $run := .Values.run | default (.Files.Get "files/demo-run.yaml" | fromYaml) -}}
+{{- range list "name" "model" -}}
+{{- if not (hasKey $run .) -}}
+{{- fail (printf "run.%s is missing: a run with any field is a whole run file, to which the chart adds no field of the demo. Give run.%s, or for the demo with other values add --values examples/kubernetes/countdown-cpu-values.yaml" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $run -}}
+{{- end -}}
+
+{{- define "rollmesh.runName" -}}
+{{- (include "rollmesh.run" . | fromYaml).name -}}
+{{- end -}}
+
 {{/* The run file. Pod-specific fields and secrets come from the environment, which overrides it. */}}
 {{- define "rollmesh.runFile" -}}
-{{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") .Values.run) -}}
+{{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") (include "rollmesh.run" . | fromYaml)) -}}
 {{- end -}}
 
 {{/* A ServiceAccount without a mounted token: (list $ "rollout"). */}}

@@ -173,7 +173,7 @@ securityContext:
 {{- define "rollmesh.runFolder" -}}
 {{- $root := index . 0 -}}
 {{- if and (has (index . 1) (list "trainer" "gateway")) (not $root.Values.checkpoints.url) -}}
-{{- printf "/var/lib/rollmesh/shared/%s/run" $root.Values.run.name -}}
+{{- printf "/var/lib/rollmesh/shared/%s/run" (include "rollmesh.runName" $root) -}}
 {{- else -}}
 /var/lib/rollmesh/run
 {{- end -}}

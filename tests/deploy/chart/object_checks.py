@@ -291,7 +291,7 @@ def containers_are_complete(rendering: Rendering) -> Iterator[str]:
 def pods_may_end_in_their_own_time(rendering: Rendering) -> Iterator[str]:
     """The grace period is longer than the drain time of the run file and the process's own margin."""
     run = yaml.safe_load(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
-    drain = run["generator"].get("drain_timeout_seconds", 20)
+    drain = run.get("generator", {}).get("drain_timeout_seconds", 20)
     for name, template in rendering.pods():
         if template["spec"]["terminationGracePeriodSeconds"] < drain + 5 + 5:
             yield f"{name}: {template['spec']['terminationGracePeriodSeconds']} s for a drain of {drain} s"

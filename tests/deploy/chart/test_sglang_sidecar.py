@@ -17,6 +17,8 @@ from .rendering import CHART, Helm, HelmError, Object, Rendering
 ONE_NODE = CHART / "ci" / "one-node-8-gpus-values.yaml"
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
+LEAST = ["run.name=least", *SGLANG]
+"""The shortest run file with SGLang: its other fields have their defaults."""
 SEVERAL_NODES = CHART / "ci" / "multi-node-sglang-values.yaml"
 BY_PLACE = {"--model-path", "--port", "--weight-version", "--config", "--max-total-tokens"}
 """Permitted differences: the model path, the port, and without a limit in the run file the size of the cache."""
@@ -54,19 +56,19 @@ def config_of(rendering: Rendering, folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("example", "sets"),
+    ("examples", "sets"),
     [
-        (ONE_NODE, []),
-        (ONE_NODE, ["run.generator.on_new_version=keep_kv", "run.generator.slots=31"]),
-        (SEVERAL_NODES, []),
-        # Nothing said: the defaults of the chart are those of the run file.
-        (KIND, [*SGLANG, "run.generator.slots=null", "run.generator.max_context_tokens=null"]),
+        ([ONE_NODE], []),
+        ([ONE_NODE], ["run.generator.on_new_version=keep_kv", "run.generator.slots=31"]),
+        ([SEVERAL_NODES], []),
+        # The defaults of the chart are those of the run file.
+        ([], LEAST),
     ],
 )
 def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
-    helm: Helm, tmp_path: Path, example: Path, sets: list[str]
+    helm: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
 ) -> None:
-    rendering = helm.template(CHART, [example], sets)
+    rendering = helm.template(CHART, examples, sets)
     options = SglangOptions.from_config(config_of(rendering, tmp_path), 0)
     server = server_of(rendering)
     wanted = flags_of(options.command(Path("/models/m"), 0, 1))
@@ -130,24 +132,24 @@ def lora_words(server: Object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("example", "sets"),
+    ("examples", "sets"),
     [
-        (ONE_NODE, [RANK_8]),
-        (ONE_NODE, [RANK_8, "run.schedule.max_staleness=0", "run.model.adapter.target={v_proj,q_proj,o_proj,q_proj}"]),
-        (ONE_NODE, [RANK_8, NO_BOUND, "run.schedule.preset=one_step_off"]),
+        ([ONE_NODE], [RANK_8]),
+        ([ONE_NODE], [RANK_8, "run.schedule.max_staleness=0",
+                      "run.model.adapter.target={v_proj,q_proj,o_proj,q_proj}"]),
+        ([ONE_NODE], [RANK_8, NO_BOUND, "run.schedule.preset=one_step_off"]),
         # These schedules set the bound in groups.
-        (KIND, [*SGLANG, RANK_8, NO_BOUND, "run.schedule.preset=pipeline", "run.schedule.window_groups=33"]),
-        (KIND, [*SGLANG, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=33",
-                "run.schedule.groups_per_batch=null", NO_BOUND]),
-        (KIND, [*SGLANG, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=40"]),
-        # Nothing said: the defaults of the chart are those of the run file.
-        (KIND, [*SGLANG, "run.model.adapter.alpha=16", "run.generator.slots=null", NO_BOUND]),
+        ([KIND], [*SGLANG, RANK_8, NO_BOUND, "run.schedule.preset=pipeline", "run.schedule.window_groups=33"]),
+        ([], [*LEAST, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=33"]),
+        ([KIND], [*SGLANG, RANK_8, "run.schedule.preset=roll", "run.schedule.window_groups=40"]),
+        # The defaults of the chart are those of the run file.
+        ([], [*LEAST, "run.model.adapter.alpha=16"]),
     ],
 )  # fmt: skip
 def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
-    helm: Helm, tmp_path: Path, example: Path, sets: list[str]
+    helm: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
 ) -> None:
-    rendering = helm.template(CHART, [example], ["run.schedule.pool_size=null", *sets])
+    rendering = helm.template(CHART, examples, ["run.schedule.pool_size=null", *sets])
     config = config_of(rendering, tmp_path)
     settings = AdapterSettings.from_config(config)
     assert settings is not None
@@ -159,7 +161,7 @@ def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
     found = lora_words(server_of(rendering))
 
     assert found[: len(wanted)] == wanted
-    assert found[len(wanted) :] == flags_after(example), "flags of the values come last, so they win"
+    assert found[len(wanted) :] == flags_after(examples), "flags of the values come last, so they win"
     info = {
         "enable_lora": True,
         "lora_strict_loading": True,
@@ -170,10 +172,11 @@ def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
     check_lora_server(info, "http://127.0.0.1:30000", settings, SEVEN_LAYERS if targets == ["all"] else targets)
 
 
-def flags_after(example: Path) -> list[str]:
-    """The flags of an example's own, word by word."""
-    sidecar = yaml.safe_load(example.read_text())["generator"].get("sglang", {}).get("sidecar", {})
-    return [word for argument in sidecar.get("args", []) for word in argument.split("=", 1)]
+def flags_after(examples: list[Path]) -> list[str]:
+    """The flags of the examples' own, word by word."""
+    generators = [yaml.safe_load(example.read_text())["generator"] for example in examples]
+    arguments = [a for g in generators for a in g.get("sglang", {}).get("sidecar", {}).get("args", [])]
+    return [word for argument in arguments for word in argument.split("=", 1)]
 
 
 def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm: Helm) -> None:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.recipes import recipe_file
 
 from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 
@@ -154,6 +155,37 @@ def test_run_file_and_environment_of_every_container_make_a_run(
 
     count = 6 if yaml.safe_load(example.read_text()).get("agents") else 5
     assert seen == 2 * count, "every service and its init container"
+
+
+def test_a_run_in_the_values_is_the_whole_run_file(helm: Helm, tmp_path: Path) -> None:
+    """Helm merges maps, so a default of the chart would be a field of every run file."""
+    run = {"name": "mine", "model": {"path": "recipe:countdown"}, "schedule": {"preset": "roll"}}
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"run": run}))
+
+    written = yaml.safe_load(helm.template(CHART, [file]).one("ConfigMap", "-run")["data"]["run.yaml"])
+
+    assert written == {**run, "folder": "/var/lib/rollmesh/run"}
+
+
+def test_no_run_in_the_values_is_the_demo(helm: Helm) -> None:
+    written = yaml.safe_load(helm.template(CHART).one("ConfigMap", "-run")["data"]["run.yaml"])
+    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+
+    assert written["name"] == demo["name"]
+    for section, fields in written.items():
+        if isinstance(fields, dict):
+            shared = {name: demo[section].get(name, value) for name, value in fields.items()}
+            assert fields == shared, section
+
+
+@pytest.mark.parametrize("missing", ["name", "model"])
+def test_a_part_of_a_run_file_is_refused_with_what_it_lacks(helm: Helm, missing: str) -> None:
+    sets = {"name": "run.name=mine", "model": "run.model.path=recipe:countdown"}
+    others = [item for field, item in sets.items() if field != missing]
+
+    with pytest.raises(HelmError, match=rf"run\.{missing} is missing: .*countdown-cpu-values"):
+        helm.template(CHART, (), ["run.trainer.train_steps=10", *others])
 
 
 def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_path: Path) -> None:

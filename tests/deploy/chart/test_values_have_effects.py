@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-SGLANG_RUN = {"model": {"path": "/models/m"}, "generator": {"engine": "sglang"}}
+SGLANG_RUN = {"name": "sglang", "model": {"path": "/models/m"}, "generator": {"engine": "sglang"}}
 OUR_REDIS: dict[str, Any] = {
     "secrets": {"existingSecret": "rollmesh"},
     "model": {"existingClaim": "models"},
@@ -94,7 +94,7 @@ BY_NAME: dict[str, Any] = {
     "minReplicas": 7,
 }
 BY_PATH: dict[str, Any] = {
-    "run.name": "other",
+    "run": {"name": "other", "model": {"path": "recipe:countdown"}},
     "checkpoints.url": "gs://other/prefix",
     "checkpoints.cacheVolume": {"hostPath": {"path": "/var/cache/rollmesh"}},
     "redis.externalUrl": "redis://other:6379/0",

@@ -2,7 +2,7 @@
 
 {{/* Largest staleness of the run's schedule, as Bounds computes it. */}}
 {{- define "rollmesh.maxStaleness" -}}
-{{- $schedule := dig "schedule" dict .Values.run -}}
+{{- $schedule := dig "schedule" dict (include "rollmesh.run" . | fromYaml) -}}
 {{- $name := default "copris" (get $schedule "preset") -}}
 {{- $presets := .Files.Get "files/schedules.yaml" | fromYaml -}}
 {{- if not (hasKey $presets $name) -}}
@@ -21,7 +21,8 @@
 {{- end -}}
 
 {{- define "rollmesh.loraFlags" -}}
-{{- $adapter := dig "model" "adapter" nil .Values.run -}}
+{{- $run := include "rollmesh.run" . | fromYaml -}}
+{{- $adapter := dig "model" "adapter" nil $run -}}
 {{- if kindIs "map" $adapter -}}
 {{- /* The kept adapters, the base, and the adapter that the canary scores. */}}
 {{- $atOnce := add (include "rollmesh.maxStaleness" .) 4 -}}
@@ -29,7 +30,7 @@
 - --lora-strict-loading
 - --max-lora-rank={{ default 16 (get $adapter "rank") }}
 - --max-loras-per-batch={{ $atOnce }}
-- --max-loaded-loras={{ add $atOnce (dig "generator" "slots" 64 .Values.run) }}
+- --max-loaded-loras={{ add $atOnce (dig "generator" "slots" 64 $run) }}
 - --lora-target-modules
 {{- $target := dig "target" "all_linear" $adapter }}
 {{- if kindIs "slice" $target }}

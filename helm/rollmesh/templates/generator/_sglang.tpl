@@ -11,7 +11,7 @@ valueFrom:
 {{- define "rollmesh.sglangServer" -}}
 {{- $root := index . 0 -}}
 {{- $multinode := eq (index . 1) "LeaderWorkerSet" -}}
-{{- $run := $root.Values.run -}}
+{{- $run := include "rollmesh.run" $root | fromYaml -}}
 {{- $sidecar := $root.Values.generator.sglang.sidecar -}}
 {{- $model := dig "model" "path" "" $run -}}
 {{- if hasPrefix "recipe:" $model -}}

@@ -62,7 +62,7 @@ spec:
         - name: PET_LOCAL_ADDR
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: PET_RDZV_ID
-          value: {{ $root.Values.run.name | quote }}
+          value: {{ include "rollmesh.runName" $root | quote }}
         - name: PET_MAX_RESTARTS
           value: {{ $trainer.maxRestarts | quote }}
         {{- end }}
