@@ -125,5 +125,8 @@ def test_grafana_of_the_compose_file_finds_datasource_and_dashboards() -> None:
     assert source["jsonData"]["timeInterval"] == scrape["scrape_interval"]
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "rollmesh.yaml").read_text())["providers"]
     assert provider["type"] == "file"
-    assert provider["options"]["path"].endswith("/dashboards/rollmesh")
-    assert FOLDER.is_dir()
+    deploy = ROOT / "deploy"
+    compose = yaml.safe_load((deploy / "compose.yaml").read_text())
+    mounted = dict(reversed(volume.split(":")[:2]) for volume in compose["services"]["grafana"]["volumes"])
+    assert mounted["/etc/grafana/provisioning"] == "./grafana/provisioning"
+    assert (deploy / mounted[provider["options"]["path"]]).resolve() == FOLDER.resolve()
