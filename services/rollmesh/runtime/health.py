@@ -1,6 +1,6 @@
 """Liveness and readiness of one process.
 
-Live: every registered loop has called ``beat`` within its deadline, so a dead task fails the liveness probe.
+Live: every registered loop has called ``beat`` within its deadline or is busy, so a dead task fails the liveness probe.
 Ready: the service has called ``set_ready(True)``.
 """
 
@@ -21,14 +21,16 @@ class Health:
     _reason: str = "starting"
     _deadlines: dict[str, float] = field(default_factory=dict)
     _beats: dict[str, float] = field(default_factory=dict)
+    _busy: dict[str, Callable[[], bool]] = field(default_factory=dict)
 
     def set_ready(self, ready: bool, reason: str = "") -> None:
         """Set the readiness of the service, and the reason when it is not ready."""
         self._ready = ready
         self._reason = reason
 
-    def watch(self, loop: str, deadline_seconds: float) -> None:
-        """Register a loop that must beat at least every ``deadline_seconds``."""
+    def watch(self, loop: str, deadline_seconds: float, busy: Callable[[], bool] = lambda: False) -> None:
+        """Register a loop that must beat at least every ``deadline_seconds``, except while ``busy`` returns True."""
+        self._busy[loop] = busy
         self._deadlines[loop] = deadline_seconds
         self._beats[loop] = self.clock()
 
@@ -36,6 +38,7 @@ class Health:
         """Remove a loop that ended on purpose."""
         self._deadlines.pop(loop, None)
         self._beats.pop(loop, None)
+        self._busy.pop(loop, None)
 
     def beat(self, loop: str) -> None:
         """Report progress of a registered loop."""
@@ -44,6 +47,7 @@ class Health:
     def stalled(self) -> dict[str, float]:
         """Return the loops past their deadline, with the seconds since their last beat."""
         now = self.clock()
+        self._beats |= {name: now for name, busy in self._busy.items() if busy()}
         return {
             name: now - self._beats[name] for name, limit in self._deadlines.items() if now - self._beats[name] > limit
         }

@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -43,9 +42,10 @@ from rollmesh.trainer.service.reference_policy import check_reference, reference
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.rollback import RollbackRunner
 from rollmesh.trainer.service.stage_ends import StageEnds
+from rollmesh.trainer.service.torch_executor import TorchExecutor
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
-from rollmesh.trainer.service.training_loop import LOOP_NAME, TrainerDeps, TrainingLoop
-from rollmesh.trainer.service.training_session import Stopped, TrainingSession
+from rollmesh.trainer.service.training_loop import TrainerDeps, TrainingLoop
+from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped, TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 
 _STALLED_AFTER_SECONDS = 3600.0
@@ -60,7 +60,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     unfinished = ""
     checkpoints = open_checkpoints(config)
-    executor, loop = ThreadPoolExecutor(1, thread_name_prefix="torch"), asyncio.get_running_loop()
+    executor, loop = TorchExecutor(), asyncio.get_running_loop()
     try:
         ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
         if ranks.world.leads:
@@ -104,12 +104,12 @@ async def _lead(
     shutdown: Shutdown,
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
-    executor: ThreadPoolExecutor,
+    executor: TorchExecutor,
 ) -> str:
     """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
     async with service_host(config, "trainer", index) as host:
         health, trainer_metrics = host.health, TrainerMetrics(host.metrics)
-        health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
+        health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
         host.publish()
         observer = StoreCallMetrics(host.metrics)
         store = await host.stack.enter_async_context(
@@ -117,7 +117,7 @@ async def _lead(
                 config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer
             )
         )
-        session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown)
+        session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
         retry = Retry(trainer_metrics, health, shutdown)
         try:
             progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
@@ -138,7 +138,7 @@ async def _build_deps(
     session: TrainingSession,
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
-    executor: ThreadPoolExecutor,
+    executor: TorchExecutor,
     metrics: TrainerMetrics,
     retry: Retry,
     progress: Progress,
@@ -193,7 +193,7 @@ async def _take_over(
     session: TrainingSession,
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
-    executor: ThreadPoolExecutor,
+    executor: TorchExecutor,
     retry: Retry,
 ) -> Progress:
     """Fence older trainers, then continue from the newest state in the checkpoint store."""

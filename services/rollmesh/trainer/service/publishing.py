@@ -115,6 +115,7 @@ class Publisher:
             if not logged:
                 self._log.info("training_waits_for_publication", policy_version=self._newest)
             logged = True
+            self._session.beat()
             await self._in_thread(self._ranks.idle)
         self._in_flight = None
         task.result()

@@ -62,7 +62,7 @@ from rollmesh.trainer.service.stage_ends import StageEnds
 from rollmesh.trainer.service.step_spans import mark_trained, step_span
 from rollmesh.trainer.service.step_summaries import StepSummaries
 from rollmesh.trainer.service.trainer_progress import Progress
-from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.training_session import LOOP_NAME, TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import GeneratorRecord
 
@@ -70,7 +70,6 @@ T = TypeVar("T")
 
 _CLAIM_SECONDS = 5.0
 _KEPT_STATES = 2
-LOOP_NAME = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

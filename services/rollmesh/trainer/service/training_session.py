@@ -17,6 +17,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError, ConfigError, Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, RunLimits
 from rollmesh.prompt_history import PromptOutcome
+from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _BACKOFF = Backoff(first_seconds=0.1, longest_seconds=5.0)
 _LOG_EVERY_SECONDS = 30.0
+LOOP_NAME = "train"
+"""Name of the training loop in the health of the process. It beats in every wait, also for days."""
 
 
 class Stopped(RollmeshError):
@@ -46,6 +49,7 @@ class TrainingSession:
         catalog: PolicyCatalog,
         metrics: TrainerMetrics,
         shutdown: Shutdown,
+        health: Health | None = None,
     ) -> None:
         self.store = store
         self.token = ""
@@ -60,6 +64,7 @@ class TrainingSession:
         self._catalog = catalog
         self._metrics = metrics
         self._shutdown = shutdown
+        self._health = health or Health()
         self._name = ""
         self._lineage = ""
         self._run_id = ""
@@ -138,6 +143,10 @@ class TrainingSession:
         with contextlib.suppress(StoreUnavailable, SessionLost):
             await self.store.training.close_session(self.token)
 
+    def beat(self) -> None:
+        """Report to the liveness probe that the training loop waits on purpose."""
+        self._health.beat(LOOP_NAME)
+
     async def retry(self, operation: str, action: Callable[[], Awaitable[T]]) -> T:
         """Retry an idempotent action while Redis is unreachable. Raises Stopped at shutdown, SessionLost if fenced."""
         waiting_since, logged = time.monotonic(), 0.0
@@ -153,6 +162,7 @@ class TrainingSession:
 
         async def wait(error: StoreUnavailable, pause: float) -> None:
             nonlocal logged
+            self.beat()
             if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                 logged = time.monotonic()
                 seconds = round(logged - waiting_since, 1)

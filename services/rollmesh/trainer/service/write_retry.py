@@ -12,7 +12,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.training_session import Stopped
+from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class Retry:
         """
 
         async def wait(error: CheckpointError, pause: float) -> None:
+            self._health.beat(LOOP_NAME)
             self._metrics.failures.labels(reason=str(error.reason)).inc()
             problem = _TRANSIENT.get(Reason(error.reason))
             if problem is None:

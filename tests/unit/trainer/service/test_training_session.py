@@ -12,13 +12,14 @@ import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, StoreUnavailable
 from rollmesh.mesh import Cursor
+from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import TrainingState
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.training_session import LOOP_NAME, TrainingSession
 from rollmesh.types import PolicyRecord
 
 
@@ -156,6 +157,24 @@ async def test_after_a_restart_of_redis_an_unreachable_batch_file_is_waited_for(
             await asyncio.sleep(0.001)
     watching.cancel()
     assert [step for step, _ in store.told[1]["batches"]] == [4, 5, 6]
+
+
+async def test_a_trainer_that_waits_for_redis_is_alive_after_hours() -> None:
+    now, stalled = 0.0, []
+    health = Health(clock=lambda: now)
+    health.watch(LOOP_NAME, 3600.0)
+    parts: Any = (Store(trained_step=0), Checkpoints(), None, TrainerMetrics(Metrics("trainer")), asyncio.Event())
+    session = TrainingSession(*parts, health)
+
+    async def ask() -> None:
+        nonlocal now
+        stalled.append(health.stalled())
+        now += 3000.0
+        if now < 8000.0:
+            raise StoreUnavailable("no answer")
+
+    await session.retry("ask", ask)
+    assert len(stalled) == 3 and not any(stalled)
 
 
 async def test_policies_are_read_once() -> None:

@@ -12,7 +12,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.retry import Backoff
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.training_session import Stopped
+from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 from rollmesh.trainer.service.write_retry import Retry
 
 
@@ -35,6 +35,24 @@ async def test_a_full_disk_is_waited_for_and_counted() -> None:
     assert health.ready() == (True, "")
     assert ready == [False, False, False]
     assert b'rollmesh_trainer_checkpoint_failures_total{reason="disk_full"} 2.0' in metrics.exposition()
+
+
+async def test_a_trainer_that_waits_for_an_unreachable_store_is_alive_after_hours() -> None:
+    now = 0.0
+    health = Health(clock=lambda: now)
+    health.watch(LOOP_NAME, 3600.0)
+    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.0))
+    stalled: list[dict[str, float]] = []
+
+    async def write() -> None:
+        nonlocal now
+        stalled.append(health.stalled())
+        now += 60.0
+        if now < 7200.0:
+            raise CheckpointError("no answer", reason=Reason.UNREACHABLE)
+
+    await retry.run("publish", write)
+    assert len(stalled) == 120 and not any(stalled)
 
 
 async def test_any_other_failure_is_not_repeated() -> None:
