@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rollmesh.config import RunConfig
+from rollmesh.config.launcher import LauncherConfig
 
 Schema = dict[str, Any]
 
@@ -123,17 +124,20 @@ _BY_PATH: dict[str, Schema] = {
     ),
     **{f"{name}.autoscaling.kind": {"enum": ["", "hpa", "keda"]} for name in ("rollout", "generator", "reward")},
 }
-_SET_BY_CHART = frozenset({"folder", "network", "launcher", "security"})
-"""Sections of the run file that the chart writes or that only a local launcher reads."""
+_SET_BY_CHART = frozenset({"folder", "network", "security"})
+"""Sections of the run file that the chart writes."""
+_READ_BY_SERVICES = frozenset({"torch_threads", "start_timeout_seconds"})
+"""Fields of the launcher section that services read too; only a local launcher reads the others."""
 _FIELDS_SET_BY_CHART = {
     "store": ("url", "password", "sentinel_password"),
     "checkpoints": ("folder", "secret", "cache_folder"),
     "reward": ("address",),
     "gateway": ("host", "port", "token"),
     "agents": ("enabled", "host", "port"),
+    "launcher": tuple(name for name in LauncherConfig.model_fields if name not in _READ_BY_SERVICES),
 }
-"""Fields that environment variables of the chart win over: the same fields in a run file would have no effect, and a
-secret would be readable in a ConfigMap."""
+"""Fields that would have no effect in a run file, because environment variables of the chart win over them or because
+only a local launcher reads them; and a secret would be readable in a ConfigMap."""
 
 
 class Documented(Protocol):

@@ -53,6 +53,7 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("rollout.image.tag=latest", "tag"),
         ("reward.autoscaling.kind=vpa", "kind"),
         ("run.network.grpc_port=1", "network"),
+        ("run.launcher.rollout_replicas=2", "rollout_replicas"),
         ("run.trainers.train_steps=1", "trainers"),
         ("run.store.url=redis://elsewhere:6379", "url"),
         ("run.checkpoints.folder=/elsewhere", "folder"),
@@ -166,6 +167,15 @@ def test_a_run_in_the_values_is_the_whole_run_file(helm: Helm, tmp_path: Path) -
     written = yaml.safe_load(helm.template(CHART, [file]).one("ConfigMap", "-run")["data"]["run.yaml"])
 
     assert written == {**run, "folder": "/var/lib/rollmesh/run"}
+
+
+def test_fields_of_the_launcher_that_services_read_reach_the_run_file(helm: Helm) -> None:
+    fields = {"torch_threads": 4, "start_timeout_seconds": 900}
+    sets = [f"run.launcher.{name}={value}" for name, value in fields.items()]
+
+    written = yaml.safe_load(helm.template(CHART, [KIND], sets).one("ConfigMap", "-run")["data"]["run.yaml"])
+
+    assert written["launcher"] == fields
 
 
 def test_no_run_in_the_values_is_the_demo(helm: Helm) -> None:
