@@ -19,12 +19,12 @@ from rollmesh.errors import CheckpointError, ConfigError, SessionLost, Unfinishe
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.service_host import service_host
+from rollmesh.runtime.service_host import ServiceHost, service_host
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import OnStale, Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
-from rollmesh.trainer.learner.distributed import World, join_world, leave_world, pick_device
+from rollmesh.trainer.learner.distributed import join_world, leave_world, local_rank, pick_device
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.records.run_log import StepRecords
 from rollmesh.trainer.records.samples import decoder
@@ -62,14 +62,16 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     checkpoints = open_checkpoints(config)
     executor, loop = TorchExecutor(), asyncio.get_running_loop()
     try:
-        ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
-        if ranks.world.leads:
-            unfinished = await _lead(config, index, shutdown, checkpoints, ranks, executor)
-            await loop.run_in_executor(executor, ranks.dismiss)
-        else:
-            async with _answering_probes(config, ranks.world):
+        async with _answering_probes(config, index) as host:
+            ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
+            if host is not None and ranks.world.leads:
+                unfinished = await _lead(host, shutdown, checkpoints, ranks, executor)
+                await loop.run_in_executor(executor, ranks.dismiss)
+            else:
+                if host is not None:
+                    host.health.set_ready(True)
                 await loop.run_in_executor(executor, ranks.follow)
-        await loop.run_in_executor(executor, leave_world)
+            await loop.run_in_executor(executor, leave_world)
     finally:
         # A cancelled step may run for long; the interpreter waits for it, the event loop must not.
         executor.shutdown(wait=False, cancel_futures=True)
@@ -99,37 +101,35 @@ def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordina
 
 
 async def _lead(
-    config: RunConfig,
-    index: int,
+    host: ServiceHost,
     shutdown: Shutdown,
     checkpoints: CheckpointStore,
     ranks: RankCoordinator,
     executor: TorchExecutor,
 ) -> str:
     """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
-    async with service_host(config, "trainer", index) as host:
-        health, trainer_metrics = host.health, TrainerMetrics(host.metrics)
-        health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
-        host.publish()
-        observer = StoreCallMetrics(host.metrics)
-        store = await host.stack.enter_async_context(
-            await TrajectoryStore.connect(
-                config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer
-            )
+    config, health, trainer_metrics = host.config, host.health, TrainerMetrics(host.metrics)
+    health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
+    host.publish()
+    observer = StoreCallMetrics(host.metrics)
+    store = await host.stack.enter_async_context(
+        await TrajectoryStore.connect(
+            config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer
         )
-        session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
-        retry = Retry(trainer_metrics, health, shutdown)
-        try:
-            progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
-            deps = await _build_deps(
-                config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
-            )
-            health.set_ready(True)
-            training = TrainingLoop(deps, shutdown)
-            await _run(training, deps)
-            return await training.unfinished()
-        except Stopped as stopped:
-            return str(stopped)
+    )
+    session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
+    retry = Retry(trainer_metrics, health, shutdown)
+    try:
+        progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
+        deps = await _build_deps(
+            config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
+        )
+        health.set_ready(True)
+        training = TrainingLoop(deps, shutdown)
+        await _run(training, deps)
+        return await training.unfinished()
+    except Stopped as stopped:
+        return str(stopped)
 
 
 async def _build_deps(
@@ -178,14 +178,16 @@ async def _build_deps(
 
 
 @contextlib.asynccontextmanager
-async def _answering_probes(config: RunConfig, world: World) -> AsyncIterator[None]:
-    """Serve the admin port on a node without rank 0, because its pod is probed too."""
-    if world.local_rank:
-        yield
+async def _answering_probes(config: RunConfig, index: int) -> AsyncIterator[ServiceHost | None]:
+    """Serve the admin port in the first rank of each node, because every pod is probed; None in the other ranks.
+
+    Also while the ranks meet and load the model: after a restart of the ranks no startup probe covers that.
+    """
+    if local_rank() > 0:
+        yield None
         return
-    async with service_host(config, "trainer", 0) as host:
-        host.health.set_ready(True)
-        yield
+    async with service_host(config, "trainer", index) as host:
+        yield host
 
 
 async def _take_over(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from torch.distributed import TCPStore
 
+from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedServer
 
 from .test_kills import assert_every_batch_counts_once, last_weights
@@ -40,6 +44,35 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
         found = load(await last_weights(run))
     for name, weights in expected.items():
         assert np.abs(found[name] - weights).max() < 2e-4, name
+
+
+async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_not_ready(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart of the ranks in a pod, its startup probe has passed already."""
+    port, store = free_port(), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone_of_two = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ROLLMESH_NETWORK__ADMIN_PORT": str(port),
+    }
+    for name, value in alone_of_two.items():
+        monkeypatch.setenv(name, value)
+    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+        run.start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
+
+            async def alive() -> bool:
+                with suppress(httpx.TransportError):
+                    return (await client.get("/healthz")).status_code == 200
+                return False
+
+            await run.until("the liveness probe", alive, START_SECONDS, pause=0.05)
+            assert (await client.get("/readyz")).status_code == 503
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:

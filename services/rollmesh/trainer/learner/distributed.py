@@ -44,7 +44,12 @@ def join_world(device_type: str) -> World:
         return World()
     dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
     orders = dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT)
-    return World(rank=dist.get_rank(), size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")), orders=orders)
+    return World(rank=dist.get_rank(), size=size, local_rank=local_rank(), orders=orders)
+
+
+def local_rank() -> int:
+    """Return the rank of this process on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def leave_world() -> None:
