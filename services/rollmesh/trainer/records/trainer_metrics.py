@@ -25,6 +25,8 @@ from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 MOST_DOMAINS = 64
 """Most domains with metrics, because every label value is a series of its own."""
 _OTHER_DOMAINS = "other"
+IO_ERROR = "io_error"
+"""Reason of a failed write that is an error of the operating system, other than a full disk."""
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
 PUBLICATION_PHASES = ("copy_out", "canary", "copy_canary", "write", "digest", "announce")
 _DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
@@ -63,7 +65,9 @@ class TrainerMetrics:
         self.domains = DomainCounters(m)
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
-            "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": Reason}
+            "rollmesh_trainer_checkpoint_failures_total",
+            "Failed writes to the checkpoint store.",
+            {"reason": (*Reason, IO_ERROR)},
         )
         self.disk = DiskGauges(m)
         self.reasserted = m.counter(

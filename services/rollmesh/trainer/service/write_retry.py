@@ -1,4 +1,8 @@
-"""Retry of writes, with exponential back-off, while the disk is full or the object store is unreachable."""
+"""Retry of writes, with exponential back-off, while the disk is full or the object store is unreachable.
+
+Any other error ends the trainer. One of the operating system, such as a read-only file system, is counted and scraped
+before.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,18 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.records.trainer_metrics import IO_ERROR, TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
 T = TypeVar("T")
 
 _TRANSIENT = {Reason.DISK_FULL: "disk full", Reason.UNREACHABLE: "object store unreachable"}
 _BACKOFF = Backoff(first_seconds=1.0, longest_seconds=60.0)
+_SCRAPE_SECONDS = 45.0
+"""Delay before an error of the operating system ends the process: its count must be scraped before, and Prometheus may
+scrape every 30 seconds."""
+_OF_A_NEWER_TRAINER = (FileNotFoundError, FileExistsError)
+"""Errors of a trainer that was superseded: the newer one deletes its unfinished files, or writes the same ones."""
 
 
 class Retry:
@@ -29,11 +38,13 @@ class Retry:
         health: Health,
         shutdown: Shutdown,
         backoff: Backoff = _BACKOFF,
+        scrape_seconds: float = _SCRAPE_SECONDS,
     ) -> None:
         self._metrics = metrics
         self._health = health
         self._shutdown = shutdown
         self._backoff = backoff
+        self._scrape_seconds = scrape_seconds
         self._waiting: dict[str, str] = {}
         """Problem by waiting operation: several may wait, and each shows until it is done."""
         self._log = get_logger("write_retry")
@@ -41,8 +52,17 @@ class Retry:
     async def run(self, operation: str, write: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``write``, retried on disk_full and unreachable.
 
-        Raises Stopped at shutdown, and every other CheckpointError of ``write``.
+        Raises Stopped at shutdown, every other CheckpointError of ``write``, and its OSError after a scrape.
         """
+
+        async def attempt() -> T:
+            try:
+                return await write()
+            except _OF_A_NEWER_TRAINER:
+                raise
+            except OSError as error:
+                await self._let_scrape(operation, error)
+                raise
 
         async def wait(error: CheckpointError, pause: float) -> None:
             self._health.beat(LOOP_NAME)
@@ -57,9 +77,17 @@ class Retry:
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{operation}: shut down while waiting: {problem}")
 
-        result = await retry(write, CheckpointError, self._backoff, wait)
+        result = await retry(attempt, CheckpointError, self._backoff, wait)
         self._done(operation)
         return result
+
+    async def _let_scrape(self, operation: str, error: OSError) -> None:
+        """Count an error that ends the process, and wait until Prometheus has read the count."""
+        self._metrics.failures.labels(reason=IO_ERROR).inc()
+        self._log.error(IO_ERROR, what=operation, ends_in_seconds=self._scrape_seconds, message=str(error))
+        self._waiting[operation] = f"{error}: {operation}"
+        self._show()
+        await wait_or_shutdown(self._shutdown, self._scrape_seconds)
 
     def _done(self, operation: str) -> None:
         self._waiting.pop(operation, None)

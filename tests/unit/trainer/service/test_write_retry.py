@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
@@ -67,6 +68,38 @@ async def test_any_other_failure_is_not_repeated() -> None:
     with pytest.raises(CheckpointError, match="tampered"):
         await retry.run("publish", write)
     assert calls == 1
+
+
+async def test_an_error_of_the_file_system_is_counted_for_a_scrape_before_it_is_raised() -> None:
+    metrics, health, shutdown = Metrics("trainer"), Health(), asyncio.Event()
+    retry = Retry(TrainerMetrics(metrics), health, shutdown, scrape_seconds=3600.0)
+    failed = asyncio.Event()
+
+    async def write() -> None:
+        failed.set()
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    writing = asyncio.create_task(retry.run("publish", write))
+    await failed.wait()
+    assert b'rollmesh_trainer_checkpoint_failures_total{reason="io_error"} 1.0' in metrics.exposition()
+    assert "Read-only file system" in health.ready()[1]
+    assert not writing.done()
+    shutdown.set()
+    with pytest.raises(OSError, match="Read-only"):
+        await writing
+
+
+async def test_files_that_a_newer_trainer_deletes_are_no_failure_of_the_store() -> None:
+    metrics = Metrics("trainer")
+    retry = Retry(TrainerMetrics(metrics), Health(), asyncio.Event(), scrape_seconds=3600.0)
+
+    async def write() -> None:
+        raise FileNotFoundError("gone")
+
+    async with asyncio.timeout(60):
+        with pytest.raises(FileNotFoundError):
+            await retry.run("publish", write)
+    assert b'rollmesh_trainer_checkpoint_failures_total{reason="io_error"} 0.0' in metrics.exposition()
 
 
 async def test_shutdown_ends_the_wait() -> None:
