@@ -27,6 +27,7 @@ MOST_DOMAINS = 64
 _OTHER_DOMAINS = "other"
 IO_ERROR = "io_error"
 """Reason of a failed write that is an error of the operating system, other than a full disk."""
+_CAUSES = (*Reason, IO_ERROR)
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
 PUBLICATION_PHASES = ("copy_out", "canary", "copy_canary", "write", "digest", "announce")
 _DECILES = {"length_decile": tuple(str(decile) for decile in range(DECILES))}
@@ -65,14 +66,11 @@ class TrainerMetrics:
         self.domains = DomainCounters(m)
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
-            "rollmesh_trainer_checkpoint_failures_total",
-            "Failed writes to the checkpoint store.",
-            {"reason": (*Reason, IO_ERROR)},
+            "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": _CAUSES}
         )
         self.disk = DiskGauges(m)
         self.reasserted = m.counter(
-            "rollmesh_trainer_reassertions_total",
-            "Re-assertions of the trained steps: at startup and after a Redis restart.",
+            "rollmesh_trainer_reassertions_total", "Re-assertions of trained steps: at startup, after a Redis restart."
         )
         self.phase_seconds = m.histogram(
             "rollmesh_trainer_phase_seconds",
