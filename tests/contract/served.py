@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,10 @@ LONG = 900
 _MOST_REQUESTS = 32
 _SECONDS = 180.0
 """For whatever takes one on an idle machine."""
-_ATTEMPTS = 5
+_ANSWER_SECONDS = 0.3
+"""For the answer to a request that has ended."""
+ATTEMPTS = 5
+"""To meet requests under way."""
 
 
 class Policies:
@@ -116,30 +119,47 @@ class Served:
         """The version that the server's front says it serves."""
         return str(self.get("/model_info").json()["weight_version"])
 
-    def wait_running(self, count: int) -> None:
-        """Wait until this many requests decode, by a report that the scheduler made after this call."""
-        called = time.time()
-        deadline = time.monotonic() + _SECONDS
-        while not self._all_run(count, called):
-            assert time.monotonic() < deadline, f"{count} requests should run, but the server says {self._load()}"
+    def wait_running(self, futures: Sequence[Future[Answer]]) -> bool:
+        """Wait until all these requests decode, by a report that the scheduler made after this call; False once one of
+        them has ended."""
+        called, deadline = time.time(), time.monotonic() + _SECONDS
+        while not any(future.done() for future in futures):
+            if self._all_run(len(futures), called):
+                return True
+            assert time.monotonic() < deadline, f"not all {len(futures)} run: the server says {self._load()}"
             time.sleep(0.01)
+        return False
 
-    def start_all(self, count: int) -> list[Future[Answer]]:
-        """Send so many long requests; all of them decode when this returns.
+    def pause_running(self, futures: Sequence[Future[Answer]], mode: str) -> bool:
+        """Pause while all these requests are under way; False, after which the server runs, if one of them has ended.
 
-        On a busy machine the first may end before the last arrives, or before this process reads a report: then all are
-        sent again.
+        A paused server reports no load, so a request that had just ended is known by its answer, which may be on its
+        way.
         """
-        for _ in range(_ATTEMPTS):
-            called = time.time()
+        self.pause(mode)
+        if not wait(futures, timeout=_ANSWER_SECONDS, return_when=FIRST_COMPLETED).done:
+            return True
+        self.resume()
+        return False
+
+    def attempts(self, count: int) -> Iterator[list[Future[Answer]]]:
+        """Send so many long requests, again and again, until the caller has met all of them under way.
+
+        All of them decode when they are yielded. On a busy machine the first may end before the last arrives, before
+        this process reads a report, or before the caller has done with them what it means to do.
+        """
+        for _ in range(ATTEMPTS):
             futures = [self.start(prompt, LONG, extra_key="0") for prompt in prompts(count)]
-            while not any(future.done() for future in futures):
-                if self._all_run(count, called):
-                    return futures
-                time.sleep(0.01)
+            if self.wait_running(futures):
+                yield futures
             for future in futures:
                 future.result()
-        raise AssertionError(f"{count} requests never ran at once, in {_ATTEMPTS} attempts")
+            self.reset()
+        raise AssertionError(f"{count} requests were never met under way at once, in {ATTEMPTS} attempts")
+
+    def paused_under(self, count: int, mode: str) -> list[Future[Answer]]:
+        """Send so many long requests and pause while all of them are under way."""
+        return next(futures for futures in self.attempts(count) if self.pause_running(futures, mode))
 
     def _all_run(self, count: int, since: float) -> bool:
         """Whether the scheduler, in a report of after ``since`` (Unix time, s), has so many running requests."""

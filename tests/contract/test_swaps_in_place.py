@@ -22,8 +22,7 @@ def in_place_gap(served: Served, shift: int) -> float:
     """Swap version 0 for 1 under 8 requests without touching their cache; the largest gap to a model whose tokens up
     to ``shift`` past the stamped one came from the old weights."""
     served.reset()
-    futures = served.start_all(8)
-    served.pause("in_place")
+    futures = served.paused_under(8, "in_place")
     assert served.load(1, flush_cache=False).status_code == 200
     served.resume()
     gaps = []
