@@ -106,7 +106,7 @@ wrong_when_late.timeout_means_wrong = True
 WAIT_SECONDS = 60.0
 """Time for answers whose time-out is not the point: a machine that stalls is no fault of theirs."""
 IN_TIME_SECONDS = 4.0
-"""Limits under which one answer is late and its neighbours are not, on a machine that may stall for a moment."""
+"""Limit under which one answer is late and its neighbours are not, on a machine that may stall for a moment."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +40,34 @@ SCORED = OutcomeKind.SCORED
 AT_ONCE = 8
 
 
+@dataclass(frozen=True)
+class OneIsLate:
+    """A service that has scored some answers, one of them late."""
+
+    endpoint: Endpoint
+    client: RewardClient
+    answers: Answers
+    outcomes: list[RewardOutcome]
+
+
+@asynccontextmanager
+async def one_is_late(folder: Path, *responses: str) -> AsyncIterator[OneIsLate]:
+    """Score answers, one of which never ends. On a machine that stalls another may be late, too: then they are scored
+    again by a service with a longer limit."""
+    for seconds in (IN_TIME_SECONDS, 3 * IN_TIME_SECONDS, 9 * IN_TIME_SECONDS):
+        config = make_config(folder / f"limit-{seconds:g}", verifier="poisonous:verify", timeout_seconds=seconds)
+        answers = Answers(config)
+        async with running_service(config) as endpoint, RewardClient(config) as client:
+            outcomes = await client.score([answers.trajectory(response) for response in responses])
+            if [outcome.kind for outcome in outcomes].count(OutcomeKind.TIMED_OUT) == 1:
+                yield OneIsLate(endpoint, client, answers, outcomes)
+                return
+    raise AssertionError(f"no outcome was late, or several were: {outcomes}")
+
+
 async def test_answers_are_scored_over_grpc_and_errors_are_typed(tmp_path: Path) -> None:
-    config = make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=IN_TIME_SECONDS)
-    answers = Answers(config)
-    async with running_service(config), RewardClient(config) as client:
-        trajectories = [answers.trajectory(text) for text in ("value 2.5", "parts abc", "nan", "loop", "value -1")]
-        outcomes = await client.score(trajectories)
+    async with one_is_late(tmp_path, "value 2.5", "parts abc", "nan", "loop", "value -1") as late:
+        outcomes, client, answers = late.outcomes, late.client, late.answers
         assert outcomes[0] == RewardOutcome(kind=SCORED, value=2.5)
         assert outcomes[1] == RewardOutcome(kind=SCORED, value=1.0, parts={"a": 0.25, "length": 3.0})
         assert [o.kind for o in outcomes[2:]] == [OutcomeKind.VERIFIER_ERROR, OutcomeKind.TIMED_OUT, SCORED]
@@ -180,18 +205,14 @@ async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_health_and_metrics_tell_what_happened(tmp_path: Path) -> None:
-    config = make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=IN_TIME_SECONDS)
-    answers = Answers(config)
     async with (
-        running_service(config) as endpoint,
-        RewardClient(config) as client,
+        one_is_late(tmp_path, "value 1", "value 2", "nan", "loop") as late,
         httpx.AsyncClient(timeout=WAIT_SECONDS) as http,
     ):
-        assert (await http.get(f"http://{endpoint.admin}/readyz")).status_code == 200
-        assert (await http.get(f"http://{endpoint.admin}/healthz")).status_code == 200
-        await client.score([answers.trajectory(text) for text in ("value 1", "value 2", "nan", "loop")])
-        await client.score([answers.trajectory("x", verifier="nonsense")])
-        text = (await http.get(f"http://{endpoint.admin}/metrics")).text
+        assert (await http.get(f"http://{late.endpoint.admin}/readyz")).status_code == 200
+        assert (await http.get(f"http://{late.endpoint.admin}/healthz")).status_code == 200
+        await late.client.score([late.answers.trajectory("x", verifier="nonsense")])
+        text = (await http.get(f"http://{late.endpoint.admin}/metrics")).text
     for line in (
         'rollmesh_reward_outcomes_total{kind="scored",verifier="poisonous:verify"} 2.0',
         'rollmesh_reward_outcomes_total{kind="verifier_error",verifier="poisonous:verify"} 1.0',

@@ -218,14 +218,12 @@ def processes_of_our_sandboxes() -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("code_may_run")
 def test_a_time_out_is_wrong_and_marked() -> None:
-    # Long enough for an interpreter to start and to answer the first test, however busy the machine.
-    reward = run(
-        "import time\ndef add(a, b):\n    if a < 0: time.sleep(1000)\n    return a + b",
-        ADD,
-        timeout_seconds=5.0,
-        partial_credit=True,
-    )
-    assert reward.parts["timed_out"] == 1.0
+    code = "import time\ndef add(a, b):\n    if a < 0: time.sleep(1000)\n    return a + b"
+    for seconds in (5.0, 20.0, 60.0):  # until an interpreter has the time to start and to answer the first test
+        reward = run(code, ADD, timeout_seconds=seconds, partial_credit=True)
+        assert reward.parts["timed_out"] == 1.0
+        if reward.value:
+            break
     assert reward.value == 0.5, "the test that finished still counts"
 
 
