@@ -220,10 +220,11 @@ class GeneratorRun:
         self.models[version] = source
         return record
 
-    def start(self, index: int = 0) -> Inside:
-        """Serve a generator in this process."""
+    def start(self, index: int = 0, **options: Any) -> Inside:
+        """Serve a generator in this process, with these options in place of those of the run."""
         shutdown = asyncio.Event()
-        generator = Inside(asyncio.create_task(serve(self.config, index, shutdown)), shutdown)
+        config = self.config.model_copy(update={"generator": self.config.generator.model_copy(update=options)})
+        generator = Inside(asyncio.create_task(serve(config, index, shutdown)), shutdown)
         self.inside.append(generator)
         return generator
 
