@@ -45,13 +45,14 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
         await run.stream(record, kit.make_call(context=np.array([99], np.int32))).end()
 
+    newer = [await run.prepare(version) for version in (1, 2)]  # the server decodes while one is written
     count, budget = (32, 200) if which == "real" else (12, 150)  # the stand-in decodes one row at a time
     calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=budget) for i in range(count)]
     streams = [run.stream(record, call) for call in calls]
-    for version in (1, 2):
+    for record_of_version in newer:
         await begun(run, streams)
-        await run.publish(version)
-        await run.serving(version)
+        await run.announce(record_of_version)
+        await run.serving(record_of_version.policy_version)
     for call, stream in zip(calls, streams, strict=True):
         assert await stream.end() is FinishReason.LENGTH
         assert len(stream.tokens) == budget
@@ -112,7 +113,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_gener
     await run.publish(0)
     process = run.start_process(0)
     (record,) = await run.serving(0, seconds=START_SECONDS)
-    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(8)]
+    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200, chunk_token_count=2) for i in range(8)]
     streams = [run.stream(record, call) for call in calls]
     await begun(run, streams)
     process.terminate()
