@@ -8,7 +8,7 @@ from typing import Any
 from rollmesh.runtime.endpoints import read_endpoints
 
 from ..conftest import end
-from .conftest import Window, expect, viewing
+from .conftest import TOKEN, Window, expect, order, viewing
 
 Open = Callable[..., Window]
 
@@ -16,12 +16,18 @@ Open = Callable[..., Window]
 def test_a_page_left_open_says_that_the_run_finished_and_where_it_is_looked_at(
     window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
-    line, process = started(trainer={"train_steps": 3}, gateway={"enabled": True})
+    line, process = started(
+        trainer={"train_steps": 3}, generator={"pace": [[1, 0.02]]}, gateway={"enabled": True, "token": TOKEN}
+    )
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
-    shown = window(read_endpoints(line.folder, "gateway")[0].url)
+    url = read_endpoints(line.folder, "gateway")[0].url
+    # However long the browser takes to show it, the run is not over by then.
+    order(url, "pause")
+    shown = window(url)
     # The gateway ends with the run: what it was asked in that moment has no answer.
     shown.expect("net::ERR_")
     page = shown.open()
+    order(url, "resume")
     page.locator("#connection[data-state=ended]", has_text="finished").wait_for()
     end(process)
     for words in ("The run finished at", "after train step 3 of 3", f"rollmesh view {line.folder}"):

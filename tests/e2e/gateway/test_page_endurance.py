@@ -23,6 +23,14 @@ MOST_NEW_NODES = 300
 """Beside those of the versions that were announced meanwhile, of which the page lists some hundreds."""
 ROLLOUTS = 10_000
 MOST_MS = {"median draw": 50.0, "median frame": 100.0, "longest task": 1000.0}
+"""On a machine that does ``WORK`` in ``WORK_MS`` or less; on a slower or busier one, as much more as that takes."""
+WORK = """() => {
+  const start = performance.now();
+  let sum = 0;
+  for (let i = 0; i < 2e7; i += 1) sum = (Math.imul(sum, 31) + i) | 0;
+  return [performance.now() - start, sum];
+}"""
+WORK_MS = 130.0
 ROUNDS = 5
 """A machine that stalls slows one round, a slow page every one."""
 COUNT_NODES = """() => {
@@ -85,15 +93,16 @@ def crowd(browser: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_ten_thousand_rollouts_stay_fast(window: Open, crowd: Scene) -> None:
     slow = MOST_MS
     for _ in range(ROUNDS):
-        measured = _measured(window(crowd.url))
-        slow = {name: value for name, value in measured.items() if value >= MOST_MS[name]}
+        measured, slowness = _measured(window(crowd.url))
+        slow = {name: value for name, value in measured.items() if value >= slowness * MOST_MS[name]}
         if not slow:
             break
     assert slow == {}
 
 
-def _measured(shown: Window) -> dict[str, float]:
-    """Milliseconds of drawing, of frames while scrolling, and of the longest task of a page with all rollouts."""
+def _measured(shown: Window) -> tuple[dict[str, float], float]:
+    """Milliseconds of drawing, of frames while scrolling, and of the longest task of a page with all rollouts; and how
+    much slower than an idle machine this one was meanwhile, at least 1."""
     shown.page.add_init_script(
         """window.longTasks = [];
         new PerformanceObserver((list) => window.longTasks.push(...list.getEntries().map((e) => e.duration)))
@@ -102,11 +111,12 @@ def _measured(shown: Window) -> dict[str, float]:
     page = shown.open()
     page.locator("#timeline canvas[aria-label*='10,000 rollouts in flight']").wait_for()
     page.wait_for_function("() => !document.getElementById('timeline-readout').textContent.includes('than listed')")
-    draws = []
+    draws, work = [], []
     for _ in range(8):
         looks = int(page.evaluate("document.documentElement.dataset.looks"))
         shown.wait_for_looks(looks + 1)
         draws.append(float(page.locator("#timeline canvas").get_attribute("data-draw-ms") or "inf"))
+        work.append(float(page.evaluate(WORK)[0]))
     frames = page.evaluate(
         """() => new Promise((resolve) => {
           const box = document.getElementById("timeline");
@@ -125,10 +135,13 @@ def _measured(shown: Window) -> dict[str, float]:
     )
     long_tasks = page.evaluate("window.longTasks")
     page.close()
+    slowness = max(1.0, sorted(work)[len(work) // 2] / WORK_MS)
     print(f"drawing 10,000 rollouts: {sorted(draws)} ms; frames while scrolling: median {frames[30]:.1f} ms, "
-          f"slowest {frames[-1]:.1f} ms; tasks over 50 ms: {sorted(long_tasks)[-3:]}")  # fmt: skip
-    return {
+          f"slowest {frames[-1]:.1f} ms; tasks over 50 ms: {sorted(long_tasks)[-3:]}; "
+          f"a machine slower by {slowness:.1f}")  # fmt: skip
+    measured = {
         "median draw": sorted(draws)[len(draws) // 2],
         "median frame": frames[30],
         "longest task": max(long_tasks, default=0.0),
     }
+    return measured, slowness
