@@ -10,7 +10,7 @@ from rollmesh.report.console import output_console
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(4200)
 def test_a_run_survives_kills_a_cut_log_and_loses_or_repeats_nothing(tmp_path: Path) -> None:
     rounds = run_rounds(4, output_console(), tmp_path)
     assert all(r.injected for r in rounds)

@@ -28,7 +28,7 @@ from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
 SEED = 20261121
-_ROUND_SECONDS = 400.0
+_ROUND_SECONDS = 900.0
 _STOP_SECONDS = 120.0
 _PREFIX = f"s3://{BUCKET}/round"
 
