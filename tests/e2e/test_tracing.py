@@ -71,8 +71,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         # A process that is killed takes its last second of spans with it, so these have to be there before.
         wait_until(lambda: not lacking(received.traces(), batches, config.name), "the spans of these steps", process)
         (worker,) = read_endpoints(line.folder, "rollout")
-        # Where the trainer is slow, rollouts start in waves, and at the first look at one nothing of it is saved.
-        wait_until(lambda: asyncio.run(half_way(config, line.folder)) >= 3, "rollouts with saved tokens", process)
+        wait_until(lambda: stopped_half_way(worker.pid, config, line.folder), "rollouts with saved tokens", process)
         os.kill(worker.pid, signal.SIGKILL)
         wait_until(lambda: any(map(continued, received.traces().values())), "a trajectory that goes on", process)
         process.send_signal(signal.SIGINT)
@@ -93,6 +92,18 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
     assert max(loaded) > 0
     assert {span.instance for span in loads} == {"generator-0", "generator-1"}
     check_logs(line, config.name)
+
+
+def stopped_half_way(worker: int, config: RunConfig, folder: Path) -> bool:
+    """Stop a worker that holds rollouts with saved tokens. False, and the worker goes on, if it has none by then."""
+    # Where the trainer is slow, rollouts start in waves, and at the first look at one nothing of it is saved.
+    if asyncio.run(half_way(config, folder)) < 3:
+        return False
+    os.kill(worker, signal.SIGSTOP)
+    if asyncio.run(half_way(config, folder)):
+        return True
+    os.kill(worker, signal.SIGCONT)
+    return False
 
 
 async def half_way(config: RunConfig, folder: Path) -> int:
