@@ -52,16 +52,18 @@ class ScheduleConfig(Section):
     batches; it needs an advantage that compares the trajectories of a batch (reinforce_pp)."""
     spare_members: int | None = Field(default=None, ge=0, le=100)
     """Trajectories launched per group beyond n; null uses the value of the preset. Once n are scored the others are cut
-    off, which favours short answers: compare the drops by length decile."""
+    off, which favours short answers: compare the drops by length decile (RollPacker)."""
     wave_batches: int | None = Field(default=None, ge=1, le=64)
     """Batches of a wave, for presets with waves (sync, one_step_off, april, sorted,
     sorted_partial, rollpacker, ulorl, kimi, streamrl, flexmarl): the next wave opens after they are cut; null uses the
-    value of the preset."""
+    value of the preset (SortedRL: several batches a wave)."""
     spare_groups: int | None = Field(default=None, ge=0, le=4096)
-    """Groups open beyond those that the wave needs, for presets with waves; null uses the value of the preset."""
+    """Groups open beyond those that the wave needs, for presets with waves; null uses the value of the preset
+    (APRIL, RollPacker)."""
     window_groups: int | None = Field(default=None, ge=1)
     """Most groups admitted and not yet trained on; null is (max_staleness + 1) * groups_per_batch. With preset pipeline
-    or roll it sets max_staleness, unless that is given: ceil(window_groups / groups_per_batch) - 1."""
+    or roll it sets max_staleness, unless that is given: ceil(window_groups / groups_per_batch) - 1
+    (PipelineRL, ROLL: a lag in samples)."""
     pool_size: PoolSize = None
     """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the smaller of what
     the caches of the generators hold and of what the trainer can consume in time, by Little's law on measured times; it
@@ -82,7 +84,8 @@ class ScheduleConfig(Section):
     part_groups: int | None = Field(default=None, ge=0)
     """Groups of a part: until the batch is complete, the trainer computes the gradient of so many ready groups at a
     time, at fixed weights, and makes one optimizer step for the batch. 0 for no parts, null uses the value of the
-    preset. It must divide groups_per_batch, with a preset that opens one batch at a time and trainer.minibatches=1."""
+    preset. It must divide groups_per_batch, with a preset that opens one batch at a time and trainer.minibatches=1
+    (StreamRL, FlexMARL)."""
     segment_tokens: int | None = Field(default=None, ge=0)
     """Tokens of one policy version after which an unfinished trajectory rests: it continues under a newer policy, or
     when no other trajectory can run. 0 for no rest, null uses the value of the preset (ulorl: an eighth of
@@ -97,7 +100,8 @@ class ScheduleConfig(Section):
     resume_order: Literal["admission", "most_tokens", "nearest_end"] = "admission"
     """Order in which partial trajectories continue, before new ones start, within blocks of groups_per_batch admitted
     groups. admission: the first admitted group first; most_tokens: the most tokens first; nearest_end: the fewest
-    tokens to the mean length of the scored trajectories of its group first."""
+    tokens to the mean length of the scored trajectories of its group first. CoPRIS and APRIL continue partial
+    trajectories before new ones; the orders among them are ours."""
     cut_order: Literal["admission", "shortest", "oldest"] | None = None
     """Order in which ready groups enter a batch, after the groups that later batches could no longer train; null uses
     the value of the preset (roll: oldest, sorted and sorted_partial: shortest, all others: admission). admission: the

@@ -69,6 +69,7 @@ class Preset:
 PRESETS = {
     "sync": Preset(
         source="GRPO and PPO as usual: generate, wait, train",
+        deviation="none",
         admission=AdmissionRule.WAVE,
         max_staleness=0,
         fixed_staleness=True,
@@ -76,6 +77,7 @@ PRESETS = {
     ),
     "one_step_off": Preset(
         source="asynchronous RLHF (arXiv 2410.18252): batch s+1 is generated while the trainer works on batch s",
+        deviation="generators load a version in the middle of a batch, so an answer may have tokens of two versions",
         admission=AdmissionRule.WAVE,
         max_staleness=1,
         fixed_staleness=True,
@@ -141,6 +143,7 @@ PRESETS = {
     ),
     "areal": Preset(
         source="AReaL (arXiv 2505.24298): eta = 4 for code, 8 for maths; max_concurrent is one batch by default",
+        deviation="the bound is also checked for every token of a batch; the source counts the started answers alone",
         goes_with="trainer.algorithm: {loss: decoupled_ppo, old_logprobs: recompute}",
         admission=AdmissionRule.CONCURRENCY,
         max_staleness=4,
@@ -170,7 +173,9 @@ PRESETS = {
     ),
     "dart": Preset(
         source="DART (arXiv 2509.23866): each trajectory is scheduled on its own, generators reload one at a time",
-        deviation="the dynamic number of rollouts of a task and the pool of stored successes are left out",
+        deviation="the dynamic number of rollouts of a task and the pool of stored successes are left out; "
+        "staleness may be one step more than the window gives, so that generators need not all load at "
+        "once",
         goes_with="generator.reload_at_once: 1, trainer.algorithm: {loss: tis, old_logprobs: recompute}",
         admission=AdmissionRule.POOL,
         # With the bound at the end of the window, a full window would make every generator load at once.
@@ -196,8 +201,9 @@ PRESETS = {
     "ulorl": Preset(
         source="UloRL (arXiv 2507.19766): a budget of 8 segments, one segment a step; finished groups train, the "
         "others continue",
-        deviation="the mask of well-mastered tokens is left out. When every trajectory rests and no batch is complete, "
-        "all continue under the same policy; the number of unfinished groups and their age are bounded",
+        deviation="the mask of well-mastered tokens is off unless trainer.algorithm.masks has it (mastered). When "
+        "every trajectory rests and no batch is complete, all continue under the same policy; the number "
+        "of unfinished groups and their age are bounded",
         goes_with="trainer.algorithm.old_logprobs: current, schedule.filter_zero_variance: true",
         admission=AdmissionRule.WAVE,
         spare_batches=1,
@@ -209,10 +215,11 @@ PRESETS = {
     "kimi": Preset(
         source="Kimi k1.5 (arXiv 2501.12599), partial rollouts: a budget of tokens per iteration; only the segment of "
         "the current iteration is in the loss",
-        deviation="the loss is one of ours instead of the squared log-ratio, the optimizer keeps its state, and the "
-        "budget counts per trajectory and iteration: a quarter of the longest answer; the source does not say how many "
-        "prompts are open at once. A group trains when its last answer ends, so answers that ended under an older "
-        "policy are masked whole. Detection of repetitions and prioritized sampling of prompts are left out",
+        deviation="the loss is that of the run file: loss: kimi is the squared log-ratio of the source. The "
+        "optimizer keeps its state, and the budget counts per trajectory and iteration: a quarter of the "
+        "longest answer; the source does not say how many prompts are open at once. A group trains when "
+        "its last answer ends, so answers that ended under an older policy are masked whole. Detection "
+        "of repetitions and prioritized sampling of prompts are left out",
         goes_with="trainer.algorithm: {advantage: dr_grpo}",
         admission=AdmissionRule.WAVE,
         spare_batches=1,

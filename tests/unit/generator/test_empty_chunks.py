@@ -24,8 +24,11 @@ async def test_a_call_that_waits_for_a_slot_or_has_a_long_chunk_is_not_given_up(
     assert timeout < 60 * STEP_SECONDS, "each call takes longer, and the one that waits twice as long"
     async with served(engine, **LIMITS, chunk_timeout_seconds=timeout) as generator:
         workers = [await generator.worker() for _ in range(2)]
+        first = asyncio.create_task(workers[0].sample("t0", 60))
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*(w.sample(f"t{i}", 60) for i, w in enumerate(workers)))
+            while not engine.status().running_count:  # before, a second call would be refused
+                await asyncio.sleep(0.001)
+            found = [await workers[1].sample("t1", 60), await first]
     assert [(active.token_count, reason) for active, reason in found] == [(60, FinishReason.LENGTH)] * 2
     assert [(w.ended("length"), w.ended("hung")) for w in workers] == [(1, 0)] * 2
     assert engine.status().generated_token_total == 120
