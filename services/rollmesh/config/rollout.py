@@ -47,8 +47,9 @@ class RolloutConfig(Section):
     generator.engine."""
     chunk_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time after which a generator that sends nothing counts as hung; the call continues on another generator from the
-    last good token. A call that waits for a slot or a load, or that has a long chunk, sends an empty chunk every few
-    seconds, as long as the engine responds."""
+    last good token. A call that waits for a slot or a load, or needs long for its next chunk, sends an empty
+    chunk every few seconds as long as the engine responds, with SGLang for at most
+    generator.sglang.request_timeout_seconds."""
     max_attempts: int = Field(default=5, ge=1)
     """Leases without progress before a trajectory becomes a dead letter; leases to score a finished trajectory after a
     crash of its worker are counted separately."""

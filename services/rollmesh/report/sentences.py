@@ -217,7 +217,10 @@ def _audit(summary: RunSummary) -> Iterator[Sentence]:
     verdict = _verdict("The audit is", audit, summary.audited_part)
     yield Sentence(text=f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
     if summary.audited_part:
-        yield Sentence(text="The train steps after it have not been audited: run `rollmesh audit` again.", bad=True)
+        yield Sentence(
+            text="The train steps after it have not been audited: continue the run, or run `rollmesh audit` again.",
+            bad=True,
+        )
     for problem in (*audit.problems, *audit.unchecked):
         yield Sentence(text=problem, bad=True)
 

@@ -159,7 +159,8 @@ def published_versions(
 ) -> dict[int, int]:
     """Return the train step of every published version, ascending by version; empty without a recorded version.
 
-    A version that no step report has was published for an unchanged train step, as after a rollback.
+    A version that no record has takes the train step of the version before it, as a rollback publishes one. This is too
+    early for versions that a rollback abandoned, which only the timeline knows.
     """
     steps, newest = {0: 0}, -1
     for records, version_path, step_path in (

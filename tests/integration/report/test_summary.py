@@ -305,7 +305,7 @@ def test_an_audit_of_an_earlier_part_of_the_run_is_shown_as_one_and_its_drops_ar
         bad = [sentence.text for sentence in sentences(summary) if sentence.bad]
         if step == 4:
             assert shown == ["green, up to train step 4 of 12", "audit green up to train step 4 of 12"]
-            assert any("have not been audited: run `rollmesh audit` again" in text for text in bad)
+            assert any("have not been audited: continue the run, or run" in text for text in bad)
         else:
             assert (shown, bad) == (["green", "audit green"], [])
 

@@ -136,6 +136,11 @@ def test_a_prompt_without_a_score_waits_for_the_others(name: str) -> None:
     assert set(draws(sampler(name, unseen=1.0), table, history)) == {4}, "the others were drawn as often"
 
 
+def test_a_solved_prompt_holds_back_no_prompt_without_a_score() -> None:
+    table, history = tables([record(4, 4), record(2, 4, groups=5), record(groups=3)])
+    assert set(draws(sampler("unsolved", unseen=1.0), table, history)) == {2}
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[PromptTable, History]:
     rows = draw(st.integers(1, 12))

@@ -15,21 +15,24 @@ Weigh = Callable[[Int64Array], Float64Array]
 def choose_row(draw: Draw, prompts: PromptTable, history: History, unseen: float, weigh: Weigh) -> int:
     """Return a row without an unfinished group: an unseen one with probability ``unseen``, else one by weight.
 
-    An unseen row was never drawn, or has no scored trajectory and was drawn no more often than any that has one. If all
-    rows have an unfinished group, every row may be drawn.
+    An unseen row was never drawn, or has no scored trajectory and was drawn no more often than any that has one and is
+    still drawn. If all rows have an unfinished group, every row may be drawn.
     """
     free = np.flatnonzero(prompts.endless | (history.in_progress == 0))
     if not len(free):
         free = np.arange(prompts.row_count)
     is_seen = history.members[free] > 0
     seen, new = free[is_seen], free[~is_seen]
+    weights = weigh(seen)
     if len(seen):
-        # Rows whose trajectories never get a score would take the share of the unseen ones without end.
-        new = new[history.groups[new] <= history.groups[seen].min()]
+        # Rows whose trajectories never get a score would take the share of the unseen ones without end. A row of weight
+        # 0, for example a solved one, is drawn no more, so it holds no other back.
+        drawn = seen[weights > 0] if np.any(weights > 0) else seen
+        new = new[history.groups[new] <= history.groups[drawn].min()]
     if len(new) and (not len(seen) or draw.uniform("unseen") < unseen):
         # Rows that were drawn without a score come after those that were never drawn.
         return draw_uniformly(draw, new[history.groups[new] == history.groups[new].min()])
-    return draw_by_weight(draw, seen, weigh(seen))
+    return draw_by_weight(draw, seen, weights)
 
 
 def draw_uniformly(draw: Draw, rows: Int64Array) -> int:
