@@ -23,7 +23,7 @@ def choose_row(draw: Draw, prompts: PromptTable, history: History, unseen: float
         free = np.arange(prompts.row_count)
     is_seen = history.members[free] > 0
     seen, new = free[is_seen], free[~is_seen]
-    weights = weigh(seen)
+    weights = weigh(seen) if len(seen) else np.zeros(0)
     if len(seen):
         # Rows whose trajectories never get a score would take the share of the unseen ones without end. A row of weight
         # 0, for example a solved one, is drawn no more, so it holds no other back.
