@@ -82,6 +82,8 @@ def save_state(
                 remove_tree(folder, first=[committed.COMMITTED_FILE])
             raise failure from error
         if isinstance(error, CheckpointException):  # a BaseException in torch
+            if (failed := _os_error(error)) is not None:
+                raise failed from error
             raise CheckpointError(f"{folder}: the trainer state cannot be saved: {error}") from error
         raise
     for state in committed.committed_states(root, secret):
@@ -115,13 +117,18 @@ def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world == 1)
     except CheckpointException as error:
         # A BaseException in torch. Unless a read failed, the requested tensors differ from the saved ones.
-        causes = [cause for cause, _ in error.failures.values()]
-        if (failed := next((cause for cause in causes if isinstance(cause, OSError)), None)) is not None:
+        if (failed := _os_error(error)) is not None:
             raise CheckpointError(f"{folder}: cannot be read: {failed}") from error
+        first = next((cause for cause, _ in error.failures.values()), error)
         raise CheckpointError(
-            f"{folder}: does not match this model and optimizer: {causes[0] if causes else error}",
+            f"{folder}: does not match this model and optimizer: {first}",
             reason=Reason.FOREIGN_ARCHITECTURE,
         ) from error
+
+
+def _os_error(error: CheckpointException) -> OSError | None:
+    """Return the error of the operating system among those of the ranks, if there is one."""
+    return next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), None)
 
 
 def _rank_and_world() -> tuple[int, int]:

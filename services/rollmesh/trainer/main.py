@@ -146,7 +146,8 @@ async def _build_deps(
 ) -> TrainerDeps:
     algorithm, model = config.trainer.algorithm, resolve_model(config.model.path)
     vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
-    references = await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
+    read = partial(asyncio.to_thread, references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
+    references = await retry.run("read_references", read)
     device_type = pick_device(config.trainer.device).type
     canary = canary_sequences(vocab_size, canary_count(ranks.trainer.parameter_count, device_type))
     announcer = Announcer(config, ranks.catalog, session, checkpoints, retry, metrics, references)
@@ -199,13 +200,16 @@ async def _take_over(
     retry: Retry,
 ) -> Progress:
     """Fence older trainers, then continue from the newest state in the checkpoint store."""
-    await session.open(f"{socket.gethostname()}-{os.getpid()}", run_limits(config))
-    leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
+    name, limits = f"{socket.gethostname()}-{os.getpid()}", run_limits(config)
+    await retry.run("open_session", partial(session.open, name, limits))
+    tidy = partial(asyncio.to_thread, checkpoints.remove_unfinished_batches)
+    leftovers = await retry.run("remove_unfinished_batches", tidy)
     load = partial(asyncio.get_running_loop().run_in_executor, executor, load_newest_state, ranks, checkpoints, config)
     # Other ranks may have begun to load, and end when this one fails.
     progress = await (retry.run("load_state", load) if ranks.world.size == 1 else load())
-    await session.begin(ranks.trainer.train_step)
-    await asyncio.to_thread(check_reference, config.trainer.algorithm, ranks.catalog)
+    await retry.run("begin_session", partial(session.begin, ranks.trainer.train_step))
+    check = partial(asyncio.to_thread, check_reference, config.trainer.algorithm, ranks.catalog)
+    await retry.run("check_reference", check)
     if ranks.trainer.adapter is not None:
         await asyncio.to_thread(check_published, ranks.trainer.adapter, ranks.catalog)
     get_logger("trainer").info(

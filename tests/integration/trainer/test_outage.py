@@ -48,6 +48,8 @@ async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachab
             "list_batch_files": "batch_steps",
             "take_weights": "open",
             "load_state": "load_state",
+            "open_session": "lineage",
+            "remove_unfinished_batches": "remove_unfinished_batches",
         }
         assert [(r.policy_version, r.train_step) for r in await run.store.policies.announced()] == [
             (0, 0), (1, 1), (2, 2), (3, 2), (4, 3)

@@ -1,6 +1,6 @@
 """Run as a script by the tests: the trainer service, whose checkpoint store is unreachable at the first use of methods.
 
-The methods are those that the training loop uses, and the one that loads a state at the start; each fails once. Usage:
+The methods are those that the training loop uses, and those of the start; each fails once. Usage:
 unreachable_process.py RUN.yaml
 """
 
@@ -40,7 +40,8 @@ async def _run(self: TrainingLoop) -> None:
 
 
 if __name__ == "__main__":
-    _fail_once("load_state")
+    for method in ("lineage", "remove_unfinished_batches", "load_state"):
+        _fail_once(method)
     run = TrainingLoop.run
     TrainingLoop.run = _run  # type: ignore[method-assign]
     runpy.run_path(str(Path(__file__).with_name("trainer_process.py")), run_name="__main__")

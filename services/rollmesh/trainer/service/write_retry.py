@@ -90,8 +90,8 @@ class Retry:
         await wait_or_shutdown(self._shutdown, self._scrape_seconds)
 
     def _done(self, operation: str) -> None:
-        self._waiting.pop(operation, None)
-        self._show()
+        if self._waiting.pop(operation, None) is not None:
+            self._show()
 
     def _show(self) -> None:
         self._health.set_ready(not self._waiting, "; ".join(self._waiting.values()))
