@@ -131,6 +131,39 @@ async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_be
     assert status.decode_step_total == 8, "they were decoded together"
 
 
+async def test_calls_without_a_token_get_the_cache_of_the_version_that_a_keep_kv_load_puts_in_service(
+    engine_of, model_folder
+):
+    engine = await engine_of(slots=16)
+    batch, loading = engine._thread.batch, threading.Event()
+    admit = batch.admit
+
+    def admit_and_wait(calls: list[RunningCall]) -> None:
+        admit(calls)
+        loading.wait(60)
+
+    batch.admit = admit_and_wait
+    folder = model_folder("qwen2", seed=1)
+    await engine.stage(folder, 1)
+    await engine.pause()
+    calls = [make_call(f"t{i}", prompt_ids(i, 240), max_new_token_count=8) for i in range(16)]
+    tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
+    await until(lambda: engine.status().waiting_count == 16)
+    await engine.resume()
+    await until(lambda: engine.status().running_count > 0)
+    load = asyncio.create_task(engine.load(folder, 1, OnNewVersion.KEEP_KV))
+    await asyncio.sleep(0)
+    loading.set()
+    await load
+    for call, rollout in zip(calls, await asyncio.gather(*tasks), strict=True):
+        assert {(c.policy_version, c.kv_min_version) for c in rollout.chunks} == {(1, 1)}
+        wanted = hf_logprobs(folder, np.concatenate((call.context_ids, rollout.tokens)))[-8:]
+        np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
+    status = engine.status()
+    assert status.prefill_token_total > 16 * 239, "some were prefilled before the load, and again after it"
+    assert (status.reprefill_token_total, status.preemption_total, status.kv_tokens_used) == (0, 0, 0)
+
+
 async def test_concurrent_loads_follow_each_other_in_order(engine_of, model_folder):
     engine = await engine_of()
     (await start_calls(engine, 2)).hurry()

@@ -20,7 +20,8 @@ class OnNewVersion(StrEnum):
     """Running calls end as ``interrupted`` with the tokens they have; their KV is dropped."""
     KEEP_KV = "keep_kv"
     """Weights are swapped under running calls; chunks split at the swap and carry the older kv_min_version. A call with
-    tokens of a newer version than the new one ends as ``interrupted``: the versions of one call never decrease."""
+    tokens of a newer version than the new one ends as ``interrupted``: the versions of one call never decrease. A call
+    without a token does not keep its cache (torch)."""
     DRAIN = "drain"
     """New calls wait; weights are swapped once the running calls have finished."""
     NEXT_SLICE = "next_slice"

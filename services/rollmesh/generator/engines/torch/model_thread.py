@@ -193,8 +193,7 @@ class ModelThread:
         started = time.perf_counter()
         self.batch.end_held(since=time.monotonic() - self._hold_seconds())
         self._admit()
-        for call in self.batch.make_room():
-            insort(self.waiting, call, key=lambda c: c.arrival)
+        self._requeue(self.batch.make_room())
         running = self.batch.active_count
         counters = self.batch.counters
         if running and not self._filling:
@@ -281,11 +280,18 @@ class ModelThread:
         if swap.mode is OnNewVersion.INTERRUPT:
             self.batch.interrupt(self.batch.slots.running())
             self._end_waiting([c for c in self.waiting if c.started])
+        # A swap between two parts of a prefill: a call must not begin on the cache of another version.
+        self._requeue(self.batch.remove_calls_without_tokens())
         self._end_waiting([c for c in self.waiting if c.newest_version > swap.policy_version])
         self.batch.swap(swap.policy_version)
         self.batch.model.swap(swap.weights)
         self._deliver()
         return time.perf_counter() - started
+
+    def _requeue(self, calls: Iterable[RunningCall]) -> None:
+        """Return calls that have lost their slots to their positions in the queue."""
+        for call in calls:
+            insort(self.waiting, call, key=lambda c: c.arrival)
 
     def _end_waiting(self, calls: list[RunningCall]) -> None:
         """End calls without a slot as interrupted; all their tokens have been delivered."""

@@ -205,8 +205,9 @@ class RunningBatch:
     def swap(self, policy_version: int) -> None:
         """Close every open chunk under the old version; further tokens carry the new one.
 
-        Running calls keep their cache and its kv_min_version. A call with tokens of a newer version than the new one
-        ends as interrupted. Cached prompts have the old version, so calls that start later must not copy them.
+        Running calls keep their cache and its kv_min_version; the caller has removed those without a token. A call with
+        tokens of a newer version than the new one ends as interrupted. Cached prompts have the old version, so calls
+        that start later must not copy them.
         """
         for call in self.slots.running():
             undelivered = self.slots.undelivered(call.slot)
@@ -314,6 +315,14 @@ class RunningBatch:
             self._donors[key].discard(slot)
             if not self._donors[key]:
                 del self._donors[key]
+
+    def remove_calls_without_tokens(self) -> list[RunningCall]:
+        """Take the calls that have sampled no token out of their slots; returns them."""
+        found = [c for c in self.slots.running() if not c.started and not self.slots.undelivered(c.slot)]
+        for call in found:
+            self.remove(call)
+            call.cached_token_count = 0
+        return found
 
     def _write_back(self) -> None:
         """Write the state in row order back to the slots before rows move."""
