@@ -49,8 +49,7 @@ async def with_empty_chunks(
                             kv_min_version=kv_min_version,
                         )
             finally:
-                if not coming.done():
-                    await cancel_and_wait(coming)
+                await cancel_and_wait(coming)  # done or not: if this call is closed, nobody else reads its error
             chunk = coming.result()
             if chunk is None:
                 return

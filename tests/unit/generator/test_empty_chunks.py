@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from typing import Any
 
 import pytest
 
-from rollmesh.errors import GenerationRefused
+from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.generator.empty_chunks import with_empty_chunks
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason, VersionNeed
 
@@ -73,3 +76,24 @@ async def test_an_empty_chunk_has_the_version_that_the_call_accepts_and_a_refusa
         with pytest.raises(GenerationRefused, match="policy version 1 was put in service while the call waited"):
             async for chunk in waiting:
                 assert not len(chunk.token_ids)
+
+
+async def test_the_error_of_a_call_that_is_closed_after_an_empty_chunk_is_not_logged_as_unread(engine_of):
+    unread: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+    engine = await engine_of(slots=1)
+    await engine.pause()
+    stream = with_empty_chunks(engine, make_call("left"), 0, interval_seconds=0.01)
+    assert not len((await anext(stream)).token_ids)
+    other = asyncio.create_task(collect(engine, make_call("other")))
+    await engine.respond()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    engine._thread.post(fail)
+    with pytest.raises(EngineError, match="out of memory"):
+        await other  # the first call has the error by then
+    await stream.aclose()
+    gc.collect()
+    assert unread == []
