@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, GeneratorRecord, PolicyRecord, Prompt, SamplingParams, Trajectory
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_client import GenerationClient
@@ -24,6 +27,25 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.newest_policy import NewestPolicy
+
+T = TypeVar("T")
+
+
+class CallHung(AssertionError):
+    """A call got nothing for the chunk timeout: the engine sent no empty chunk, or the machine stalled."""
+
+
+async def despite_stalls(attempt: Callable[[float], Awaitable[None]]) -> None:
+    """Run ``attempt`` with a chunk timeout of 2 seconds, and if a call ends as hung, with 8 and then 32.
+
+    Client, server and timers share one event loop: a machine that stops it for the chunk timeout ends a call as hung.
+    """
+    for timeout in (2.0, 8.0):
+        try:
+            return await attempt(timeout)
+        except CallHung:
+            pass
+    return await attempt(32.0)
 
 
 @dataclass
@@ -65,12 +87,30 @@ class Served:
     client: GenerationClient
     record: GeneratorRecord
     limits: CallLimits
+    workers: list[Worker] = field(default_factory=list)
+
+    async def unless_hung(self, exchange: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``exchange``; raises CallHung as soon as a call of a worker has ended as hung."""
+        task = asyncio.create_task(exchange)
+        try:
+            while not (await asyncio.wait([task], timeout=0.05))[0] and not self._hung():
+                pass
+            if self._hung():
+                raise CallHung
+            return task.result()
+        finally:
+            await cancel_and_wait(task)
+
+    def _hung(self) -> bool:
+        return any(worker.ended("hung") for worker in self.workers)
 
     async def worker(self) -> Worker:
         registry, metrics = Registry(self.record), Metrics("rollout")
         generators, policies = GeneratorPool(registry), NewestPolicy(registry)  # type: ignore[arg-type]
         await generators.refresh()
-        return Worker(Caller(self.client, generators, policies, self.limits, RolloutMetrics(metrics)), metrics)
+        caller = Caller(self.client, generators, policies, self.limits, RolloutMetrics(metrics))
+        self.workers.append(Worker(caller, metrics))
+        return self.workers[-1]
 
 
 async def _no_load(version: int) -> int:

@@ -12,29 +12,38 @@ import pytest
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.empty_chunks import with_empty_chunks
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, VersionNeed
+from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 from .conftest import VOCAB, collect, make_call
-from .served_engine import served
+from .served_engine import despite_stalls, served
 
 LIMITS = {"vocab_size": VOCAB, "max_context_tokens": 256, "chunk_token_count": 60}
 STEP_SECONDS = 0.05
 
 
 async def test_a_call_that_waits_for_a_slot_or_has_a_long_chunk_is_not_given_up(engine_of):
-    engine = await engine_of(slots=1, pace=[[1, STEP_SECONDS]])
-    timeout = 2.0
-    assert timeout < 60 * STEP_SECONDS, "each call takes longer, and the one that waits twice as long"
-    async with served(engine, **LIMITS, chunk_timeout_seconds=timeout) as generator:
-        workers = [await generator.worker() for _ in range(2)]
-        first = asyncio.create_task(workers[0].sample("t0", 60))
-        async with asyncio.timeout(60):
-            while not engine.status().running_count:  # before, a second call would be refused
-                await asyncio.sleep(0.001)
-            found = [await workers[1].sample("t1", 60), await first]
-    assert [(active.token_count, reason) for active, reason in found] == [(60, FinishReason.LENGTH)] * 2
-    assert [(w.ended("length"), w.ended("hung")) for w in workers] == [(1, 0)] * 2
-    assert engine.status().generated_token_total == 120
+    async def attempt(timeout: float) -> None:
+        # Each call takes 1.5 times the chunk timeout, and the one that waits twice as long.
+        engine = await engine_of(slots=1, pace=[[1, 1.5 * timeout / 60]])
+        async with served(engine, **LIMITS, chunk_timeout_seconds=timeout) as generator:
+            workers = [await generator.worker() for _ in range(2)]
+
+            async def sample() -> list[tuple[ActiveTrajectory, FinishReason]]:
+                async with asyncio.TaskGroup() as group:
+                    first = group.create_task(workers[0].sample("t0", 60))
+                    while not engine.status().running_count:  # before, a second call would be refused
+                        await asyncio.sleep(0.001)
+                    second = group.create_task(workers[1].sample("t1", 60))
+                return [first.result(), second.result()]
+
+            found = await generator.unless_hung(sample())
+        assert [(active.token_count, reason) for active, reason in found] == [(60, FinishReason.LENGTH)] * 2
+        assert [w.ended("length") for w in workers] == [1, 1]
+        assert engine.status().generated_token_total == 120
+
+    await despite_stalls(attempt)
 
 
 async def test_a_call_of_an_engine_that_hangs_is_given_up_after_the_chunk_timeout(engine_of):
@@ -50,12 +59,13 @@ async def test_a_call_of_an_engine_that_hangs_is_given_up_after_the_chunk_timeou
     async with served(engine, **LIMITS, chunk_timeout_seconds=0.5) as generator:
         worker = await generator.worker()
         sampling = asyncio.create_task(worker.sample("t", 60))
-        async with asyncio.timeout(60):
-            while not worker.ended("hung"):
-                await asyncio.sleep(0.01)
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
-        go_on.set()
+        try:
+            async with asyncio.timeout(60):
+                while not worker.ended("hung"):
+                    await asyncio.sleep(0.01)
+        finally:
+            await cancel_and_wait(sampling)
+            go_on.set()
 
 
 async def test_an_empty_chunk_has_the_version_that_the_call_accepts_and_a_refusal_after_it_is_still_one(

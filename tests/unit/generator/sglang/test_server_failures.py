@@ -19,8 +19,9 @@ from rollmesh.generator.engines.sglang.running_clock import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.runtime.addresses import free_port
 from rollmesh.types import Chunk, FinishReason, GenerationCall
+from rollmesh.worker.active_trajectory import ActiveTrajectory
 
-from ..served_engine import served
+from ..served_engine import despite_stalls, served
 from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, until, write_folder
 
 Start = Callable[..., Awaitable[SglangEngine]]
@@ -90,23 +91,36 @@ async def test_the_deadline_of_a_slice_is_suspended_while_the_server_is_paused(s
 
 
 async def test_a_slice_and_a_pause_of_twice_the_chunk_timeout_cost_no_call_and_no_token(server, start):
-    engine = await start()
-    server.deaf = True
     limits = {"vocab_size": VOCAB, "max_context_tokens": LONGEST, "chunk_token_count": 4}
-    async with served(engine, **limits, chunk_timeout_seconds=1.5) as generator:
-        worker = await generator.worker()
-        sliced = asyncio.create_task(worker.sample("sliced", 4))
-        await until(lambda: server.count("/generate") == 1)
-        await engine.pause()
-        held = asyncio.create_task(worker.sample("held", 4))
-        await until(lambda: engine.status().waiting_count == 1)
-        await asyncio.sleep(3.0)  # twice the chunk timeout
-        await engine.resume()
-        server.release.set()
-        async with asyncio.timeout(60):
-            found = await asyncio.gather(sliced, held)
-    assert [(active.token_count, reason) for active, reason in found] == [(4, FinishReason.LENGTH)] * 2
-    assert (worker.ended("length"), worker.ended("hung"), server.count("/generate")) == (2, 0, 2)
+
+    async def attempt(timeout: float) -> None:
+        server.deaf, before = True, server.count("/generate")
+        server.release.clear()
+        engine = await start()
+        async with served(engine, **limits, chunk_timeout_seconds=timeout) as generator:
+            worker = await generator.worker()
+
+            async def sample_through_a_pause() -> list[tuple[ActiveTrajectory, FinishReason]]:
+                async with asyncio.TaskGroup() as group:
+                    sliced = group.create_task(worker.sample("sliced", 4))
+                    await until(lambda: server.count("/generate") > before)
+                    await engine.pause()
+                    held = group.create_task(worker.sample("held", 4))
+                    await until(lambda: engine.status().waiting_count == 1)
+                    await asyncio.sleep(2 * timeout)
+                    await engine.resume()
+                    server.release.set()
+                return [sliced.result(), held.result()]
+
+            try:
+                found = await generator.unless_hung(sample_through_a_pause())
+            finally:
+                await engine.resume()
+                server.release.set()
+        assert [(active.token_count, reason) for active, reason in found] == [(4, FinishReason.LENGTH)] * 2
+        assert (worker.ended("length"), server.count("/generate") - before) == (2, 2)
+
+    await despite_stalls(attempt)
 
 
 async def test_tokens_of_weights_that_were_never_loaded_end_the_engine(server, start):
