@@ -286,12 +286,26 @@ class Silent(Generator):
             yield sampled
 
 
-async def test_empty_chunks_neither_end_a_call_nor_are_acknowledged_as_progress() -> None:
+async def test_empty_chunks_do_not_end_a_call_and_after_them_too_only_saved_tokens_are_acknowledged() -> None:
+    excess: list[int] = []
+
+    class Comparing(Silent):
+        async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+            excess.append(context_token_counts["t"] - PROMPT - held.saved_token_count)
+            await super().acknowledge(record, context_token_counts)
+
+    async def save_late(held: ActiveTrajectory) -> None:
+        await asyncio.sleep(0)
+        held.mark_saved(max(0, held.token_count - 10))
+
     held = make_held()
-    generator = Silent([], held)
+    generator = Comparing([], held)
     caller = await make_caller(generator, 64)
-    assert await caller.sample(held, 100, SamplingParams(), save=save) is FinishReason.LENGTH
+    assert await caller.sample(held, 100, SamplingParams(), save=save_late) is FinishReason.LENGTH
     assert (held.token_count, len(generator.calls), len(held.segments)) == (100, 1, 4)
+    durable = [report["t"] for report in generator.acknowledged]
+    assert durable == sorted(durable) and durable[0] < durable[-1]
+    assert max(excess) <= 0
 
 
 async def test_a_generator_that_breaks_after_an_empty_chunk_is_avoided_for_longer_each_time() -> None:
