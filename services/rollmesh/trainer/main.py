@@ -55,8 +55,8 @@ _REDIS_RETRY_SECONDS = 5.0
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Train the run to its last step, or until ``shutdown``; under torchrun, ranks above 0 follow rank 0.
 
-    Raises Unfinished if ``shutdown`` came before the work was complete, SessionLost if a newer trainer has taken over,
-    and CheckpointError or ConfigError for permanent errors.
+    Raises Unfinished, in every rank, if the ``shutdown`` of rank 0 came before the work was complete; SessionLost if a
+    newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
     """
     unfinished = ""
     checkpoints = open_checkpoints(config)
@@ -66,11 +66,11 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
             if host is not None and ranks.world.leads:
                 unfinished = await _lead(host, shutdown, checkpoints, ranks, executor)
-                await loop.run_in_executor(executor, ranks.dismiss)
+                await loop.run_in_executor(executor, ranks.dismiss, unfinished)
             else:
                 if host is not None:
                     host.health.set_ready(True)
-                await loop.run_in_executor(executor, ranks.follow)
+                unfinished = await loop.run_in_executor(executor, ranks.follow)
             await loop.run_in_executor(executor, leave_world)
     finally:
         # A cancelled step may run for long; the interpreter waits for it, the event loop must not.

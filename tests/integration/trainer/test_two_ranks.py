@@ -12,10 +12,12 @@ from safetensors.numpy import load
 from torch.distributed import TCPStore
 
 from rollmesh.runtime.addresses import free_port
+from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.store import EmbeddedServer
 
 from .test_kills import assert_every_batch_counts_once, last_weights
 from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
+from .two_ranks import TwoRanks
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +46,20 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
         found = load(await last_weights(run))
     for name, weights in expected.items():
         assert np.abs(found[name] - weights).max() < 2e-4, name
+
+
+async def test_no_rank_ends_with_the_status_of_a_complete_run_when_sigterm_stops_the_leading_one(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    """On Kubernetes each pod of the trainer is an index of its Job, which never starts again after status 0."""
+    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+        ranks = run.start(ranks=2)
+        assert isinstance(ranks, TwoRanks)
+        async with run.fed(2):
+            await run.until("step 2", lambda: _announced(run, 2), pause=0.01)
+            ranks.leader.terminate()
+
+            assert ranks.statuses(120) == [EXIT_UNFINISHED, EXIT_UNFINISHED], run.log()[-4000:]
 
 
 async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_not_ready(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from ..warm import TRAINER, template
+from ..warm import TRAINER, WarmProcess, template
 
 WORLD = 2
 
@@ -51,8 +51,15 @@ class TwoRanks:
         return self.returncode
 
     def wait(self, timeout: float = 60.0) -> int:
-        codes = [rank.wait(timeout) for rank in self._ranks]
-        return next((code for code in codes if code), 0)
+        return next((code for code in self.statuses(timeout) if code), 0)
+
+    @property
+    def leader(self) -> WarmProcess:
+        return self._ranks[0]
+
+    def statuses(self, timeout: float = 60.0) -> list[int]:
+        """The exit statuses of the ranks, once both have ended."""
+        return [rank.wait(timeout) for rank in self._ranks]
 
     def kill(self) -> None:
         for rank in self._ranks:

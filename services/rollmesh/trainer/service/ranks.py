@@ -117,16 +117,20 @@ class RankCoordinator:
         """Send an order without work: the wait of the other ranks for the next order is limited."""
         self._order({"do": "idle"})
 
-    def dismiss(self) -> None:
-        """End ``follow`` on the other ranks."""
-        self._order({"do": "leave"})
+    def dismiss(self, unfinished: str = "") -> None:
+        """End ``follow`` on the other ranks, which returns ``unfinished`` there."""
+        self._order({"do": "leave", "unfinished": unfinished})
 
-    def follow(self) -> None:
-        """Carry out the orders of rank 0 until the order ``leave``."""
+    def follow(self) -> str:
+        """Carry out the orders of rank 0 until the order ``leave``; return the work that a shutdown left.
+
+        It is empty when the run is complete. Otherwise no rank may end as if it were: a supervisor of this rank alone
+        (a Job, for each of its pods) would not start it again.
+        """
         while True:
             order = json.loads(broadcast_bytes(None, self.world))
             if order["do"] == "leave":
-                return
+                return str(order["unfinished"])
             self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:
