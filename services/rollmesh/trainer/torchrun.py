@@ -2,7 +2,7 @@
 
 ``python -m rollmesh.trainer.torchrun`` takes the flags and ``PET_*`` variables of torchrun. torchrun itself exits with
 1 for every status of its ranks, so the supervisor of the ranks (a Job, ``rollmesh up``) would restart them repeatedly
-with a wrong setting.
+with a wrong setting. After a signal it exits with 1 and a traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_parent
@@ -20,7 +21,8 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_pa
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run torchrun. Exits with ``EXIT_CONFIG`` or ``EXIT_UNFINISHED`` if a rank of this node exited with it.
 
-    It ends with its ranks when the launcher dies that their argument ``--supervised-by`` names.
+    After a signal it exits with 128 plus the signal's number, once its ranks have ended. It ends with its ranks when
+    the launcher dies that their argument ``--supervised-by`` names.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--supervised-by", type=int)
@@ -38,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(error, file=sys.stderr)
                 raise SystemExit(status) from error
         raise
+    except SignalException as error:
+        print(f"torchrun: stopped by {error.sigval.name}", file=sys.stderr)
+        raise SystemExit(128 + error.sigval) from error
 
 
 if __name__ == "__main__":
