@@ -315,12 +315,15 @@ securityContext:
 
 {{/* Probes of a service. Liveness is the admin port's, which checks every loop; a model may take long to load, so
      nothing is judged before the startup probe has passed. A kubelet's gRPC probe speaks no TLS, so with certificates
-     readiness is asked of the admin port as well: (list $ "generator" "grpc" | "http"). */}}
+     readiness is asked of the admin port as well: (list $ "generator" "grpc" | "http"). torchrun waits up to 600 s for
+     one of several trainer pods that is replaced, and no rank of the others answers meanwhile. */}}
 {{- define "rollmesh.probes" -}}
 {{- $root := index . 0 -}}
 {{- $probes := (index $root.Values (index . 1)).probes -}}
 {{- $tls := $root.Values.security.tls.enabled -}}
 {{- $scheme := ternary "HTTPS" "HTTP" $tls -}}
+{{- $waits := and (eq (index . 1) "trainer") (gt (int $root.Values.trainer.nodes) 1) -}}
+{{- $waitFailures := ternary (divf 600 ($probes.periodSeconds | default 10) | ceil) 0 $waits | int -}}
 startupProbe:
   httpGet: {path: /healthz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: 5
@@ -330,7 +333,7 @@ livenessProbe:
   httpGet: {path: /healthz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: {{ $probes.periodSeconds }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
-  failureThreshold: {{ $probes.livenessFailures }}
+  failureThreshold: {{ add $probes.livenessFailures $waitFailures }}
 readinessProbe:
   {{- if and (eq (index . 2) "grpc") (not $tls) }}
   grpc: {port: {{ $root.Values.network.grpcPort }}}

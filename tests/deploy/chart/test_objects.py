@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from .api_server import installed, owned
 from .object_checks import all_checks
 from .rendering import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, Rendering
 
 CHECKS = all_checks()
+KIND = CHART / "ci" / "kind-cpu-values.yaml"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -154,6 +156,20 @@ def test_the_ranks_of_a_trainer_meet_at_its_first_pod(renderings: list[Rendering
     assert service["spec"]["selector"]["batch.kubernetes.io/job-completion-index"] == "0"
     assert service["spec"]["publishNotReadyAddresses"] is True and service["spec"]["clusterIP"] == "None"
     assert len(first) <= 63
+
+
+@pytest.mark.parametrize("period", [7, 10])
+def test_trainer_pods_pass_their_liveness_probe_while_torchrun_waits_for_one_that_is_replaced(
+    helm4: Helm, period: int
+) -> None:
+    def seconds(nodes: int, component: str) -> int:
+        sets = [f"trainer.nodes={nodes}", f"{component}.probes.periodSeconds={period}"]
+        (container,) = helm4.template(CHART, [KIND], sets).component(component)["spec"]["containers"]
+        return int(container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"])
+
+    wait = RendezvousTimeout().join.total_seconds()
+    assert seconds(2, "trainer") >= seconds(1, "trainer") + wait
+    assert seconds(2, "reward") == seconds(1, "reward")
 
 
 def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings: list[Rendering]) -> None:
