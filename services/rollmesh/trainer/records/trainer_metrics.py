@@ -74,8 +74,8 @@ class TrainerMetrics:
         )
         self.phase_seconds = m.histogram(
             "rollmesh_trainer_phase_seconds",
-            "Wall time of a step's phases; wait is without a batch or a part of one, publish is the wait for a "
-            "publication, canary and copy of the weights.",
+            "Wall time of a step's phases; wait is time with neither a batch nor a part of one to work on, publish is "
+            "the wait for a publication, canary and copy of the weights.",
             labels={"phase": _PHASES},
         )
         self.publication_seconds = m.histogram(
