@@ -24,6 +24,7 @@ CPU_ENVIRONMENT = {
     # With a thread per core the matrix products of a tiny model spend their time waiting for each other.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "75",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }

@@ -58,6 +58,8 @@ env:
     value: "1"
   - name: SGLANG_RETURN_ORIGINAL_LOGPROB
     value: "0"
+  - name: SGLANG_TIMEOUT_KEEP_ALIVE
+    value: "75"
   - name: HOME
     value: /tmp
   {{- $given := list }}

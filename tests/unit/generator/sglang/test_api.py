@@ -155,3 +155,31 @@ async def test_a_request_whose_connection_breaks_is_not_made_again(serve):
     with pytest.raises(EngineError, match="broke"):
         await api.generate({})
     assert count == 1
+
+
+async def test_a_request_over_an_idle_connection_that_the_server_has_just_closed_is_sent_again():
+    closed = asyncio.Event()
+    connections: list[asyncio.Transport] = []
+
+    class Answers(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            connections.append(transport)
+
+        def data_received(self, data: bytes) -> None:
+            connections[-1].write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+        def connection_lost(self, error: Exception | None) -> None:
+            closed.set()
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Answers, "127.0.0.1", 0)
+    api = SglangApi(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+    assert await api.generate({"text": "a"}) == {}
+    connections[0].close()
+    await closed.wait()  # the client takes the connection in the turn of the loop that then reads of its end
+    assert await api.generate({"text": "b"}) == {}
+    assert len(connections) == 2
+    await api.aclose()
+    server.close()
+    await server.wait_closed()

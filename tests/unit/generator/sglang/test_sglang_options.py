@@ -12,6 +12,7 @@ import yaml
 
 from rollmesh.config import load_run_config, write_run_config
 from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.sglang.api import IDLE_CONNECTION_SECONDS
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
 
@@ -77,6 +78,7 @@ def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
     found = options.server_environment(inherited)
     assert found["PATH"] == "/bin" and found["CUDA_VISIBLE_DEVICES"] == "1"
     assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert float(found["SGLANG_TIMEOUT_KEEP_ALIVE"]) > IDLE_CONNECTION_SECONDS
     assert not {"ROLLMESH_STORE__PASSWORD", "PYTHONPATH", "VIRTUAL_ENV"} & set(found)
     assert options.command(Path("p"), 0, 1)[0] == "/sg/bin/python"
     ours = SglangOptions.from_config(load(tmp_path), 0)

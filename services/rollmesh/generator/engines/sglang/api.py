@@ -16,8 +16,8 @@ from rollmesh.errors import DataError, EngineError, GenerationRefused
 
 _RETRY_SECONDS = (0.05, 0.2, 0.5)
 """Pauses before the retries of a request that did not reach the server."""
-_IDLE_CONNECTION_SECONDS = 3.0
-"""Keep-alive time of a connection; the server closes an idle connection after 5 s."""
+IDLE_CONNECTION_SECONDS = 3.0
+"""Keep-alive time of a connection; by its default the server closes an idle connection after 5 s."""
 _CONTROL_SECONDS = 60.0
 _WRONG_CALL = frozenset({400, 413, 422})
 _MESSAGE_KEYS = ("error", "message", "error_message", "detail")
@@ -42,7 +42,7 @@ class SglangApi:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),
             headers=headers,
         )
@@ -157,7 +157,9 @@ class SglangApi:
                     raise EngineError(f"SGLang {path}: {self.url} cannot be reached: {error}") from error
                 await asyncio.sleep(wait)
             except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
-                raise EngineError(f"SGLang {path}: the connection to {self.url} broke: {error!r}") from error
+                if wait is None or not _closed_before(error):
+                    raise EngineError(f"SGLang {path}: the connection to {self.url} broke: {error!r}") from error
+                await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(self, method: str, path: str, data: bytes | None) -> bytes:
@@ -166,6 +168,11 @@ class SglangApi:
             if response.status >= 400:
                 raise HttpError(path, response.status, _message(answer))
             return answer
+
+
+def _closed_before(error: BaseException) -> bool:
+    """Return True if the server had closed the idle connection, so that aiohttp could not write the request."""
+    return any(isinstance(one, aiohttp.ClientConnectionResetError) for one in (error, error.__cause__))
 
 
 def _message(answer: bytes) -> str:

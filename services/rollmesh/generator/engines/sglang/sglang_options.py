@@ -127,6 +127,8 @@ class SglangOptions:
             kept = {k: v for k, v in kept.items() if k not in _PYTHON_VARIABLES}
         kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for _SPARE_TOKENS, which no call reaches
         kept["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probabilities at the sampling temperature
+        # Far longer than the client's: a server that closes an idle connection first may cut off a request.
+        kept["SGLANG_TIMEOUT_KEEP_ALIVE"] = "75"
         if self.generator.device == "cpu":
             kept["SGLANG_USE_CPU_ENGINE"] = "1"
         # At its start the server sends itself a request, which must not go to an HTTP proxy.
