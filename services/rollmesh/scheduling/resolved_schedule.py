@@ -113,6 +113,11 @@ class Schedule:
         )
 
     @property
+    def predicts_lengths(self) -> bool:
+        """True if an order depends on expected lengths, so that their prediction is measured."""
+        return self.start_order is StartOrder.LONGEST_EXPECTED or self.resume_order is ResumeOrder.NEAREST_END
+
+    @property
     def pool_groups(self) -> int:
         """Number of groups that fill a pool of pool_size, rounded up."""
         return -(-self.pool_size // self.launched_members)
@@ -149,9 +154,7 @@ def run_limits(config: RunConfig) -> RunLimits:
         filter_zero_variance=config.schedule.filter_zero_variance,
         mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
         train_steps=schedule.train_steps,
-        keeps_history=has_rounds
-        or schedule.start_order is StartOrder.LONGEST_EXPECTED
-        or config.curriculum.sampler != ORDER,
+        keeps_history=has_rounds or schedule.predicts_lengths or config.curriculum.sampler != ORDER,
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,
         most_members=max(

@@ -19,7 +19,10 @@ _SETTINGS = {
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
     "resume_order": "schedule.resume_order as a number",
-    "keeps_history": "schedule.start_order=longest_expected, or curriculum.sampler, planner or group_shaper",
+    "keeps_history": (
+        "schedule.start_order=longest_expected, schedule.resume_order=nearest_end, or curriculum.sampler, planner or "
+        "group_shaper"
+    ),
     "window_groups": "schedule.window_groups",
     "most_members": "2 * (schedule.group_size + schedule.spare_members), or a larger curriculum.most_members",
     "has_rounds": "curriculum.planner or curriculum.group_shaper",
