@@ -133,6 +133,21 @@ class Schedule:
             return min(float(self.max_staleness), 1.0)
         return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
 
+    @property
+    def most_begun_again(self) -> float:
+        """Most times that groups begin again, per trained group; 0 unless ``on_stale`` is restart or set_aside.
+
+        restart: a group that is trained in batch j = 0 .. k - 1 of a wave of k batches begins again at most
+        floor(j / (max_staleness + 1)) times; the result is the mean over j. set_aside: a cut leaves at most
+        L = (k - 1) * B + spare_groups groups of its wave, and long rounds of B groups train them: L of every B + L
+        trained groups begin again.
+        """
+        waves, batch = self.wave_batches, self.groups_per_batch
+        if self.on_stale is OnStale.RESTART:
+            return sum(j // (self.max_staleness + 1) for j in range(waves)) / waves
+        late = (waves - 1) * batch + self.spare_groups
+        return late / (batch + late) if self.on_stale is OnStale.SET_ASIDE else 0.0
+
 
 def _segment_tokens(config: RunConfig, preset: Preset) -> int:
     given, budget = config.schedule.segment_tokens, config.rollout.max_new_tokens
