@@ -329,5 +329,7 @@ class RunLimits:
     most_members: int = 0
     """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
     number of scored ones that complete it."""
+    rules: tuple[tuple[str, str], ...] = ()
+    """Settings of the schedule that only its leader applies, as (name in the run file, value)."""
     has_rounds: bool = False
     """True if the leader decides at the end of a group's round, because the run has a planner or a group shaper."""

@@ -156,6 +156,10 @@ def _segment_tokens(config: RunConfig, preset: Preset) -> int:
     return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
 
 
+_RULES = ("preset", "harvest", "wave_batches", "spare_groups", "spare_members", "on_stale", "start_order")
+"""Settings of the schedule that are fixed for a run, and whose value no other limit has."""
+
+
 def run_limits(config: RunConfig) -> RunLimits:
     """Return the limits that the store enforces; raises ConfigError for an invalid schedule."""
     schedule, curriculum = Schedule.from_config(config), config.curriculum
@@ -174,6 +178,10 @@ def run_limits(config: RunConfig) -> RunLimits:
         window_groups=schedule.window_groups,
         most_members=max(
             2 * (schedule.group_size + schedule.spare_members), curriculum.largest_group(schedule.group_size)
+        ),
+        rules=(
+            *((f"schedule.{name}", str(getattr(schedule, name))) for name in _RULES),
+            ("schedule.group_size", str(config.schedule.group_size)),
         ),
         has_rounds=has_rounds,
     )
