@@ -10,6 +10,69 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class DropReason(StrEnum):
+    """Reason for which a group leaves the queue untrained."""
+
+    STALE = "stale"
+    STRAGGLER_TIMEOUT = "straggler_timeout"
+    RUN_COMPLETE = "run_complete"
+    ROLLED_BACK = "rolled_back"
+    TOO_FEW_SCORED = "too_few_scored"
+    FILTERED_ALL_RIGHT = "filtered_all_right"
+    FILTERED_ALL_WRONG = "filtered_all_wrong"
+
+
+class WasteReason(StrEnum):
+    """Reason, other than the drop of their group, for which saved tokens are never trained on."""
+
+    UNSCORABLE = "unscorable"
+    """Their member has no score."""
+    DEAD = "dead"
+    """Their member is a dead letter."""
+    SURPLUS = "surplus"
+    """Their member was cut off, because enough others are scored."""
+    RESTARTED = "restarted"
+    """Their group began again."""
+    SET_ASIDE = "set_aside"
+    """Their group waits to begin again."""
+    SHORTENED = "shortened"
+    """The group shaper ended their member before them."""
+
+
+class WaitReason(StrEnum):
+    """Reason that the next cut, or the admission of groups, waits for: ``format`` gives the text with its numbers."""
+
+    RECOVERY = "workers to register again with the store"
+    OPERATOR = "an operator to resume"
+    LAUNCHER = "the launcher, which evaluates a policy version"
+    BARRIER = "barrier: waiting for the policy of train step {step}"
+    UNTRAINED_CUT = "the trainer: step {step} is cut and not trained yet"
+    ROLLBACK = "the trainer: it drops the work of the branch that a rollback abandons"
+    READY_GROUPS = "{missing} more ready groups of {batch}"
+    STALE_GROUPS = "stale groups to leave before {missing} ready group(s) that are due"
+    DUE_GROUPS = (
+        "{missing} unfinished group(s) with tokens of train step {step} or older, which later steps could no longer "
+        "train"
+    )
+    STORE_FULL = (
+        "the store is full ({ratio:.0%} of maxmemory, including expected writes): raise store.maxmemory_bytes "
+        "(embedded) or the server's maxmemory"
+    )
+    ADMISSION = "admission waits for {reason}"
+    LONG_ROUND = "a long round"
+    FIRST_POLICY = "the first policy"
+    NEWER_POLICY = "the policy of a newer train step"
+    MEMORY_USED = "memory of the store: {ratio:.0%} of maxmemory is used"
+    MEMORY_PROMISED = "memory of the store: trajectories in flight may take the rest"
+    TRAINER_PACE = "the trainer: its groups are on their way"
+    WINDOW = "staleness capacity"
+    LAST_GROUPS = "nothing: the remaining steps have their groups"
+    POOL = "room in the pool"
+    INITIAL_POLICY = "the trainer to publish the initial policy"
+    GENERATOR = "a generator that serves"
+    LEADER = "a rollout worker that leads the mesh"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePool:
     """Bound of an automatic pool by the generators' caches, as the leader last set it."""
@@ -182,10 +245,10 @@ class MeshView:
     def rests_until(self) -> str:
         """Condition that ends a recovery, or a pause by the operator or the launcher; empty while the mesh works."""
         if self.recovering:
-            return "workers to register again with the store"
+            return WaitReason.RECOVERY.format()
         if self.user_paused:
-            return "an operator to resume"
-        return "the launcher, which evaluates a policy version" if self.launcher_paused else ""
+            return WaitReason.OPERATOR.format()
+        return WaitReason.LAUNCHER.format() if self.launcher_paused else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +256,7 @@ class Eviction:
     """One group to drop, with the reason for the ledger."""
 
     group_id: str
-    reason: str
+    reason: DropReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,5 +329,7 @@ class RunLimits:
     most_members: int = 0
     """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
     number of scored ones that complete it."""
+    rules: tuple[tuple[str, str], ...] = ()
+    """Settings of the schedule that only its leader applies, as (name in the run file, value)."""
     has_rounds: bool = False
     """True if the leader decides at the end of a group's round, because the run has a planner or a group shaper."""

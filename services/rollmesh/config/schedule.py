@@ -100,8 +100,9 @@ class ScheduleConfig(Section):
     resume_order: Literal["admission", "most_tokens", "nearest_end"] = "admission"
     """Order in which partial trajectories continue, before new ones start, within blocks of groups_per_batch admitted
     groups. admission: the first admitted group first; most_tokens: the most tokens first; nearest_end: the fewest
-    tokens to the mean length of the scored trajectories of its group first. CoPRIS and APRIL continue partial
-    trajectories before new ones; the orders among them are ours."""
+    tokens to the mean length of the scored trajectories of its group first (how well siblings predict a
+    length is exported, and changes no order). CoPRIS and APRIL continue partial trajectories before new ones; the
+    orders among them are ours."""
     cut_order: Literal["admission", "shortest", "oldest"] | None = None
     """Order in which ready groups enter a batch, after the groups that later batches could no longer train; null uses
     the value of the preset (roll: oldest, sorted and sorted_partial: shortest, all others: admission). admission: the

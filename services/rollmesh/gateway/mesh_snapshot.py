@@ -21,7 +21,7 @@ from rollmesh.gateway.models.live import (
     StalenessBin,
     WasteView,
 )
-from rollmesh.mesh import Desired, MeshView
+from rollmesh.mesh import Desired, MeshView, WaitReason
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
@@ -217,15 +217,15 @@ def run_state(snapshot: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str
     if view.recovering:
         return "recovering", view.rests_until
     if view.policy_version < 0:
-        return "starting", "the trainer to publish the initial policy"
+        return "starting", WaitReason.INITIAL_POLICY.format()
     desired = snapshot.desired
     if view.rests_until or desired.paused:
         # The leader writes its reason with a delay; a pause by the operator or the launcher takes effect immediately.
         return "paused", view.rests_until or desired.reason or desired.waiting_for
     if not any(generator.serving for generator in snapshot.generators):
-        return "running", "a generator that serves"
+        return "running", WaitReason.GENERATOR.format()
     if not desired.pool_size:
-        return "running", "a rollout worker that leads the mesh"
+        return "running", WaitReason.LEADER.format()
     return "running", desired.waiting_for
 
 

@@ -47,6 +47,8 @@ class Estimate:
     """Groups open beyond those that a wave needs."""
     late_groups: str
     """Fate of the groups that a batch leaves behind over the staleness bound."""
+    loss: tuple[str, str, str] | None
+    """Row on the groups that lose their tokens over the staleness bound; None where none does."""
     segment_tokens: int
     """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
 
@@ -63,6 +65,8 @@ class Estimate:
             table.add_row("surplus", f"{self.surplus_share:.0%}", "of the launched trajectories, cut off unfinished")
         if self.spare_groups:
             table.add_row("spare groups", f"{self.spare_groups}", f"open beyond the wave; {self.late_groups}")
+        if self.loss is not None:
+            table.add_row(*self.loss)
         if self.segment_tokens:
             table.add_row("segment", f"{self.segment_tokens}", "tokens of one policy, then a rest until the next one")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
@@ -101,5 +105,16 @@ def estimate(config: RunConfig) -> Estimate:
         surplus_share=schedule.spare_members / schedule.launched_members,
         spare_groups=schedule.spare_groups,
         late_groups=_LATE_GROUPS[schedule.on_stale],
+        loss=_loss(schedule),
         segment_tokens=schedule.segment_tokens,
     )
+
+
+def _loss(schedule: Schedule) -> tuple[str, str, str] | None:
+    """Return the row on lost groups; the lost tokens follow from the lengths, which no run file has."""
+    tokens = "the lost tokens: rollmesh sim RUN.yaml, column wasted"
+    if schedule.on_stale is OnStale.EVICT:
+        return "evicted", "depends on the lengths", f"groups over the staleness bound; {tokens}"
+    if not schedule.most_begun_again:
+        return None
+    return "begun again", f"at most {schedule.most_begun_again:.2f}", f"times per trained group; {tokens}"

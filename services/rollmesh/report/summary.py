@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollmesh.errors import DataError
+from rollmesh.mesh import WasteReason
 from rollmesh.report.audit_result import AuditResult, read_audit
 from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.series import (
@@ -26,6 +27,7 @@ from rollmesh.report.series import (
     timeline_series,
     train_series,
 )
+from rollmesh.store.queue_types import WASTE_TOTALS
 
 Number = TypeVar("Number", int, float)
 
@@ -267,17 +269,17 @@ def _fates(folder: RecordedRun) -> dict[str, Any]:
     records = newest_per_step(folder.metrics.records)
     mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
     totals = mesh.get("totals", {})
-    kinds = {"restarted": totals.get("groups_restarted_total", 0), "set aside": totals.get("groups_set_aside_total", 0)}
+    kinds = {kind: totals.get(WASTE_TOTALS[kind], 0) for kind in (WasteReason.RESTARTED, WasteReason.SET_ASIDE)}
     again = mesh.get("groups_begun_again_by_reason_and_length_decile", {})
     trained = mesh.get("trained_share_by_length_decile", ())
     return {
-        "begun_again": {kind: count for kind, count in kinds.items() if count},
+        "begun_again": {kind.replace("_", " "): count for kind, count in kinds.items() if count},
         "begun_again_by_decile": {
-            kind: tuple(again.get(f"{kind.replace(' ', '_')}:{decile}", 0) for decile in range(10))
+            kind.replace("_", " "): tuple(again.get(f"{kind}:{decile}", 0) for decile in range(10))
             for kind, count in kinds.items()
             if count and again
         },
-        "surplus_tokens": mesh.get("wasted_tokens", {}).get("surplus", 0),
+        "surplus_tokens": mesh.get("wasted_tokens", {}).get(WasteReason.SURPLUS, 0),
         "dropped_share": tuple(None if share is None else 1 - share for share in trained),
         "surplus_by_decile": tuple(mesh.get("surplus_members_by_length_decile", ())),
     }

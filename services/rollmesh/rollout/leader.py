@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
-from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
+from rollmesh.mesh import Cursor, Decisions, Desired, MeshView, WasteReason
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_draws import PromptDraws
@@ -236,8 +236,8 @@ class MeshLeader:
     async def _begin_again(self, token: str, decisions: Decisions) -> None:
         restarted = self._store.restarted
         for kind, ids, apply in (
-            ("restarted", decisions.restart, restarted.restart),
-            ("set_aside", decisions.set_aside, restarted.set_aside),
+            (WasteReason.RESTARTED, decisions.restart, restarted.restart),
+            (WasteReason.SET_ASIDE, decisions.set_aside, restarted.set_aside),
         ):
             if ids:
                 count = await apply(token, ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rollmesh.mesh import Desired, MeshView
+from rollmesh.mesh import Desired, DropReason, MeshView, WasteReason
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.auto_pool import trainer_pool
@@ -20,8 +20,8 @@ _GROUP_STATES = ("open", "ready", "cut", "aside")
 _STEP_KINDS = ("trained", "cut", "last")
 _POOL_BOUNDS = ("trainer", "caches")
 _PAUSES = ("person", "launcher", "failure", "recovery", "barrier")
-EVICTION_REASONS = ("stale", "straggler_timeout", "run_complete")
-_BEGUN_AGAIN = ("restarted", "set_aside", "recalled")
+_EVICTION_REASONS = (DropReason.STALE, DropReason.STRAGGLER_TIMEOUT, DropReason.RUN_COMPLETE)
+_BEGUN_AGAIN = (WasteReason.RESTARTED, WasteReason.SET_ASIDE, "recalled")
 
 
 class MeshMetrics:
@@ -122,7 +122,7 @@ class MeshMetrics:
         self.evicted = metrics.counter(
             "rollmesh_rollout_groups_evicted_total",
             "Groups dropped by this leader, by reason.",
-            {"reason": EVICTION_REASONS},
+            {"reason": _EVICTION_REASONS},
         )
         self.begun_again = metrics.counter(
             "rollmesh_rollout_groups_begun_again_total",

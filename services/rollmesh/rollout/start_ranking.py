@@ -1,4 +1,4 @@
-"""Start order of new groups, from the prompt history and its measured power to predict lengths."""
+"""Start order of new groups from the prompt history, and the measured power of history and siblings to predict."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class StartRanking:
 
     def __init__(self, store: TrajectoryStore, schedule: Schedule, metrics: MeshMetrics) -> None:
         self._records = store.prompt_records
+        self._measures = schedule.predicts_lengths
         self._ranks = schedule.start_order is StartOrder.LONGEST_EXPECTED
         self._metrics = metrics
         self._evidence = LengthEvidence()
 
     async def measure(self) -> None:
-        """Measure again how well the history predicts lengths, and set its metrics."""
-        if self._ranks:
+        """Measure again how well the history and the siblings predict lengths, and set their metrics."""
+        if self._measures:
             self._evidence = weigh(await self._records.predictions())
             self._metrics.predicted(self._evidence, await self._records.size())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.mesh import MeshView
+from rollmesh.mesh import MeshView, WaitReason
 from rollmesh.scheduling.auto_pool import pool_groups, trainer_groups
 from rollmesh.scheduling.axes import AdmissionRule
 from rollmesh.scheduling.memory import LIMIT_RATIO, memory_room
@@ -67,22 +67,22 @@ def groups_to_admit(schedule: Schedule, view: MeshView, *, cuts: bool = False) -
     ``capacity`` is at most 0 then.
     """
     if view.policy_version < 0:
-        return 0, "the first policy"
+        return 0, WaitReason.FIRST_POLICY.format()
     if view.memory_ratio >= LIMIT_RATIO:
-        return 0, f"memory of the store: {view.memory_ratio:.0%} of maxmemory is used"
+        return 0, WaitReason.MEMORY_USED.format(ratio=view.memory_ratio)
     is_paced = trainer_groups(schedule, view) < schedule.window_groups
     limits = (
-        (capacity(schedule, view), "the trainer: its groups are on their way" if is_paced else "staleness capacity"),
-        (still_needed(schedule, view), "nothing: the remaining steps have their groups"),
-        (room(schedule, view), "room in the pool"),
-        (memory_room(schedule, view), "memory of the store: trajectories in flight may take the rest"),
+        (capacity(schedule, view), WaitReason.TRAINER_PACE if is_paced else WaitReason.WINDOW),
+        (still_needed(schedule, view), WaitReason.LAST_GROUPS),
+        (room(schedule, view), WaitReason.POOL),
+        (memory_room(schedule, view), WaitReason.MEMORY_PROMISED),
     )
     count, reason = min(limits)
     if count <= 0:
-        return 0, reason
+        return 0, reason.format()
     # docs/architecture.md: The staleness bound
     if view.cut_step + cuts - view.policy_train_step > schedule.max_staleness:
-        return 0, "the policy of a newer train step"
+        return 0, WaitReason.NEWER_POLICY.format()
     return count, ""
 
 

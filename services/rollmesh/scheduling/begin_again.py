@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollmesh.mesh import Decisions, Eviction, MeshView
+from rollmesh.mesh import Decisions, DropReason, Eviction, MeshView
 from rollmesh.scheduling.axes import OnStale
 from rollmesh.scheduling.cutting import any_stale, stale_groups
 from rollmesh.scheduling.resolved_schedule import Schedule
@@ -29,7 +29,7 @@ def with_fates(schedule: Schedule, view: MeshView, decisions: Decisions) -> Deci
         case OnStale.SET_ASIDE:
             return replace(decisions, set_aside=ids)
         case _:
-            evicted = tuple(Eviction(group_id=group_id, reason="stale") for group_id in ids)
+            evicted = tuple(Eviction(group_id=group_id, reason=DropReason.STALE) for group_id in ids)
             return replace(decisions, evict=evicted + decisions.evict)
 
 

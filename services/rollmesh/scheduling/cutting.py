@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from rollmesh.mesh import GroupView, MeshView
+from rollmesh.mesh import GroupView, MeshView, WaitReason
 from rollmesh.scheduling.axes import OnStale
 from rollmesh.scheduling.orders import cut_key
 from rollmesh.scheduling.resolved_schedule import Schedule
@@ -59,19 +59,19 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     # docs/architecture.md: The staleness bound
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
-        return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
+        return CutPlan(waiting_for=WaitReason.UNTRAINED_CUT.format(step=view.cut_step))
     if view.rolling_back:
-        return CutPlan(waiting_for="the trainer: it drops the work of the branch that a rollback abandons")
+        return CutPlan(waiting_for=WaitReason.ROLLBACK.format())
     oldest = _oldest_step(schedule, view)
     fresh = view.ready_groups - sum(count for step, count in view.ready_by_step if step < oldest)
     if fresh < batch:
-        return CutPlan(waiting_for=f"{batch - fresh} more ready groups of {batch}")
+        return CutPlan(waiting_for=WaitReason.READY_GROUPS.format(missing=batch - fresh, batch=batch))
     # A blocked cut is planned again after every change of the queue: counts tell it without the ready groups.
     if (quota := _unfilled_quota(schedule, view)) is not None:
         return _blocked(view, *quota)
     ready = [g for g in view.ready if g.min_train_step is None or g.min_train_step >= oldest]
     if len(ready) < batch:
-        return CutPlan(waiting_for=f"{batch - len(ready)} more ready groups of {batch}")
+        return CutPlan(waiting_for=WaitReason.READY_GROUPS.format(missing=batch - len(ready), batch=batch))
     in_order = sorted(ready, key=lambda g: g.admission_index)
     order = cut_key(schedule.cut_order)
     by_deadline = sorted(
@@ -82,7 +82,7 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
         due = [g for g in by_deadline if g.min_train_step is not None and g.min_train_step <= newest_step]
         if schedule.on_stale is OnStale.PACE and len(due) < needed:
             # The lists are bounded: stale groups, which are evicted first, may have filled them.
-            return CutPlan(waiting_for=f"stale groups to leave before {needed - len(due)} ready group(s) that are due")
+            return CutPlan(waiting_for=WaitReason.STALE_GROUPS.format(missing=needed - len(due)))
         chosen = due[: max(len(chosen), needed)]
     urgent = {g.group_id for g in chosen}
     rest = sorted((g for g in in_order if g.group_id not in urgent), key=order)
@@ -118,8 +118,7 @@ def _blocked(view: MeshView, newest_step: int, missing: int) -> CutPlan:
     due = (g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step)
     return CutPlan(
         blocking=tuple(islice(due, missing)),
-        waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, "
-        "which later steps could no longer train",
+        waiting_for=WaitReason.DUE_GROUPS.format(missing=missing, step=newest_step),
     )
 
 

@@ -6,7 +6,7 @@ twice, late or not at all; the next view still leads to the same result.
 
 from __future__ import annotations
 
-from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
+from rollmesh.mesh import Decisions, Desired, DropReason, Eviction, MeshView, WaitReason
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
 from rollmesh.scheduling.auto_pool import pool_and_bound
 from rollmesh.scheduling.axes import OnStale
@@ -49,7 +49,7 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     recall = groups_to_recall(schedule, view)
     # Groups that are set aside now may fill the long round: new groups would postpone it.
     sets_aside = schedule.on_stale is OnStale.SET_ASIDE and any_stale(schedule, view)
-    admitted, not_admitted = 0, "a long round"
+    admitted, not_admitted = 0, WaitReason.LONG_ROUND.format()
     if not recall and not sets_aside:
         admitted, not_admitted = groups_to_admit(schedule, view, cuts=plan.group_ids is not None)
     blocked_by = blocking_set(schedule, view, plan, admitted + recall)
@@ -154,7 +154,7 @@ def _rest_before_step(schedule: Schedule, view: MeshView, wakes: bool) -> int:
 
 
 def _barrier(train_step: int) -> str:
-    return f"barrier: waiting for the policy of train step {train_step}"
+    return WaitReason.BARRIER.format(step=train_step)
 
 
 def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
@@ -165,19 +165,16 @@ def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
             schedule,
             view,
             paused=f"the batch of train step {schedule.train_steps} was the last one",
-            waiting_for="" if view.is_complete else f"the trainer: step {view.cut_step} is cut and not trained yet",
+            waiting_for="" if view.is_complete else WaitReason.UNTRAINED_CUT.format(step=view.cut_step),
         ),
-        evict=tuple(Eviction(group_id=group_id, reason="run_complete") for group_id in sorted(leftover)),
+        evict=tuple(Eviction(group_id=group_id, reason=DropReason.RUN_COMPLETE) for group_id in sorted(leftover)),
     )
 
 
 def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
     if plan.group_ids is None and view.memory_ratio >= 1:
-        return (
-            f"{plan.waiting_for}; the store is full ({view.memory_ratio:.0%} of maxmemory, including expected "
-            "writes): raise store.maxmemory_bytes (embedded) or the server's maxmemory"
-        )
+        return f"{plan.waiting_for}; {WaitReason.STORE_FULL.format(ratio=view.memory_ratio)}"
     nothing_runs = view.unfinished + view.finished == 0
     if plan.group_ids is None and nothing_runs and not_admitted:
-        return f"{plan.waiting_for}; admission waits for {not_admitted}"
+        return f"{plan.waiting_for}; {WaitReason.ADMISSION.format(reason=not_admitted)}"
     return plan.waiting_for

@@ -113,6 +113,11 @@ class Schedule:
         )
 
     @property
+    def predicts_lengths(self) -> bool:
+        """True if an order depends on expected lengths, so that their prediction is measured."""
+        return self.start_order is StartOrder.LONGEST_EXPECTED or self.resume_order is ResumeOrder.NEAREST_END
+
+    @property
     def pool_groups(self) -> int:
         """Number of groups that fill a pool of pool_size, rounded up."""
         return -(-self.pool_size // self.launched_members)
@@ -128,12 +133,31 @@ class Schedule:
             return min(float(self.max_staleness), 1.0)
         return min(float(self.max_staleness), self.pool_size / (self.groups_per_batch * self.launched_members))
 
+    @property
+    def most_begun_again(self) -> float:
+        """Most times that groups begin again, per trained group; 0 unless ``on_stale`` is restart or set_aside.
+
+        restart: a group that is trained in batch j = 0 .. k - 1 of a wave of k batches begins again at most
+        floor(j / (max_staleness + 1)) times; the result is the mean over j. set_aside: a cut leaves at most
+        L = (k - 1) * B + spare_groups groups of its wave, and long rounds of B groups train them: L of every B + L
+        trained groups begin again.
+        """
+        waves, batch = self.wave_batches, self.groups_per_batch
+        if self.on_stale is OnStale.RESTART:
+            return sum(j // (self.max_staleness + 1) for j in range(waves)) / waves
+        late = (waves - 1) * batch + self.spare_groups
+        return late / (batch + late) if self.on_stale is OnStale.SET_ASIDE else 0.0
+
 
 def _segment_tokens(config: RunConfig, preset: Preset) -> int:
     given, budget = config.schedule.segment_tokens, config.rollout.max_new_tokens
     if given is not None or not preset.segments:
         return given or 0
     return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
+
+
+_RULES = ("preset", "harvest", "wave_batches", "spare_groups", "spare_members", "on_stale", "start_order")
+"""Settings of the schedule that are fixed for a run, and whose value no other limit has."""
 
 
 def run_limits(config: RunConfig) -> RunLimits:
@@ -149,13 +173,15 @@ def run_limits(config: RunConfig) -> RunLimits:
         filter_zero_variance=config.schedule.filter_zero_variance,
         mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
         train_steps=schedule.train_steps,
-        keeps_history=has_rounds
-        or schedule.start_order is StartOrder.LONGEST_EXPECTED
-        or config.curriculum.sampler != ORDER,
+        keeps_history=has_rounds or schedule.predicts_lengths or config.curriculum.sampler != ORDER,
         resume_order=schedule.resume_order,
         window_groups=schedule.window_groups,
         most_members=max(
             2 * (schedule.group_size + schedule.spare_members), curriculum.largest_group(schedule.group_size)
+        ),
+        rules=(
+            *((f"schedule.{name}", str(getattr(schedule, name))) for name in _RULES),
+            ("schedule.group_size", str(config.schedule.group_size)),
         ),
         has_rounds=has_rounds,
     )

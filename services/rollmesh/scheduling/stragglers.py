@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 
-from rollmesh.mesh import Eviction, MeshView
+from rollmesh.mesh import DropReason, Eviction, MeshView
 from rollmesh.scheduling.auto_pool import pool_size
 from rollmesh.scheduling.cutting import CutPlan
 from rollmesh.scheduling.resolved_schedule import Schedule
@@ -45,7 +45,7 @@ def stragglers(schedule: Schedule, view: MeshView, plan: CutPlan, blocked_by: st
     if not blocked_by or not timed_out(schedule, view, blocked_by, 1 if plan.blocking or not view.resting else 2):
         return ()
     groups = plan.blocking or view.stalest_open[: schedule.groups_per_batch - view.ready_groups]
-    return tuple(Eviction(group_id=group.group_id, reason="straggler_timeout") for group in groups)
+    return tuple(Eviction(group_id=group.group_id, reason=DropReason.STRAGGLER_TIMEOUT) for group in groups)
 
 
 def timed_out(schedule: Schedule, view: MeshView, blocked_by: str, times: int = 1) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
-from rollmesh.mesh import Decisions, EngineLoad, MeshView
+from rollmesh.mesh import Decisions, EngineLoad, MeshView, WasteReason
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.cutting import blocking_groups
@@ -130,7 +130,7 @@ class SimulatedLeader:
             if again:
                 held = self._save_groups(again)
                 queue.begin_again(again, aside=aside)
-                self._worker.drop(held, "set_aside" if aside else "restarted")
+                self._worker.drop(held, WasteReason.SET_ASIDE if aside else WasteReason.RESTARTED)
         if decisions.cut is not None:
             if self._invariants is not None:
                 self._invariants.before_cut(decisions.cut)

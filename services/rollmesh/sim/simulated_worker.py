@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from rollmesh.mesh import WasteReason
 from rollmesh.scheduling.queue_model import ModelMember, QueueModel, Save
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
@@ -265,4 +266,4 @@ class SimulatedWorker:
         held = self.save(group.members) if cuts_off else []
         self._queue.score(_SESSION, member.trajectory_id, trajectory.work.rewards[member.number])
         if held:
-            self.drop((each for each in held if each.member.state is TrajectoryState.SURPLUS), "surplus")
+            self.drop((each for each in held if each.member.state is TrajectoryState.SURPLUS), WasteReason.SURPLUS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rollmesh.errors import DataError
+from rollmesh.mesh import WasteReason
 from rollmesh.store.member_round import MemberRound, read_member_round
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
@@ -20,7 +21,7 @@ from rollmesh.store.trajectory_history import TrajectoryHistory
 from rollmesh.types import Trajectory, TrajectoryState
 
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
-_GROUP_FIELDS = ("incarnation", "restarted", "set_aside")
+_GROUP_FIELDS = ("incarnation", WasteReason.RESTARTED, WasteReason.SET_ASIDE)
 _SECTIONS = ("open", "ready", "aside", "cut")
 _QUEUES = ("pending", "partial", "resting")
 SORTED = "sorted"

@@ -1,4 +1,4 @@
-"""Key names of the trajectory queue, for Python and for Lua, and the names of the trajectory states for Lua.
+"""Key names of the trajectory queue, for Python and for Lua, and the names of states and reasons for Lua.
 
 All keys of a run share the hash tag ``{run}``. Python gets the names from a ``Keys`` object, Lua scripts from
 ``lua_preamble``. No name is written anywhere else.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 
+from rollmesh.mesh import DropReason, WasteReason
 from rollmesh.types import TrajectoryState
 
 _SINGLE = frozenset(
     {
-        "meta",  # run state: steps, cursor, leader, trainer, recovery, pin
+        "meta",  # run state: steps, cursor, leader, trainer, recovery, pin, rules of the schedule
         "limits",  # RunLimits of the run
         "counts",  # counters by state, and totals
         "dropped",  # large dropped groups to sweep
@@ -78,7 +79,7 @@ _PER_IDENTITY = {
     "evaluation": "e",  # request and result
 }
 _SINGLE_IN_LUA = re.compile(r"\bK\.(\w+)")
-_STATE_IN_LUA = re.compile(r"\bS\.(\w+)")
+_WORDS_IN_LUA = {"S": frozenset(TrajectoryState), "R": frozenset({*DropReason, *WasteReason})}
 _IDENTITY_IN_LUA = re.compile(r"\b(\w+)_key\(")
 
 
@@ -101,21 +102,24 @@ class Keys:
 
 
 def lua_preamble(body: str) -> str:
-    """Return definitions of the names that a Lua text uses: ``K.<key>``, ``<kind>_key(identity)``, ``S.<state>``.
+    """Return definitions of the names that a Lua text uses.
 
-    KEYS[1] of every script is the run's prefix. Raises KeyError, which names the unknown keys and states.
+    They are ``K.<key>``, ``<kind>_key(identity)``, ``S.<state>`` and ``R.<reason>``. KEYS[1] of every script is the
+    run's prefix. Raises KeyError, which names the unknown keys, states and reasons.
     """
     singles = sorted(set(_SINGLE_IN_LUA.findall(body)))
     unknown = [name for name in singles if name not in _SINGLE]
     kinds = sorted(set(_IDENTITY_IN_LUA.findall(body)))
     unknown += [kind for kind in kinds if kind not in _PER_IDENTITY]
-    states = sorted(set(_STATE_IN_LUA.findall(body)))
-    unknown += [state for state in states if state not in set(TrajectoryState)]
+    words = {table: sorted(set(re.findall(rf"\b{table}\.(\w+)", body))) for table in _WORDS_IN_LUA}
+    unknown += [word for table, used in words.items() for word in used if word not in _WORDS_IN_LUA[table]]
     if unknown:
-        raise KeyError(f"unknown keys or states in a Lua script: {', '.join(unknown)}")
+        raise KeyError(f"unknown keys, states or reasons in a Lua script: {', '.join(unknown)}")
     lines = ["local P = KEYS[1]"]
     lines.append("local K = {" + ", ".join(f"{name} = P .. '{name}'" for name in singles) + "}")
-    lines.append("local S = {" + ", ".join(f"{state} = '{state}'" for state in states) + "}")
+    for table, used in words.items():
+        if used:
+            lines.append(f"local {table} = {{" + ", ".join(f"{word} = '{word}'" for word in used) + "}")
     for kind in kinds:
         lines.append(f"local function {kind}_key(id) return P .. '{_PER_IDENTITY[kind]}:' .. id end")
     return "\n".join(lines) + "\n"

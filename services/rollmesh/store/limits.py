@@ -19,7 +19,10 @@ _SETTINGS = {
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
     "resume_order": "schedule.resume_order as a number",
-    "keeps_history": "schedule.start_order=longest_expected, or curriculum.sampler, planner or group_shaper",
+    "keeps_history": (
+        "schedule.start_order=longest_expected, schedule.resume_order=nearest_end, or curriculum.sampler, planner or "
+        "group_shaper"
+    ),
     "window_groups": "schedule.window_groups",
     "most_members": "2 * (schedule.group_size + schedule.spare_members), or a larger curriculum.most_members",
     "has_rounds": "curriculum.planner or curriculum.group_shaper",
@@ -36,16 +39,18 @@ class Limits:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._limits: RunLimits | None = None
+        self._rules: tuple[tuple[str, str], ...] = ()
 
     async def init_run(self, limits: RunLimits) -> None:
         """Write the limits of a new run; raises Conflict when the run exists with other limits."""
         try:
             await self._connection.run("init_run", 0, *_words(limits))
         except Conflict as error:
-            name, colon, rest = str(error).partition(":")
-            raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
+            parts = (part.partition(":") for part in str(error).split("; "))
+            named = dict.fromkeys(f"{_SETTINGS.get(name, name)}{colon}{rest}" for name, colon, rest in parts)
+            raise Conflict("; ".join(named)) from error
         # A run that has begun to keep a history keeps it, also when it is continued without a use for it.
-        self._limits = None
+        self._limits, self._rules = None, limits.rules
         await self.get()
 
     def _remember(self, limits: RunLimits) -> None:
@@ -73,6 +78,7 @@ class Limits:
                 window_groups=values.get("window_groups", 0),
                 most_members=values.get("most_members", 0),
                 has_rounds=bool(values.get("has_rounds", 0)),
+                rules=self._rules,
             )
             self._remember(limits)
             return limits
@@ -93,4 +99,5 @@ def _words(limits: RunLimits) -> list[str | int]:
     fields = asdict(limits)
     fields["resume_order"] = _RESUME_ORDERS.index(limits.resume_order)
     fields["session_ttl_ms"] = 1000 * fields.pop("session_ttl_seconds")
-    return [word for name, value in fields.items() for word in (name, int(value))]
+    rules = [word for rule in fields.pop("rules") for word in rule]
+    return [word for name, value in fields.items() for word in (name, int(value))] + rules

@@ -7,32 +7,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rollmesh.mesh import DropReason, WasteReason
 from rollmesh.store.digest import NO_TOKENS, TokenDigest
 from rollmesh.types import FinishReason, ForkStatus, Prompt, RewardOutcome, Segment, Trajectory, WriteStatus
 
-DROP_REASONS = (
-    "stale",
-    "straggler_timeout",
-    "run_complete",
-    "rolled_back",
-    "too_few_scored",
-    "filtered_all_right",
-    "filtered_all_wrong",
-)
-"""Reasons for which a group leaves the queue untrained."""
 WASTE_TOTALS = {
-    "unscorable": "unscorable_total",
-    "dead": "dead_total",
-    "surplus": "surplus_total",
-    "restarted": "groups_restarted_total",
-    "set_aside": "groups_set_aside_total",
-    "shortened": "shortened_total",
+    WasteReason.UNSCORABLE: "unscorable_total",
+    WasteReason.DEAD: "dead_total",
+    WasteReason.SURPLUS: "surplus_total",
+    WasteReason.RESTARTED: "groups_restarted_total",
+    WasteReason.SET_ASIDE: "groups_set_aside_total",
+    WasteReason.SHORTENED: "shortened_total",
 }
 """Lifetime counter of every waste reason that is not a drop: of groups that began again, of members for the others."""
-WASTE_REASONS = (*DROP_REASONS, *WASTE_TOTALS)
-"""Reasons for which saved tokens are never trained on: their group was dropped, their member has no score or was cut
-off (``surplus``), their group began again (``restarted``) or waits to begin again (``set_aside``), or the group shaper
-ended their member before them (``shortened``)."""
+WASTE_REASONS = (*DropReason, *WasteReason)
+"""Reasons for which saved tokens are never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,9 @@ def test_the_reasons_in_the_goodput_runbook_are_counted_as_such() -> None:
     assert "taken_back" in given_up and len(named) > 4
     for name in named:
         assert fnmatch.filter([*WASTE_REASONS, *given_up], name), name
+    explained = re.findall(r"`([a-z_*]+)`", text)
+    for reason in WASTE_REASONS:
+        assert any(fnmatch.fnmatch(reason, name) for name in explained), f"the runbook does not explain {reason}"
 
 
 def lines(file: Path) -> list[str]:

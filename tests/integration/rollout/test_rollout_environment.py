@@ -80,6 +80,35 @@ async def test_pace_waits_for_a_group_whose_tokens_are_not_saved_before_the_end(
     assert "stale" not in (await store.mesh.counts()).drops
 
 
+class SpareHangs(ScriptedGenerator):
+    """Sends one chunk of the spare member's first turn, then nothing until the call ends."""
+
+    async def generate(self, call):
+        async for chunk in super().generate(call):
+            yield chunk
+            if call.trajectory_id.endswith(".2"):
+                await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("kind", [CountingEnvironment, ForgetfulEnvironment, SnapshottingEnvironment])
+async def test_a_spare_member_is_cut_off_within_its_turn_whatever_the_environment_saves(store, tokenizer, kind):
+    plan = schedule("sync", train_steps=1, groups_per_batch=1, group_size=2, spare_members=1)
+    cluster, trainer = await start(store, plan, SpareHangs("a", stop_every=TURN))
+    opened = []
+
+    class Noted(kind):
+        def __init__(self, log):
+            super().__init__(log)
+            opened.append(self)
+
+    program = program_of(Noted, tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4, heartbeat=0.05) as replica:
+        check(await trainer.train(1))
+        await until(lambda: len(opened) == 3 and not any(environment.open for environment in opened))
+        await until(lambda: not replica.session.trajectories)
+    assert (await store.mesh.counts()).totals["surplus_total"] == 1
+
+
 async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))

@@ -11,7 +11,7 @@ from rollmesh.mesh import Cursor, ResumeOrder
 from rollmesh.rollout.mesh_metrics import MeshMetrics
 from rollmesh.rollout.start_ranking import StartRanking
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.scheduling import Schedule
+from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import NewGroup, ReleaseReason, TrajectoryStore
 
 from .store_mesh import Mesh, group
@@ -104,14 +104,14 @@ async def test_a_large_group_with_places_by_rank_leaves_every_queue_at_once(stor
         assert await store.connection.command("ZRANGE", store.connection.keys.single(name), 0, -1) == left
 
 
+def run_file(**orders: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {"name": "orders", "folder": "runs/orders", "model": {"path": "model"}, "schedule": orders}
+    )
+
+
 def schedule(start_order: str) -> Schedule:
-    run = {
-        "name": "orders",
-        "folder": "runs/orders",
-        "model": {"path": "model"},
-        "schedule": {"start_order": start_order},
-    }
-    return Schedule.from_config(RunConfig.model_validate(run))
+    return Schedule.from_config(run_file(start_order=start_order))
 
 
 async def test_the_second_epoch_starts_longest_first_once_the_first_has_proved_to_predict_it(
@@ -144,6 +144,25 @@ async def test_the_second_epoch_starts_longest_first_once_the_first_has_proved_t
     assert [g.expected_tokens for g in ranked] == [10, 91, 28, None]
     ranks = [g.start_rank for g in ranked]
     assert ranks[3] == 0 and sorted(ranks, key=lambda r: r or 0) == [ranks[3], ranks[1], ranks[2], ranks[0]]
+
+
+async def test_the_order_by_the_lengths_of_siblings_measures_how_well_they_predict(store: TrajectoryStore) -> None:
+    run = run_file(resume_order="nearest_end")
+    limits = run_limits(run)
+    mesh = await Mesh.start(store, pool_size=512, resume_order=limits.resume_order, keeps_history=limits.keeps_history)
+    metrics = Metrics("rollout")
+    ranking = StartRanking(store, Schedule.from_config(run), MeshMetrics(metrics))
+    groups = [group(i) for i in range(33)]
+    assert await ranking.ranked(groups) == groups, "the start order stays admission"
+    await admit(mesh, groups)
+    for trajectory_id in [*await lease(mesh), *await lease(mesh)]:
+        index = int(trajectory_id.partition("-")[2].partition(".")[0])
+        await mesh.finish(trajectory_id, 0, 1 + 3 * index)
+        await mesh.score(trajectory_id, float(trajectory_id.endswith(".1")))
+    await ranking.measure()
+    sample = metrics.registry.get_sample_value
+    assert sample("rollmesh_rollout_length_rank_correlation", {"source": "siblings"}) == pytest.approx(1.0)
+    assert sample("rollmesh_rollout_longest_first") == 0
 
 
 async def test_admission_order_reads_and_ranks_nothing(store: TrajectoryStore) -> None:

@@ -177,6 +177,37 @@ def test_in_waves_every_group_that_begins_again_ends_and_no_stale_token_is_train
     assert set(mesh.staleness_seen) == {0}
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    meshes(presets=("copris_paper",), least_size=2, whole_pool=True),
+    st.sampled_from(("restart", "set_aside")),
+    st.integers(0, 3),
+    st.integers(1, 4),
+)
+def test_groups_begin_again_at_most_as_often_as_the_estimate_says(mesh, on_stale, spare_groups, wave_batches):
+    """Beyond it, what the last wave leaves: no batch of the run trains that."""
+    spare = min(spare_groups, mesh.schedule.groups_per_batch) if on_stale == "set_aside" else 0
+    rules = in_waves(mesh, on_stale, spare, wave_batches).schedule
+    mesh.run(ticks_enough(mesh))
+    waves = -(-rules.train_steps // wave_batches)
+    trained, left = waves * wave_batches * rules.groups_per_batch, (wave_batches - 1) * rules.groups_per_batch + spare
+    most = rules.most_begun_again * trained + (left if on_stale == "set_aside" else 0)
+    assert mesh.begun_again.total() <= most + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "most"),
+    [
+        ("sorted", {}, (1 + 2 + 3) / 4),
+        ("sorted", {"wave_batches": 1}, 0.0),
+        ("rollpacker", {"groups_per_batch": 8}, 2 / 10),
+        ("copris", {}, 0.0),
+    ],
+)
+def test_the_estimate_of_groups_that_begin_again_follows_from_the_waves(preset, overrides, most):
+    assert schedule(preset, **overrides).most_begun_again == pytest.approx(most)
+
+
 @settings(max_examples=40, deadline=None)
 @given(meshes(presets=("copris_paper",), least_size=2, crashes=False), st.integers(0, 3), st.integers(1, 4))
 def test_a_long_round_trains_all_groups_that_were_recalled_for_it(mesh, spare_groups, wave_batches):

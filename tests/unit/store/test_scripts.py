@@ -8,6 +8,7 @@ from importlib import resources
 import pytest
 
 from rollmesh.errors import StoreError
+from rollmesh.mesh import DropReason, WasteReason
 from rollmesh.store.keys import Keys, lua_preamble
 from rollmesh.store.scripts import compose, load_scripts
 from rollmesh.types import TrajectoryState
@@ -46,9 +47,9 @@ def test_lua_and_python_build_the_same_names() -> None:
     assert "local function group_key(id) return P .. 'g:' .. id end" in text
 
 
-@pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))", "return S.leasd"])
+@pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))", "return S.leasd", "return R.lost"])
 def test_an_unknown_key_in_a_script_is_found_at_load(body: str) -> None:
-    with pytest.raises(KeyError, match="unknown keys or states"):
+    with pytest.raises(KeyError, match="unknown keys, states or reasons"):
         compose("bad", f"#!lua\n-- uses:\n{body}", {})
 
 
@@ -127,6 +128,12 @@ def test_a_script_runs_without_memory_exactly_when_it_does_not_take_any() -> Non
 def test_a_script_names_states_through_the_preamble_only() -> None:
     named = re.compile(rf"(?:'state',|[=~]=) '({'|'.join(TrajectoryState)})'")
     assert {s.name: found[1] for s in SCRIPTS.values() if (found := named.search(s.text))} == {}
+
+
+def test_a_script_names_reasons_of_drops_and_waste_through_the_preamble_only() -> None:
+    words = {*DropReason, *WasteReason} - set(TrajectoryState)
+    named = re.compile(rf"'(?:tokens:)?({'|'.join(sorted(words))})'")
+    assert {f: found[1] for f, text in [*BODIES.items(), *LIBRARY.items()] if (found := named.search(text))} == {}
 
 
 def test_a_script_names_keys_through_the_preamble_only() -> None:

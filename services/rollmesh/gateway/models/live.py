@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from rollmesh.gateway.models.api_model import ApiModel
 from rollmesh.gateway.models.ending import RunResultView
+from rollmesh.mesh import DropReason, WasteReason
 
 RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "stopped", "unreachable"]
 """starting: no policy yet; paused: ``paused_by`` names the reason; recovering: Redis was restored to an earlier state;
@@ -68,8 +71,7 @@ class Staleness(ApiModel):
 class DropView(ApiModel):
     """Groups that left the queue untrained."""
 
-    reason: str
-    """stale, straggler_timeout, run_complete, rolled_back, too_few_scored, filtered_all_right, filtered_all_wrong."""
+    reason: str = Field(description=f"{', '.join(DropReason)}.")
     groups: int
     """Groups."""
     tokens: int
@@ -79,10 +81,9 @@ class DropView(ApiModel):
 class WasteView(ApiModel):
     """Saved tokens that are never trained on although their group was not dropped."""
 
-    reason: str
-    """unscorable, dead, surplus, restarted, set_aside."""
+    reason: str = Field(description=f"{', '.join(WasteReason)}.")
     count: int
-    """Members without a score or cut off; for restarted and set_aside the groups that began again."""
+    """Members without a score, cut off or shortened; for restarted and set_aside the groups that began again."""
     tokens: int
     """Saved tokens of these."""
 

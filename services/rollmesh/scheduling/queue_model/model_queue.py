@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.errors import Conflict
-from rollmesh.mesh import Desired, MeshView
+from rollmesh.mesh import Desired, DropReason, MeshView
 from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup, ModelRound
 from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
 from rollmesh.scheduling.queue_model.model_rounds import RoundOperations
@@ -153,5 +153,5 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
             self.batch, self.cut_step = (), self.trained_step
         unclaimed = [*self.groups[GroupState.OPEN].values(), *self.groups[GroupState.READY].values()]
         for group in unclaimed:
-            self.drop(group, "rolled_back")
+            self.drop(group, DropReason.ROLLED_BACK)
         return len(unclaimed)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from heapq import nsmallest
 
 from rollmesh.errors import Conflict
+from rollmesh.mesh import WasteReason
 from rollmesh.scheduling.queue_model.model_records import (
     ENDED_WITHOUT_SCORE,
     MOST_MEMBERS_AT_ONCE,
@@ -85,7 +86,7 @@ class RestartOperations(QueueState):
         group.rounds, group.is_closed = group.rounds[:1], False
         group.needed = group.rounds[0].needed if group.rounds else group.needed
         fresh = group.rounds[0].launched if group.rounds else len(group.members)
-        reason = "set_aside" if aside else "restarted"
+        reason = WasteReason.SET_ASIDE if aside else WasteReason.RESTARTED
         reset = GroupReset(group, reason, len(group.members), group.needed if aside else fresh)
         for member in group.members:
             self.leave_queues(member)

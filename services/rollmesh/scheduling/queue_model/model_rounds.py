@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from heapq import nsmallest
 
 from rollmesh.errors import Conflict
+from rollmesh.mesh import WasteReason
 from rollmesh.scheduling.queue_model.model_records import ModelGroup, ModelMember, ModelRound
 from rollmesh.scheduling.queue_model.model_state import QueueState
 from rollmesh.types import TrajectoryState
@@ -71,7 +72,7 @@ class RoundOperations(QueueState):
         if kept < member.tokens:
             member.kept_tokens = kept
             member.group.cut_tokens += member.tokens - kept
-            self.dropped_tokens["shortened"] += member.tokens - kept
+            self.dropped_tokens[WasteReason.SHORTENED] += member.tokens - kept
             self.totals["shortened_total"] += 1
 
     def _undecided_in(self, group_id: str, after: int) -> ModelGroup | None:

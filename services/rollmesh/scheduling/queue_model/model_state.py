@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rollmesh.mesh import Desired, RunLimits
+from rollmesh.mesh import Desired, DropReason, RunLimits, WasteReason
 from rollmesh.scheduling.queue_model.model_history import ModelHistory
 from rollmesh.scheduling.queue_model.model_listed import ListedGroups
 from rollmesh.scheduling.queue_model.model_places import length_bucket, resume_place, start_place
@@ -275,11 +275,11 @@ class QueueState:
         rewards = group.rewards
         if group.scored < min(2, group.needed):
             self.unscored_in_a_row += 1
-            self.drop(group, "too_few_scored")
+            self.drop(group, DropReason.TOO_FEW_SCORED)
         elif self.limits.filter_zero_variance and min(rewards) == max(rewards):
             self.filtered_in_a_row += 1
             self.unscored_in_a_row = 0
-            self.drop(group, "filtered_all_right" if rewards[0] > 0 else "filtered_all_wrong")
+            self.drop(group, DropReason.FILTERED_ALL_RIGHT if rewards[0] > 0 else DropReason.FILTERED_ALL_WRONG)
         else:
             self.filtered_in_a_row = self.unscored_in_a_row = 0
             self.times.ready()
@@ -295,7 +295,7 @@ class QueueState:
             self.move(member, TrajectoryState.SURPLUS)
             member.session, member.step, member.is_wasted = None, None, True
             self.totals["surplus_total"] += 1
-            self.dropped_tokens["surplus"] += member.tokens
+            self.dropped_tokens[WasteReason.SURPLUS] += member.tokens
             self.surplus_deciles[str(self.length_decile(member.tokens))] += 1
             group.terminal += 1
         self.recompute_step(group)

@@ -23,7 +23,7 @@ end
 
 local function shorten(id, tokens, kept)
   call('HSET', trajectory_key(id), 'kept', kept)
-  call('HINCRBY', K.drops, 'tokens:shortened', tokens - kept)
+  call('HINCRBY', K.drops, 'tokens:' .. R.shortened, tokens - kept)
   count('shortened_total', 1)
 end
 

@@ -1,31 +1,38 @@
 #!lua flags=allow-oom
 -- uses: core fence
 -- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Of the limits
--- that an older release did not write, the sizes are added, and the others must be 0. Every service starts with this
+-- that an older release did not write, the sizes and the rules are added, and the others must be 0. Rules of the schedule
+-- (`schedule.<field>`) are in K.meta: releases before read every value of K.limits as a number. Every service starts with this
 -- script, so it must run when memory is short: memory is freed by training a batch, and the trainer restarts too.
 -- A prompt history may begin later: the next batch file is then the first with outcomes. It never ends.
 -- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
+local function place_of(name) return string.find(name, '^schedule%.') and K.meta or K.limits end
+
 local there = call('HGETALL', K.limits)
 if #there > 0 then
-  local old, changed, history_begins = {}, {}, false
+  local old, changed, refused, history_begins = {}, {}, {}, false
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
     local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
-    local size = ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
+    local is_rule = place_of(ARGV[at]) == K.meta
+    if is_rule then old[ARGV[at]] = call('HGET', K.meta, ARGV[at]) end
+    local size = is_rule or ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
     local history = ARGV[at] == 'keeps_history'
     local begins = history and ARGV[at + 1] == '1' and old[ARGV[at]] ~= '1'
     history_begins = history_begins or begins
     if begins or longer or (size and not old[ARGV[at]]) then
       changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
     elseif not history and (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
-      fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. (old[ARGV[at]] or '0') .. ', not ' .. ARGV[at + 1])
+      local before = old[ARGV[at]] or '0'
+      refused[#refused + 1] = ARGV[at] .. ': this run was started with ' .. before .. ', not ' .. ARGV[at + 1]
     end
   end
+  if #refused > 0 then fail('CONFLICT', table.concat(refused, '; ')) end
   if history_begins then call('HSET', K.meta, 'history_step', call('HGET', K.meta, 'trained_step')) end
-  if #changed > 0 then call('HSET', K.limits, unpack(changed)) end
+  for at = 1, #changed, 2 do call('HSET', place_of(changed[at]), changed[at], changed[at + 1]) end
   return 0
 end
-call('HSET', K.limits, unpack(ARGV, 2))
+for at = 2, #ARGV, 2 do call('HSET', place_of(ARGV[at]), ARGV[at], ARGV[at + 1]) end
 call('HSET', K.meta, 'run_id', server_run_id(), 'trained_step', 0, 'cut_step', 0, 'committed_step', 0,
   'policy_version', -1, 'policy_train_step', 0, 'cursor_epoch', 0, 'cursor_index', 0, 'admission_seq', 0,
   'filtered_in_a_row', 0)

@@ -32,7 +32,7 @@ for _, queue in ipairs({K.open, K.ready}) do
   if dropped < slice then
     for _, gid in ipairs(call('ZRANGE', queue, '-inf', newest, 'BYSCORE', 'LIMIT', 0, slice - dropped)) do
       local group = load_group(gid)
-      if group then drop_group(group, 'rolled_back') else drop_returning(gid, 'rolled_back') end
+      if group then drop_group(group, R.rolled_back) else drop_returning(gid, R.rolled_back) end
       dropped = dropped + 1
     end
   end

@@ -5,7 +5,7 @@
 -- sweep_returning completes.
 require_leader(ARGV[1])
 refuse_while_recovering('set aside')
-local begun, unfinished = begin_again({unpack(ARGV, 2)}, 'set_aside', true)
+local begun, unfinished = begin_again({unpack(ARGV, 2)}, R.set_aside, true)
 count('groups_set_aside_total', begun)
 flush_counts()
 return {begun, unfinished}

@@ -10,7 +10,7 @@
 -- `restarted` and `set_aside` count how often the group began again, for operators. `ended` is set if it was ready, or if a
 -- batch file has its outcome.
 local KEPT_FIELDS = {
-  'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', 'restarted', 'set_aside', 'domain', 'ended',
+  'replay_of', 'prompt', 'rank', 'expected', 'spare', 'first', 'plan:0', R.restarted, R.set_aside, 'domain', 'ended',
 }
 
 -- Larger than every incarnation so far, because each of these events makes at most one.

@@ -17,7 +17,7 @@ local function bury(id, reason)
   if group and group.domain then call('HSET', letter_key(id), 'domain', group.domain) end
   call('HSET', trajectory_key(id), 'state', S.dead)
   call('HDEL', trajectory_key(id), 'links', 'step', 'session', 'snapshot', 'has_snapshot')
-  waste(id, 'dead', v[2] or 0)
+  waste(id, R.dead, v[2] or 0)
   count('dead', 1)
   count('dead_total', 1)
   if group then

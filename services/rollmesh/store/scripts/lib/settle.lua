@@ -31,7 +31,7 @@ local function cut_off_surplus(group)
       local tokens = take_out_member(id, keys)
       unlink(keys)
       call('HSET', trajectory_key(id), 'state', S.surplus, 'tokens', tokens)
-      waste(id, 'surplus', tokens)
+      waste(id, R.surplus, tokens)
       call('HINCRBY', K.drops, 'surplus:' .. length_decile(tokens), 1)
       count('surplus', 1)
       count('surplus_total', 1)
@@ -49,11 +49,11 @@ local function end_group(group, is_unscored)
   note_time(group)
   if is_unscored then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
-    drop_group(group, 'too_few_scored')
+    drop_group(group, R.too_few_scored)
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
     call('HINCRBY', K.meta, 'filtered_in_a_row', 1)
     call('HSET', K.meta, 'unscored_in_a_row', 0)
-    drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
+    drop_group(group, tonumber(group.low) > 0 and R.filtered_all_right or R.filtered_all_wrong)
   else
     make_ready(group)
   end

@@ -1,0 +1,94 @@
+"""Schedules of a continued run, where services start one by one: the queue refuses what ``rollmesh up`` does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from rollmesh.config import RunConfig
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.errors import Conflict
+from rollmesh.launcher.fixed_settings import reason_to_keep
+from rollmesh.mesh import RunLimits
+from rollmesh.scheduling import run_limits
+from rollmesh.store import TrajectoryStore
+
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "preset": ({"preset": "copris", "pool_size": 128}, "areal"),
+    "groups_per_batch": ({"preset": "april"}, 8),
+    "group_size": ({"preset": "sorted"}, 4),
+    "harvest": ({"preset": "sorted_partial"}, "group"),
+    "spare_members": ({"preset": "april"}, 1),
+    "wave_batches": ({"preset": "april"}, 2),
+    "spare_groups": ({"preset": "april"}, 3),
+    "window_groups": ({"preset": "april"}, 90),
+    "pool_size": ({"preset": "copris"}, "auto"),
+    "max_staleness": ({"preset": "april", "window_groups": 96}, 6),
+    "on_stale": ({"preset": "copris"}, "evict"),
+    "straggler_timeout_seconds": ({}, 60.0),
+    "part_groups": ({"preset": "sync"}, 4),
+    "segment_tokens": ({"preset": "april"}, 128),
+    "start_order": ({"preset": "copris"}, "longest_expected"),
+    "resume_order": ({"preset": "copris"}, "nearest_end"),
+    "cut_order": ({"preset": "copris"}, "oldest"),
+    "filter_zero_variance": ({"preset": "copris"}, True),
+    "max_filtered_in_a_row": ({}, 7),
+}
+"""Schedule of the run and the new value, by field."""
+
+
+def limits_of(schedule: dict[str, Any]) -> RunLimits:
+    by_batch = schedule.get("preset", "").startswith("sorted")
+    algorithm = {"advantage": "reinforce_pp" if by_batch else "grpo"}
+    return run_limits(
+        RunConfig.model_validate(
+            {
+                "name": "continued",
+                "folder": "runs/continued",
+                "model": {"path": "model"},
+                "schedule": schedule,
+                "rollout": {"max_new_tokens": 256},
+                "trainer": {"algorithm": algorithm},
+            }
+        )
+    )
+
+
+def test_every_setting_of_a_schedule_is_changed_below() -> None:
+    assert CHANGES.keys() == ScheduleConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("field", CHANGES)
+async def test_a_continued_run_refuses_a_changed_schedule_by_the_name_of_the_field(
+    store: TrajectoryStore, field: str
+) -> None:
+    schedule, value = CHANGES[field]
+    await store.limits.init_run(limits_of(schedule))
+    await store.limits.init_run(limits_of(schedule))
+    changed = limits_of(schedule | {field: value})
+    if reason_to_keep(f"schedule.{field}") is None:
+        await store.limits.init_run(changed)
+        return
+    with pytest.raises(Conflict, match=rf"schedule\.{field}\b.*: this run was started with .*, not "):
+        await store.limits.init_run(changed)
+    await store.limits.init_run(limits_of(schedule))
+
+
+async def test_a_run_of_an_older_release_keeps_the_rules_with_which_it_is_continued(store: TrajectoryStore) -> None:
+    older = limits_of({"preset": "copris"})
+    await store.limits.init_run(older)
+    names = [name for name, _ in older.rules]
+    await store.connection.command("HDEL", store.connection.keys.single("meta"), *names)
+    await store.limits.init_run(limits_of({"preset": "copris", "on_stale": "evict"}))
+    with pytest.raises(Conflict, match=re.escape("schedule.on_stale: this run was started with evict, not pace")):
+        await store.limits.init_run(older)
+
+
+async def test_every_changed_setting_is_named_once(store: TrajectoryStore) -> None:
+    await store.limits.init_run(limits_of({"preset": "copris", "group_size": 8}))
+    with pytest.raises(Conflict) as error:
+        await store.limits.init_run(limits_of({"preset": "areal", "group_size": 4}))
+    for field in ("preset", "group_size"):
+        assert str(error.value).count(f"schedule.{field}: this run was started with") == 1
