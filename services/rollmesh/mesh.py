@@ -60,7 +60,6 @@ class WaitReason(StrEnum):
     )
     ADMISSION = "admission waits for {reason}"
     LONG_ROUND = "a long round"
-    FIRST_POLICY = "the first policy"
     NEWER_POLICY = "the policy of a newer train step"
     MEMORY_USED = "memory of the store: {ratio:.0%} of maxmemory is used"
     MEMORY_PROMISED = "memory of the store: trajectories in flight may take the rest"
@@ -329,7 +328,7 @@ class RunLimits:
     most_members: int = 0
     """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
     number of scored ones that complete it."""
-    rules: tuple[tuple[str, str], ...] = ()
-    """Settings of the schedule that only its leader applies, as (name in the run file, value)."""
+    fixed_settings: tuple[tuple[str, str], ...] = ()
+    """Settings of the schedule that are fixed for a run, in words: (name in the run file, value)."""
     has_rounds: bool = False
     """True if the leader decides at the end of a group's round, because the run has a planner or a group shaper."""

@@ -117,4 +117,4 @@ def _loss(schedule: Schedule) -> tuple[str, str, str] | None:
         return "evicted", "depends on the lengths", f"groups over the staleness bound; {tokens}"
     if not schedule.most_begun_again:
         return None
-    return "begun again", f"at most {schedule.most_begun_again:.2f}", f"times per trained group; {tokens}"
+    return "begun again", f"at most {schedule.most_begun_again:.2f}", f"times per trained group of a long run; {tokens}"

@@ -67,7 +67,7 @@ def groups_to_admit(schedule: Schedule, view: MeshView, *, cuts: bool = False) -
     ``capacity`` is at most 0 then.
     """
     if view.policy_version < 0:
-        return 0, WaitReason.FIRST_POLICY.format()
+        return 0, WaitReason.INITIAL_POLICY.format()
     if view.memory_ratio >= LIMIT_RATIO:
         return 0, WaitReason.MEMORY_USED.format(ratio=view.memory_ratio)
     is_paced = trainer_groups(schedule, view) < schedule.window_groups

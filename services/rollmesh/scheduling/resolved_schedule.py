@@ -135,12 +135,12 @@ class Schedule:
 
     @property
     def most_begun_again(self) -> float:
-        """Most times that groups begin again, per trained group; 0 unless ``on_stale`` is restart or set_aside.
+        """Most times that groups begin again, per trained group of a long run; 0 without restart and set_aside.
 
         restart: a group that is trained in batch j = 0 .. k - 1 of a wave of k batches begins again at most
         floor(j / (max_staleness + 1)) times; the result is the mean over j. set_aside: a cut leaves at most
         L = (k - 1) * B + spare_groups groups of its wave, and long rounds of B groups train them: L of every B + L
-        trained groups begin again.
+        trained groups begin again, and at the end of the run up to L more are set aside.
         """
         waves, batch = self.wave_batches, self.groups_per_batch
         if self.on_stale is OnStale.RESTART:
@@ -156,8 +156,17 @@ def _segment_tokens(config: RunConfig, preset: Preset) -> int:
     return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
 
 
-_RULES = ("preset", "harvest", "wave_batches", "spare_groups", "spare_members", "on_stale", "start_order")
-"""Settings of the schedule that are fixed for a run, and whose value no other limit has."""
+_FIXED_SETTINGS = (
+    "preset",
+    "harvest",
+    "wave_batches",
+    "spare_groups",
+    "spare_members",
+    "on_stale",
+    "start_order",
+    "resume_order",
+)
+"""Settings of the schedule that are fixed for a run, and whose value no other limit has in words."""
 
 
 def run_limits(config: RunConfig) -> RunLimits:
@@ -179,8 +188,8 @@ def run_limits(config: RunConfig) -> RunLimits:
         most_members=max(
             2 * (schedule.group_size + schedule.spare_members), curriculum.largest_group(schedule.group_size)
         ),
-        rules=(
-            *((f"schedule.{name}", str(getattr(schedule, name))) for name in _RULES),
+        fixed_settings=(
+            *((f"schedule.{name}", str(getattr(schedule, name))) for name in _FIXED_SETTINGS),
             ("schedule.group_size", str(config.schedule.group_size)),
         ),
         has_rounds=has_rounds,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
+from rollmesh.mesh import DropReason
 from rollmesh.sim.figures import Figures
 
 _MOST_AGES = 10
@@ -80,6 +81,6 @@ def _histogram(staleness: Mapping[int, int]) -> str:
 
 def _wasted(found: Figures) -> str:
     """Return the largest reasons; what remains at the end of the run is no waste of the schedule."""
-    reasons = {reason: count for reason, count in found.wasted_tokens.items() if reason != "run_complete"}
+    reasons = {reason: count for reason, count in found.wasted_tokens.items() if reason != DropReason.RUN_COMPLETE}
     largest = sorted(reasons.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{reason} {count / 1e6:.2f}M" for reason, count in largest) or "0"

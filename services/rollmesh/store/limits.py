@@ -28,6 +28,10 @@ _SETTINGS = {
     "has_rounds": "curriculum.planner or curriculum.group_shaper",
 }
 """Run-file field of each limit, for error messages."""
+_ALSO_IN_WORDS = frozenset({"group_size", "mask_old_segments", "resume_order", "most_members"})
+"""Limits that depend on fixed settings of the schedule, whose refusal says it in words."""
+_FIXED = "schedule."
+"""How the names of fixed settings begin, and those of no limit."""
 
 _RESUME_ORDERS = tuple(ResumeOrder)
 """The queue stores the position."""
@@ -39,18 +43,15 @@ class Limits:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._limits: RunLimits | None = None
-        self._rules: tuple[tuple[str, str], ...] = ()
 
     async def init_run(self, limits: RunLimits) -> None:
         """Write the limits of a new run; raises Conflict when the run exists with other limits."""
         try:
             await self._connection.run("init_run", 0, *_words(limits))
         except Conflict as error:
-            parts = (part.partition(":") for part in str(error).split("; "))
-            named = dict.fromkeys(f"{_SETTINGS.get(name, name)}{colon}{rest}" for name, colon, rest in parts)
-            raise Conflict("; ".join(named)) from error
+            raise Conflict(_named(str(error))) from error
         # A run that has begun to keep a history keeps it, also when it is continued without a use for it.
-        self._limits, self._rules = None, limits.rules
+        self._limits = None
         await self.get()
 
     def _remember(self, limits: RunLimits) -> None:
@@ -60,10 +61,13 @@ class Limits:
     async def get(self) -> RunLimits:
         """Return the limits of the run; raises StoreError before ``init_run``."""
         if self._limits is None:
-            raw = await self._connection.command("HGETALL", self._connection.keys.single("limits"))
+            keys = self._connection.keys
+            raw = await self._connection.command("HGETALL", keys.single("limits"))
             if not raw:
                 raise StoreError("the run has not been initialised: start its leader or trainer, which call init_run")
             values = {name.decode(): int(value) for name, value in raw.items()}
+            meta = await self._connection.command("HGETALL", keys.single("meta"))
+            fixed = ((name.decode(), value.decode()) for name, value in meta.items())
             limits = RunLimits(
                 group_size=values["group_size"],
                 groups_per_batch=values["groups_per_batch"],
@@ -78,7 +82,7 @@ class Limits:
                 window_groups=values.get("window_groups", 0),
                 most_members=values.get("most_members", 0),
                 has_rounds=bool(values.get("has_rounds", 0)),
-                rules=self._rules,
+                fixed_settings=tuple((name, value) for name, value in fixed if name.startswith(_FIXED)),
             )
             self._remember(limits)
             return limits
@@ -99,5 +103,13 @@ def _words(limits: RunLimits) -> list[str | int]:
     fields = asdict(limits)
     fields["resume_order"] = _RESUME_ORDERS.index(limits.resume_order)
     fields["session_ttl_ms"] = 1000 * fields.pop("session_ttl_seconds")
-    rules = [word for rule in fields.pop("rules") for word in rule]
-    return [word for name, value in fields.items() for word in (name, int(value))] + rules
+    fixed = [word for setting in fields.pop("fixed_settings") for word in setting]
+    return [word for name, value in fields.items() for word in (name, int(value))] + fixed
+
+
+def _named(refusal: str) -> str:
+    """Return the refusal of ``init_run`` with the names of the run file, each once."""
+    parts = [part.partition(":") for part in refusal.split("; ")]
+    if any(name.startswith(_FIXED) for name, _, _ in parts):
+        parts = [part for part in parts if part[0] not in _ALSO_IN_WORDS]
+    return "; ".join(f"{_SETTINGS.get(name, name)}{colon}{rest}" for name, colon, rest in parts)

@@ -76,19 +76,41 @@ async def test_a_continued_run_refuses_a_changed_schedule_by_the_name_of_the_fie
     await store.limits.init_run(limits_of(schedule))
 
 
-async def test_a_run_of_an_older_release_keeps_the_rules_with_which_it_is_continued(store: TrajectoryStore) -> None:
+async def test_a_run_of_an_older_release_keeps_the_settings_with_which_it_is_continued(store: TrajectoryStore) -> None:
     older = limits_of({"preset": "copris"})
     await store.limits.init_run(older)
-    names = [name for name, _ in older.rules]
+    names = [name for name, _ in older.fixed_settings]
     await store.connection.command("HDEL", store.connection.keys.single("meta"), *names)
     await store.limits.init_run(limits_of({"preset": "copris", "on_stale": "evict"}))
     with pytest.raises(Conflict, match=re.escape("schedule.on_stale: this run was started with evict, not pace")):
         await store.limits.init_run(older)
 
 
-async def test_every_changed_setting_is_named_once(store: TrajectoryStore) -> None:
-    await store.limits.init_run(limits_of({"preset": "copris", "group_size": 8}))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"preset": "copris", "group_size": 8}, {"preset": "areal", "group_size": 4}),
+        ({"preset": "sorted"}, {"harvest": "group"}),
+        ({"preset": "copris", "pool_size": 64}, {"on_stale": "mask_old_segments"}),
+        ({"preset": "copris", "pool_size": 64}, {"resume_order": "nearest_end"}),
+    ],
+)
+async def test_a_refusal_names_every_changed_setting_once_and_no_other(
+    store: TrajectoryStore, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    await store.limits.init_run(limits_of(before))
     with pytest.raises(Conflict) as error:
-        await store.limits.init_run(limits_of({"preset": "areal", "group_size": 4}))
-    for field in ("preset", "group_size"):
-        assert str(error.value).count(f"schedule.{field}: this run was started with") == 1
+        await store.limits.init_run(limits_of(before | after))
+    named = [part.partition(": this run was started with ")[0] for part in str(error.value).split("; ")]
+    assert sorted(named) == sorted(f"schedule.{field}" for field in after)
+
+
+async def test_a_client_that_only_reads_restores_a_lost_run_with_its_settings(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    await store.limits.init_run(limits_of({"preset": "copris"}))
+    await another_client.limits.get()
+    await store.connection.command("FLUSHALL")
+    await another_client.mesh.view()
+    with pytest.raises(Conflict, match=re.escape("schedule.on_stale: this run was started with pace, not evict")):
+        await store.limits.init_run(limits_of({"preset": "copris", "on_stale": "evict"}))

@@ -262,7 +262,7 @@ def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
     ("state", "reason"),
     [
         ({"memory_ratio": 0.8}, "memory of the store: 80% of maxmemory is used"),
-        ({"policy_version": -1, "policy_train_step": -1}, "the first policy"),
+        ({"policy_version": -1, "policy_train_step": -1}, "the initial policy"),
         ({"user_paused": True}, "an operator to resume"),
         ({"recovering": True}, "workers to register again"),
     ],

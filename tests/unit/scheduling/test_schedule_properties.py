@@ -200,6 +200,11 @@ def test_groups_begin_again_at_most_as_often_as_the_estimate_says(mesh, on_stale
     [
         ("sorted", {}, (1 + 2 + 3) / 4),
         ("sorted", {"wave_batches": 1}, 0.0),
+        (
+            "april",
+            {"on_stale": "restart", "max_staleness": 1, "wave_batches": 4, "window_groups": 8},
+            (0 + 0 + 1 + 1) / 4,
+        ),
         ("rollpacker", {"groups_per_batch": 8}, 2 / 10),
         ("copris", {}, 0.0),
     ],

@@ -132,8 +132,8 @@ def test_a_script_names_states_through_the_preamble_only() -> None:
 
 def test_a_script_names_reasons_of_drops_and_waste_through_the_preamble_only() -> None:
     words = {*DropReason, *WasteReason} - set(TrajectoryState)
-    named = re.compile(rf"'(?:tokens:)?({'|'.join(sorted(words))})'")
-    assert {f: found[1] for f, text in [*BODIES.items(), *LIBRARY.items()] if (found := named.search(text))} == {}
+    named = re.compile(rf"'(?:tokens:)?({'|'.join(sorted(words))})'|'({'|'.join(WasteReason)}):'|waste\([^,]+, '")
+    assert {f: found[0] for f, text in [*BODIES.items(), *LIBRARY.items()] if (found := named.search(text))} == {}
 
 
 def test_a_script_names_keys_through_the_preamble_only() -> None:

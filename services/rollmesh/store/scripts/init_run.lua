@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
 -- uses: core fence
 -- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Of the limits
--- that an older release did not write, the sizes and the rules are added, and the others must be 0. Rules of the schedule
--- (`schedule.<field>`) are in K.meta: releases before read every value of K.limits as a number. Every service starts with this
--- script, so it must run when memory is short: memory is freed by training a batch, and the trainer restarts too.
+-- that an older release did not write, the sizes and the fixed settings are added, and the others must be 0. Fixed
+-- settings (`schedule.<field>`) are in K.meta: older releases read every value of K.limits as a number. Every service
+-- starts with this script, so it must run when memory is short: memory is freed by training a batch, and the trainer
+-- restarts too.
 -- A prompt history may begin later: the next batch file is then the first with outcomes. It never ends.
 -- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local function place_of(name) return string.find(name, '^schedule%.') and K.meta or K.limits end
@@ -14,13 +15,13 @@ if #there > 0 then
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
     local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
-    local is_rule = place_of(ARGV[at]) == K.meta
-    if is_rule then old[ARGV[at]] = call('HGET', K.meta, ARGV[at]) end
-    local size = is_rule or ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
+    local is_fixed = place_of(ARGV[at]) == K.meta
+    if is_fixed then old[ARGV[at]] = call('HGET', K.meta, ARGV[at]) end
+    local may_be_added = is_fixed or ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
     local history = ARGV[at] == 'keeps_history'
     local begins = history and ARGV[at + 1] == '1' and old[ARGV[at]] ~= '1'
     history_begins = history_begins or begins
-    if begins or longer or (size and not old[ARGV[at]]) then
+    if begins or longer or (may_be_added and not old[ARGV[at]]) then
       changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
     elseif not history and (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
       local before = old[ARGV[at]] or '0'
