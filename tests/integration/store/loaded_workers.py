@@ -49,8 +49,8 @@ class Shape:
 
     @property
     def most_members(self) -> int:
-        """Most members of a group: of those with spare ones, one is replaced."""
-        return GROUP_SIZE + self.spare + 1 if self.spare else 2 * GROUP_SIZE
+        """Most members of a group: with one spare member, one is replaced; with two, none."""
+        return GROUP_SIZE + 2 if self.spare else 2 * GROUP_SIZE
 
     def start_rank(self, index: int) -> int | None:
         """Rank of a group: neighbours differ, and it is the same whenever the group is admitted again."""
