@@ -42,6 +42,7 @@ class Seen:
     """Facts that leader and trainer note of the groups on their way, for the account."""
 
     most_leased: int = 0
+    """Most trajectories leased at once."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of every group at its cut, as the view has them."""
     members: dict[str, Counter[str]] = field(default_factory=dict)
@@ -312,7 +313,7 @@ class LoadedMesh:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
 
     async def account(self) -> dict[str, int]:
-        """From batch files and the ledger, not from Redis's counters: how much is wrong, by fault."""
+        """Return the number of faults by kind, from batch files, ledger and records, not from Redis's counters."""
         batches = self.trainer.files
         groups = {g.group_id: g for b in batches.values() for g in b.groups}
         trained = [g.group_id for b in batches.values() for g in b.groups]
@@ -361,7 +362,7 @@ class LoadedMesh:
         )
 
     async def account_of_leases(self) -> dict[str, int]:
-        """How much is wrong with the orders, the surplus and the tokens of a mesh whose Redis never died."""
+        """Return the number of faults in the orders, surplus and tokens of a mesh whose Redis never died."""
         store = self.stores[0]
         counts, truth = await store.mesh.counts(), await read_truth(store)
         left = sum(r.tokens for r in truth.members.values() if r.state not in ("unscorable", *DISCARDED))

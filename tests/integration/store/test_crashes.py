@@ -27,7 +27,7 @@ FATES = ("evicted_total", "groups_restarted_total", "groups_set_aside_total", "g
 
 
 def missing_fates(counts: StoreCounts) -> list[str]:
-    """What has not happened to any stale group yet."""
+    """Return the fates that no stale group has met yet."""
     return [fate for fate in FATES if not counts.totals.get(fate)]
 
 
