@@ -330,13 +330,13 @@ class LoadedMesh:
         dropped, states = await store.ledger.dropped_groups(), (await read_truth(store)).groups
         # The newest batch file may have been written before Redis has heard of it.
         live = {name for name, state in states.items() if state != "cut" or name not in groups}
-        known = Counter([*set(trained), *live, *dropped])
+        known = {*trained, *live, *dropped}
         cursor = await store.leadership.cursor()
         tokens = {name: sum(t.response_token_count for t in g.trajectories) for name, g in groups.items()}
         return {
             "lost": sum(f"e0-{i}" not in known for i in range(cursor.index)),
             "trained_twice": len(trained) - len(set(trained)),
-            "ended_twice": sum(times > 1 for times in known.values()),
+            "live_again": len(live & {*trained, *dropped}),
             "dropped_without_reason": sum(reason not in ALLOWED_DROPS for reason in dropped.values()),
             "violations": violations,
             "of_two_writers": sum(bool((np.diff(each) != 1).any()) for each in ids),
@@ -375,7 +375,10 @@ class LoadedMesh:
         )
         wasted = sum(counts.dropped_tokens.values()) + counts.totals.get("restarted_tokens_total", 0)
         surplus = counts.totals.get("surplus_total", 0)
+        in_files = {g.group_id for batch in self.trainer.files.values() for g in batch.groups}
         return {
+            # A restored Redis may filter a group before it hears of the batch file that has it.
+            "trained_and_dropped": len(in_files & (await store.ledger.dropped_groups()).keys()),
             "out_of_order": self.leases.out_of_order,
             "surplus_not_counted": max(0, sum(n["surplus"] for n in self.seen.members.values()) - surplus),
             "surplus_without_length": surplus - sum(counts.surplus_deciles.values()),
