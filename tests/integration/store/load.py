@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import random
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import TrajectoryStore
-from rollmesh.types import Batch, PolicyRecord
+from rollmesh.types import Batch, Group, PolicyRecord
 
-from .loaded_workers import Rests, Rollout, Worker, index_of
+from .loaded_workers import BATCH, GROUP_SIZE, LAGGING, Leases, Rollout, Shape, Worker, index_of
 from .store_mesh import group, limits, policy
+from .stored_keys import DISCARDED, NOT_IN_LOSS, read_truth
 
-GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
+POOL, STALENESS = 12, 2
+ALLOWED_DROPS = {"stale", "too_few_scored", "filtered_all_right", "filtered_all_wrong"}
 MOST_RESTING = 2
 """Trajectories that may rest until the next policy; with more of them all continue. With those that lag (LAGGING) they
 hold back so few groups of the window that the others make a batch."""
@@ -34,8 +37,22 @@ def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
     return theirs is not None and theirs.incarnation > ours.incarnation and 0 < theirs.saved < ours.saved
 
 
-async def lead(store: TrajectoryStore, begins_again: bool) -> None:
-    """Admit up to the capacity, cut the oldest ready groups, end what is too stale or begin it again, reap."""
+@dataclass
+class Seen:
+    """Facts that leader and trainer note of the groups on their way, for the account."""
+
+    most_leased: int = 0
+    """Most trajectories leased at once."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of every group at its cut, as the view has them."""
+    members: dict[str, Counter[str]] = field(default_factory=dict)
+    """Number of members by state of every group that was claimed."""
+    cut_off: set[str] = field(default_factory=set)
+    """Those of these groups whose members beyond the needed ones were to be cut off; none after a recall."""
+
+
+async def lead(store: TrajectoryStore, shape: Shape, seen: Seen) -> None:
+    """Admit up to the capacity, cut ready groups, end what is too stale or begin it again, reap."""
     token: str | None = None
     while True:
         await asyncio.sleep(0.003)
@@ -43,24 +60,31 @@ async def lead(store: TrajectoryStore, begins_again: bool) -> None:
             if token is None or not await store.leadership.renew(token):
                 token = await store.leadership.acquire("leader")
                 continue
-            await look(store, token, begins_again)
+            await look(store, token, shape, seen)
         except (Conflict, StoreUnavailable):
             continue
         except SessionLost:
             token = None
 
 
-async def look(store: TrajectoryStore, token: str, begins_again: bool) -> None:
+def pool_of(shape: Shape) -> int:
+    """Return the pool size: groups that lag hold their spare members too."""
+    return POOL + LAGGING * shape.spare
+
+
+async def look(store: TrajectoryStore, token: str, shape: Shape, seen: Seen) -> None:
     await store.leadership.reap(token)
-    view = await store.mesh.view()
+    view = await store.mesh.view(shortest=shape.cuts_shortest)
+    seen.most_leased = max(seen.most_leased, view.leased)
     wakes = 1 << 30 if view.resting > MOST_RESTING else max(0, view.policy_train_step)
-    await store.leadership.set_desired(token, Desired(pool_size=POOL, rest_before_step=wakes))
+    await store.leadership.set_desired(token, Desired(pool_size=pool_of(shape), rest_before_step=wakes))
     if view.recovering:
         return
     room = (STALENESS + 1) * BATCH - view.admitted_unconsumed
     if room > 0:
         at = await store.leadership.cursor()
-        groups = [group(at.index + i, GROUP_SIZE) for i in range(room)]
+        indexes = range(at.index, at.index + room)
+        groups = [replace(group(i, GROUP_SIZE, spare=shape.spare), start_rank=shape.start_rank(i)) for i in indexes]
         await store.leadership.admit(token, groups, at, Cursor(index=at.index + room))
     step = view.cut_step + 1
     oldest = step - 1 - STALENESS
@@ -69,15 +93,17 @@ async def look(store: TrajectoryStore, token: str, begins_again: bool) -> None:
         for g in (*view.ready, *view.stalest_open)
         if g.min_train_step is not None and g.min_train_step < oldest
     ]
-    if begins_again:
+    if shape.begins_again:
         await end_or_begin_again(store, token, stale)
     elif stale:
         await store.leadership.evict(token, stale, "stale")
     if view.aside_groups:
         await store.restarted.recall(token, step, view.recalled_groups + view.aside_groups)
-    fresh = [g.group_id for g in view.ready if g.group_id not in stale]
+    fresh = [g for g in view.ready if g.group_id not in stale]
     if view.cut_step == view.trained_step and len(fresh) >= BATCH:
-        await store.leadership.cut(token, step, fresh[:BATCH])
+        batch = sorted(fresh, key=lambda g: g.token_count if shape.cuts_shortest else g.admission_index)[:BATCH]
+        seen.tokens |= {g.group_id: g.token_count for g in batch}
+        await store.leadership.cut(token, step, [g.group_id for g in batch])
 
 
 async def end_or_begin_again(store: TrajectoryStore, token: str, stale: list[str]) -> None:
@@ -96,6 +122,7 @@ class Trainer:
     """Claims, writes the batch file, trains, publishes; committed every three steps."""
 
     store: TrajectoryStore
+    seen: Seen
     files: dict[int, Batch] = field(default_factory=dict)
     policies: list[PolicyRecord] = field(default_factory=list)
     step: int = 0
@@ -138,6 +165,7 @@ class Trainer:
                 if await self.store.recovery.server_run_id() != self.run_id:
                     await self.reassert()
                 return
+            await self.note_members(batch)
             self.files[step] = batch
         await self.store.training.confirm_batch_file(self.token, step, f"digest-{step}")
         await self.store.training.report_trained(self.token, step)
@@ -152,6 +180,20 @@ class Trainer:
         async with self.trained:
             self.trained.notify_all()
 
+    async def note_members(self, batch: Batch) -> None:
+        """Note the members of the claimed groups, unless Redis has gone back to a state before their cut meanwhile."""
+        members: dict[str, Counter[str]] = {}
+        cut_off: set[str] = set()
+        for each in batch.groups:
+            key = self.store.connection.keys.of("group", each.group_id)
+            launched, spare = await self.store.connection.command("HMGET", key, "launched", "spare")
+            marks = await self.store.inspection.marks([f"{each.group_id}.{i}" for i in range(int(launched or 0))])
+            members[each.group_id] = Counter("pending" if mark is None else mark.state for mark in marks)
+            cut_off |= {each.group_id} if spare else set()
+        if await self.store.recovery.server_run_id() == self.run_id:
+            self.seen.members |= members
+            self.seen.cut_off |= cut_off
+
     async def until(self, step: int, deadline: float) -> None:
         async with self.trained, asyncio.timeout(deadline):
             await self.trained.wait_for(lambda: self.step >= step)
@@ -165,22 +207,30 @@ class LoadedMesh:
     run: str
     ttl: float
     rng: random.Random
-    begins_again: bool = False
-    """True if the leader restarts or sets aside some of the stale groups, in place of evicting them."""
+    shape: Shape
     stores: list[TrajectoryStore] = field(default_factory=list)
     workers: dict[int, Worker] = field(default_factory=dict)
-    rests: Rests = field(default_factory=Rests)
+    seen: Seen = field(default_factory=Seen)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    leases: Leases = field(init=False)
     trainer: Trainer = field(init=False)
 
     async def __aenter__(self) -> LoadedMesh:
         self.stores = [await self._connect() for _ in range(5)]
-        changes = {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": STALENESS}
-        await self.stores[0].limits.init_run(
-            limits(**changes, session_ttl_seconds=self.ttl, filter_zero_variance=True, max_attempts=50)
+        rules = limits(
+            group_size=GROUP_SIZE,
+            groups_per_batch=BATCH,
+            max_staleness=STALENESS,
+            session_ttl_seconds=self.ttl,
+            filter_zero_variance=True,
+            max_attempts=50,
+            most_members=self.shape.most_members,
+            resume_order=self.shape.resume_order,
         )
-        self.trainer = Trainer(self.stores[1])
-        self.tasks["leader"] = asyncio.create_task(lead(self.stores[0], self.begins_again))
+        await self.stores[0].limits.init_run(rules)
+        self.leases = Leases(self.shape)
+        self.trainer = Trainer(self.stores[1], self.seen)
+        self.start_leader()
         self.tasks["trainer"] = asyncio.create_task(self.trainer.run())
         for number in range(3):
             self.start_worker(number)
@@ -203,9 +253,12 @@ class LoadedMesh:
             if isinstance(result, Exception):
                 raise result
 
+    def start_leader(self) -> None:
+        self.tasks["leader"] = asyncio.create_task(lead(self.stores[0], self.shape, self.seen))
+
     def start_worker(self, number: int) -> None:
         rng = random.Random(self.rng.random())
-        worker = self.workers[number] = Worker(self.stores[2 + number], rng, self.rests, has_lagging=self.begins_again)
+        worker = self.workers[number] = Worker(self.stores[2 + number], rng, self.leases)
         self.tasks[f"worker-{number}"] = asyncio.create_task(worker.run())
 
     async def crash(self, role: str) -> None:
@@ -213,12 +266,12 @@ class LoadedMesh:
         with contextlib.suppress(asyncio.CancelledError):
             await self.tasks[role]
         if role == "trainer":
-            old, self.trainer = self.trainer, Trainer(self.stores[1])
+            old, self.trainer = self.trainer, Trainer(self.stores[1], self.seen)
             self.trainer.files, self.trainer.policies = old.files, old.policies
             self.trainer.step = self.trainer.committed = old.committed
             self.tasks[role] = asyncio.create_task(self.trainer.run())
         elif role == "leader":
-            self.tasks[role] = asyncio.create_task(lead(self.stores[0], self.begins_again))
+            self.start_leader()
         else:
             self.start_worker(int(role.rpartition("-")[2]))
 
@@ -260,8 +313,9 @@ class LoadedMesh:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
 
     async def account(self) -> dict[str, int]:
-        """From batch files and the ledger, not from Redis's counters: how much is wrong, by fault."""
+        """Return the number of faults by kind, from batch files, ledger and records, not from Redis's counters."""
         batches = self.trainer.files
+        groups = {g.group_id: g for b in batches.values() for g in b.groups}
         trained = [g.group_id for b in batches.values() for g in b.groups]
         versions = {p.policy_version: p.train_step for p in self.trainer.policies}
         violations = sum(
@@ -271,13 +325,62 @@ class LoadedMesh:
             for t in g.trajectories
             for version in t.policy_versions
         )
-        ids = [t.response_ids for b in batches.values() for g in b.groups for t in g.trajectories]
+        ids = [t.response_ids for g in groups.values() for t in g.trajectories]
         store = self.stores[0]
-        known = {*trained, *await store.mesh.live_groups(), *await store.ledger.dropped_groups()}
+        dropped, states = await store.ledger.dropped_groups(), (await read_truth(store)).groups
+        # The newest batch file may have been written before Redis has heard of it.
+        live = {name for name, state in states.items() if state != "cut" or name not in groups}
+        known = {*trained, *live, *dropped}
         cursor = await store.leadership.cursor()
+        tokens = {name: sum(t.response_token_count for t in g.trajectories) for name, g in groups.items()}
         return {
             "lost": sum(f"e0-{i}" not in known for i in range(cursor.index)),
             "trained_twice": len(trained) - len(set(trained)),
+            "live_again": len(live & {*trained, *dropped}),
+            "dropped_without_reason": sum(reason not in ALLOWED_DROPS for reason in dropped.values()),
             "violations": violations,
             "of_two_writers": sum(bool((np.diff(each) != 1).any()) for each in ids),
+            "over_the_pool": max(0, self.seen.most_leased - pool_of(self.shape)),
+            "too_many_members": len(self.leases.too_many),
+            "wrong_members": sum(self._is_wrong(g) for name, g in groups.items() if name in self.seen.members),
+            "wrong_tokens": sum(self.seen.tokens.get(name) != count for name, count in tokens.items()),
+        }
+
+    def _is_wrong(self, claimed: Group) -> bool:
+        """Tell whether a batch has other members than the scored ones, or the others have not all ended.
+
+        Members are cut off only where more than the needed ones were launched, and once these are scored.
+        """
+        name, trained = claimed.group_id, len(claimed.trajectories)
+        members, is_cut_off = self.seen.members[name], name in self.seen.cut_off
+        return (
+            not 2 <= members["scored"] == trained
+            or members.total() != trained + sum(members[state] for state in NOT_IN_LOSS)
+            or not GROUP_SIZE <= members.total() <= self.shape.most_members
+            or (trained > GROUP_SIZE if is_cut_off else members["surplus"] > 0)
+            or (members["surplus"] > 0 and trained < GROUP_SIZE)
+        )
+
+    async def account_of_leases(self) -> dict[str, int]:
+        """Return the number of faults in the orders, surplus and tokens of a mesh whose Redis never died."""
+        store = self.stores[0]
+        counts, truth = await store.mesh.counts(), await read_truth(store)
+        left = sum(r.tokens for r in truth.members.values() if r.state not in ("unscorable", *DISCARDED))
+        trained = sum(
+            t.response_token_count
+            for batch in self.trainer.files.values()
+            for g in batch.groups
+            for t in g.trajectories
+            if t.trajectory_id not in truth.members
+        )
+        wasted = sum(counts.dropped_tokens.values()) + counts.totals.get("restarted_tokens_total", 0)
+        surplus = counts.totals.get("surplus_total", 0)
+        in_files = {g.group_id for batch in self.trainer.files.values() for g in batch.groups}
+        return {
+            # A restored Redis may filter a group before it hears of the batch file that has it.
+            "trained_and_dropped": len(in_files & (await store.ledger.dropped_groups()).keys()),
+            "out_of_order": self.leases.out_of_order,
+            "surplus_not_counted": max(0, sum(n["surplus"] for n in self.seen.members.values()) - surplus),
+            "surplus_without_length": surplus - sum(counts.surplus_deciles.values()),
+            "tokens_not_accounted_for": counts.totals["saved_tokens_total"] - left - trained - wasted,
         }

@@ -4,19 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
-from rollmesh.store import Append, Finish, HeldTokens, ReleaseReason, Score, TrajectoryStore, WriteStatus
+from rollmesh.mesh import ResumeOrder
+from rollmesh.scheduling.queue_model.model_places import length_bucket
+from rollmesh.store import (
+    Append,
+    Finish,
+    HeldTokens,
+    LeasedTrajectory,
+    ReleaseReason,
+    Score,
+    TrajectoryStore,
+    WriteStatus,
+)
 from rollmesh.types import FinishReason, Segment
 
 from .store_mesh import UNSCORABLE, digest_of, held, scored, segment
 
+GROUP_SIZE, BATCH = 3, 3
 RESTARTS, RELEASES, RESTS = 0.05, 0.05, 0.05
 """Probabilities that a step of a trajectory loses its environment, that it loses its worker, and that it rests."""
 LAGGING, OUT_OF = 3, 36
-"""In a mesh that begins groups again, the first members of so many of this many groups in a row save one chunk and wait
-to be too stale. The next ones come after that: otherwise those that wait would fill the window or the pool."""
+"""In a mesh that begins groups again, members of so many of this many groups in a row save one chunk and wait to be too
+stale. The next ones come after that: otherwise those that wait would fill the window or the pool."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Groups of a load, and the orders in which they start, continue and are cut."""
+
+    spare: int = 0
+    """Members launched above the needed ones."""
+    begins_again: bool = False
+    """True if the leader restarts or sets aside some of the stale groups, in place of evicting them."""
+    has_ranks: bool = False
+    """True if groups start by rank within a block."""
+    resume_order: ResumeOrder = ResumeOrder.ADMISSION
+    cuts_shortest: bool = False
+    """True if the ready groups with the fewest tokens are cut first."""
+
+    @property
+    def most_members(self) -> int:
+        """Most members of a group: with one spare member, one is replaced; with two, none."""
+        return GROUP_SIZE + 2 if self.spare else 2 * GROUP_SIZE
+
+    def start_rank(self, index: int) -> int | None:
+        """Rank of a group: neighbours differ, and it is the same whenever the group is admitted again."""
+        return index * 37 % 128 if self.has_ranks else None
+
+    def lags_first(self, trajectory_id: str) -> bool:
+        """Tell whether a trajectory stops after its first chunk, before it begins again.
+
+        So many members of a group do that the others do not complete it.
+        """
+        number = int(trajectory_id.rpartition(".")[2])
+        return self.begins_again and number <= self.spare and index_of(trajectory_id) % OUT_OF < LAGGING
+
+    def place(self, trajectory_id: str, tokens: int) -> tuple[int, ...]:
+        """Place of a waiting trajectory among those with which it is leased."""
+        index, number = index_of(trajectory_id), int(trajectory_id.rpartition(".")[2])
+        block = index // BATCH
+        if not tokens:
+            rank = self.start_rank(index)
+            return (1, index, number) if rank is None else (1, block, rank, index, number)
+        match self.resume_order:
+            case ResumeOrder.MOST_TOKENS:
+                return (0, block, -length_bucket(tokens), index, number)
+            case ResumeOrder.NEAREST_END:
+                return (0, block)  # The lengths of its siblings when it was released are not known.
+            case ResumeOrder.ADMISSION:
+                return (0, index, number)
 
 
 @dataclass
@@ -64,16 +125,31 @@ class Rollout:
 
 
 @dataclass
-class Rests:
-    """Trajectories that rest with tokens, as all workers of a mesh have released and leased them."""
+class Leases:
+    """Leases of all workers of a mesh."""
 
+    shape: Shape
     resting: set[str] = field(default_factory=set)
+    """Trajectories that rest with tokens."""
     continued: int = 0
     """Number of leases after a rest, with its tokens."""
+    too_many: set[str] = field(default_factory=set)
+    """Members beyond the most members of their group."""
+    out_of_order: int = 0
+    """Neighbours in a reply that are not in the order of the load."""
+    overtaken: int = 0
+    """Neighbours in a reply of which the later one was admitted before the other."""
 
-    def leased(self, trajectory_id: str, tokens: int) -> None:
-        self.continued += trajectory_id in self.resting and tokens > 0
-        self.resting.discard(trajectory_id)
+    def note(self, leased: Sequence[LeasedTrajectory]) -> None:
+        """Note the reply of one call."""
+        members = [(each.trajectory.trajectory_id, each.trajectory.response_token_count) for each in leased]
+        for name, tokens in members:
+            self.continued += name in self.resting and tokens > 0
+            self.resting.discard(name)
+            if int(name.rpartition(".")[2]) >= self.shape.most_members:
+                self.too_many.add(name)
+        self.out_of_order += sum(self.shape.place(*a) > self.shape.place(*b) for a, b in pairwise(members))
+        self.overtaken += sum(index_of(a) > index_of(b) and bool(m) == bool(n) for (a, m), (b, n) in pairwise(members))
 
 
 @dataclass
@@ -85,15 +161,13 @@ class Worker:
 
     store: TrajectoryStore
     rng: random.Random
-    rests: Rests = field(default_factory=Rests)
+    leases: Leases
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: int = 0
     stalls: bool = False
     """It stalls in the midst of a trajectory, as soon as that has saved eight tokens."""
     begins_again: bool = False
     """It has lost the environment of whatever others have begun."""
-    has_lagging: bool = False
-    """Some trajectories stop after their first chunk, until the leader begins their groups again or evicts them."""
     session: str = ""
     run_id: str = ""
     held: dict[str, Rollout] = field(default_factory=dict)
@@ -127,10 +201,11 @@ class Worker:
             self.run_id = run_id
         for leased in await self.store.trajectories.lease_scoring(self.session, 2):
             self.waiting.append(leased.trajectory.trajectory_id)
-        for leased in await self.store.trajectories.lease(self.session, self.rng.randint(1, 4)):
+        leases = await self.store.trajectories.lease(self.session, self.rng.randint(1, 4))
+        self.leases.note(leases)
+        for leased in leases:
             trajectory = leased.trajectory
             done = trajectory.response_token_count
-            self.rests.leased(trajectory.trajectory_id, done)
             self.held[trajectory.trajectory_id] = Rollout(
                 trajectory.trajectory_id,
                 target=done + self.rng.choice([2, 4, 8, 30]),
@@ -155,7 +230,7 @@ class Worker:
             await self.score(rollout.trajectory_id)
             self.held.pop(rollout.trajectory_id, None)
             return
-        lags = self.has_lagging and rollout.incarnation == 0 and lags_first(rollout.trajectory_id)
+        lags = rollout.incarnation == 0 and self.leases.shape.lags_first(rollout.trajectory_id)
         if lags and rollout.saved:
             return
         if self.rng.random() < RESTARTS:
@@ -165,7 +240,7 @@ class Worker:
             await self.release(rollout, ReleaseReason.DRAINED)
             return
         if rollout.saved and not self.begins_again and self.rng.random() < RESTS:
-            self.rests.resting.add(rollout.trajectory_id)  # Another worker may lease it before this one goes on.
+            self.leases.resting.add(rollout.trajectory_id)  # Another worker may lease it before this one goes on.
             await self.release(rollout, ReleaseReason.RESTED)
             return
         if rollout.tokens < rollout.target:
@@ -233,8 +308,3 @@ class Worker:
 def index_of(name: str) -> int:
     """Admission index of a group, from its name or that of a member."""
     return int(name.partition("-")[2].partition(".")[0])
-
-
-def lags_first(trajectory_id: str) -> bool:
-    """Tell whether a trajectory stops after its first chunk, before it begins again."""
-    return trajectory_id.endswith(".0") and index_of(trajectory_id) % OUT_OF < LAGGING

@@ -61,7 +61,7 @@ def byte_count(save: Save) -> int:
 
 
 class QueueWorkers(RuleBasedStateMachine):
-    """Workers of the queue: leases, saves, scores, stalls and deaths.
+    """Workers of the queue, and the time that passes: leases, saves, scores, stalls and deaths.
 
     Every write is sent twice: the second time must change nothing.
     """
@@ -88,6 +88,8 @@ class QueueWorkers(RuleBasedStateMachine):
         self.decided: Counter[str] = Counter()
         """Decisions on groups whose round had ended, by their kind."""
         self.rested = 0
+        self.passed_seconds = 0
+        """Time that has passed without a wait."""
 
     @rule()
     def open_worker(self) -> None:
@@ -304,6 +306,18 @@ class QueueWorkers(RuleBasedStateMachine):
         answers = self.do(self.store.sessions.reregister(session, named))
         assert [(a.kept, a.saved_token_count) for a in answers] == expected
         self.registered.update(kept for kept, _ in expected)
+
+    @rule(hours=st.integers(1, 5))
+    def let_time_pass(self, hours: int) -> None:
+        """Set every time that is measured from back, in place of a wait."""
+        self.passed_seconds += 3600 * hours
+        self.model.now += 3600 * hours
+        keys, command = self.store.connection.keys, self.store.connection.command
+        groups = [keys.of("group", gid) for by_id in self.model.groups.values() for gid in by_id]
+        times = [(keys.single("meta"), name) for name in ("cut_at", "announced_at", "update_began", "resumed_at")]
+        for key, name in (*times, *((group, "admitted_at") for group in groups)):
+            if self.do(command("HEXISTS", key, name)):
+                self.do(command("HINCRBY", key, name, -3_600_000 * hours))
 
     def write(self, tokens: int, version: int) -> Save:
         return Save(tokens, version, next(self.starts))

@@ -49,6 +49,7 @@ WALK = {
     "lose_worker": 1,
     "stall": 2,
     "wake": 2,
+    "let_time_pass": 2,
     "redis_forgets": 2,
     "redis_restarts": 1,
     "roll_back": 1,
@@ -83,6 +84,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "release": lambda: {"pick": rng.randrange(1000), "reason": rng.choice(list(ReleaseReason))},
         "take_over_scoring": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 3)},
         "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
+        "let_time_pass": lambda: {"hours": rng.randint(1, 5)},
         "publish": lambda: {"rolled_back": rng.random() < 0.2},
     }
     arguments["redis_forgets"] = lambda: {
@@ -117,6 +119,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         assert min(machine.registered[True], machine.registered[False]) >= 5, machine.registered
         assert min(machine.decided[kind] for kind in ("extended", "none", "rewards", "kept")) >= 3, machine.decided
         assert machine.rested >= 5, machine.rested
+        assert None not in (machine.model.times.ready_updates, machine.model.times.update_seconds)
         assert min(machine.begun_again[True], machine.begun_again[False], machine.recalled) >= 3, machine.begun_again
     finally:
         machine.teardown()
