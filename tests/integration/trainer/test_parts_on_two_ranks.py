@@ -15,7 +15,6 @@ from ...unit.trainer.learner.made_batches import write_random_model
 from .parts_rank_process import BATCH, VERSIONS, first_moments, trainer_at_step_two
 from .two_ranks import run_two_ranks
 
-
 pytestmark = pytest.mark.slow
 
 
