@@ -5,20 +5,45 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from rollmesh.errors import ConfigError
 from rollmesh.scheduling import AdmissionRule, OnStale
-from rollmesh.scheduling.axes import CutOrder, Harvest
+from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
 from rollmesh.scheduling.queue_model import GroupState
 from rollmesh.sim.invariants import Invariants
 
+from .overtaking import Overtaking
 from .views import schedule
 from .virtual_mesh import VirtualMesh
 
 PRESETS = tuple(PRESET_TABLE)
 FIXED_STALENESS = [name for name, preset in PRESET_TABLE.items() if preset.fixed_staleness]
+BEGIN_AGAIN = ("restart", "set_aside")
+
+
+def staleness_of(preset, fate):
+    """Staleness bounds of a preset with a fate: None for that of the preset, where no other is allowed."""
+    if preset in FIXED_STALENESS:
+        return st.none()
+    return st.just(0) if fate == "set_aside" else st.integers(0, 5)
+
+
+def is_legal(preset, fate):
+    """Tell whether the configuration accepts a fate beside a preset."""
+    staleness = 0 if fate == "set_aside" and preset not in FIXED_STALENESS else None
+    spare = 0 if fate == "restart" else None
+    try:
+        schedule(preset, on_stale=fate, max_staleness=staleness, spare_groups=spare, part_groups=0)
+    except ConfigError:
+        return False
+    return True
+
+
+FATES = [(preset, fate.value) for preset in PRESETS for fate in OnStale if is_legal(preset, fate)]
+"""Every preset with every legal fate of the groups over the staleness bound."""
 
 
 def pools(preset, most, auto):
@@ -27,8 +52,23 @@ def pools(preset, most, auto):
     return numbers if fixed else st.one_of(numbers, st.just("auto"))
 
 
-def may_be(preset, fate):
-    return fate != OnStale.MASK_OLD_SEGMENTS or PRESET_TABLE[preset].cut_order is not CutOrder.SHORTEST
+@st.composite
+def sizes(draw, preset, fate, batch, members, windows):
+    """Draw the window, the wave and the spare groups and members of a schedule, and its staleness bound."""
+    staleness = draw(staleness_of(preset, fate))
+    bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
+    window = draw(st.integers(batch, (1 if fate == "pace" else windows) * bound * batch))
+    waves = spare = None
+    if PRESET_TABLE[preset].admission is AdmissionRule.WAVE:
+        waves = draw(st.integers(1, window // batch))
+        spare = 0 if fate == "restart" else draw(st.integers(0, min(batch, window - waves * batch)))
+    return {
+        "max_staleness": staleness,
+        "window_groups": window,
+        "wave_batches": waves,
+        "spare_groups": spare,
+        "spare_members": draw(st.integers(0, 2)),
+    }
 
 
 @st.composite
@@ -44,75 +84,81 @@ def meshes(
     auto=True,
     windows=1,
 ):
-    """Draw a mesh; its window has up to ``windows`` times the groups that the staleness bound lets it train."""
-    preset = draw(st.sampled_from(presets))
+    """Draw a mesh; except under pace, its window has up to ``windows`` times the groups that the bound can train."""
+    preset, fate = draw(st.sampled_from([row for row in FATES if row[0] in presets and row[1] in on_stale]))
     batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
     members = 1 if PRESET_TABLE[preset].harvest is Harvest.TRAJECTORY else size
     batch = batch + 1 if members == 1 else batch
-    staleness = None if preset in FIXED_STALENESS else draw(st.integers(0, 5))
-    bound = (PRESET_TABLE[preset].max_staleness if staleness is None else staleness) + 1
-    window = draw(st.integers(batch, windows * bound * batch))
-    waves = draw(st.integers(1, window // batch)) if PRESET_TABLE[preset].admission is AdmissionRule.WAVE else None
-    spare = draw(st.integers(0, 2))
+    drawn = draw(sizes(preset, fate, batch, members, windows))
+    most = drawn["window_groups"] * (members + drawn["spare_members"])
     resolved = schedule(
         preset,
         draw(st.integers(*train_steps)),
         groups_per_batch=batch,
         group_size=size,
-        max_staleness=staleness,
-        window_groups=window,
-        wave_batches=waves,
         part_groups=0,
-        spare_members=spare,
-        pool_size=None if whole_pool else draw(pools(preset, window * (members + spare), auto)),
-        on_stale=draw(st.sampled_from([fate for fate in on_stale if may_be(preset, fate)])),
+        pool_size=most if whole_pool else draw(pools(preset, most, auto)),
+        resume_order=draw(st.sampled_from(("admission", "most_tokens", "nearest_end"))),
+        on_stale=fate,
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
+        **drawn,
     )
+    rests = (1, 3) if PRESET_TABLE[preset].segments else (0, 0, 1, 3)
     return VirtualMesh(
-        schedule=replace(resolved, segment_tokens=draw(st.sampled_from((0, 0, 1, 3)))),
+        schedule=replace(resolved, segment_tokens=draw(st.sampled_from(rests))),
         rng=random.Random(draw(st.integers(0, 2**32))),
         generators=draw(st.integers(1, 3)),
         mean_length=draw(st.sampled_from((1.0, 4.0, 12.0))),
         train_ticks=draw(st.integers(0, 12)),
         publish_ticks=draw(st.integers(0, 12)),
         reload_chance=draw(st.sampled_from((0.05, 0.3, 1.0))),
-        crash_chance=draw(st.sampled_from((0.0, 0.2))) if crashes else 0.0,
+        crash_chance=draw(st.sampled_from((0.2, 0.05))) if crashes else 0.0,
         filter_chance=draw(st.sampled_from((0.0, 0.3))),
-        leader_crash_chance=draw(st.sampled_from((0.0, 0.3))) if crashes else 0.0,
+        leader_crash_chance=draw(st.sampled_from((0.2, 0.05))) if crashes else 0.0,
         cache_tokens=draw(st.sampled_from((1, 20, 1000))),
     )
 
 
 def ticks_enough(mesh):
-    return 400 + 3000 * mesh.schedule.train_steps
+    return (400 + 3000 * mesh.schedule.train_steps) * (2 if mesh.crash_chance else 1)
 
 
-@settings(max_examples=150, deadline=None)
-@given(meshes())
-def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing(mesh):
-    mesh.run(ticks_enough(mesh))
-    assert len(mesh.batches) == mesh.schedule.train_steps
+@pytest.mark.parametrize(("preset", "fate"), FATES)
+def test_every_group_of_a_run_ends_in_a_batch_or_by_the_fate_of_its_schedule(preset, fate):
+    """Whatever dies, pool, window and staleness stay within their bounds, and no group waits without end."""
+    deaths, fates = Counter(), Counter()
+
+    @seed(f"{preset} {fate}")
+    @settings(max_examples=5)
+    @given(meshes(presets=(preset,), on_stale=(fate,), windows=3))
+    def hold(mesh):
+        mesh.run(ticks_enough(mesh))
+        assert_every_group_has_ended(mesh)
+        deaths.update(mesh.deaths)
+        fates.update(mesh.evicted.values())
+        fates.update({"restart": mesh.begun_again.total(), "set_aside": mesh.recalled})
+
+    hold()
+    assert deaths.keys() == {"worker", "generator", "leader"}
+    happens = {"evict": fates["stale"], "restart": fates["restart"], "set_aside": fates["set_aside"]}
+    assert PRESET_TABLE[preset].on_stale != fate or happens.get(fate, 1), "no group met the fate of its preset"
+
+
+def assert_every_group_has_ended(mesh):
+    rules, ends = mesh.schedule, Counter(mesh.queue.ended.values())
+    assert ends.total() == mesh.queue.admitted
+    assert ends["consumed"] == rules.train_steps * rules.groups_per_batch
+    dropped = {"stale"} if rules.on_stale is OnStale.EVICT else set()
+    assert ends.keys() <= {"consumed", "run_complete", "filtered_all_right"} | dropped
     trained = [gid for batch in mesh.batches for gid in batch]
-    assert len(trained) == len(set(trained))
-    assert set(mesh.evicted.values()) <= {"run_complete"}
-    assert max(mesh.staleness_seen) <= mesh.schedule.max_staleness
-    assert mesh.surplus == 0 or mesh.schedule.spare_members > 0
-
-
-@settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal", "roll", "one_step_off"), on_stale=("evict",), windows=3))
-def test_evict_keeps_the_bound_by_dropping_and_says_why(mesh):
-    mesh.run(ticks_enough(mesh))
-    assert set(mesh.evicted.values()) <= {"run_complete", "stale"}
-
-
-@settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris", "areal", "one_step_off"), on_stale=("mask_old_segments",), windows=3))
-def test_masking_old_segments_neither_blocks_nor_drops(mesh):
-    mesh.run(ticks_enough(mesh))
-    assert set(mesh.evicted.values()) <= {"run_complete"}
-    assert not any(decisions.blocked_by.startswith("due") for _, decisions in mesh.trace)
+    assert len(trained) == len(set(trained)) == ends["consumed"]
+    assert mesh.surplus == 0 or rules.spare_members > 0
+    assert not mesh.begun_again or rules.on_stale in BEGIN_AGAIN
+    if rules.on_stale is OnStale.MASK_OLD_SEGMENTS:
+        assert not any(decisions.blocked_by.startswith("due") for _, decisions in mesh.trace)
+    else:
+        assert max(mesh.staleness_seen) <= rules.max_staleness
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,7 +171,7 @@ def test_a_short_straggler_timeout_drops_stragglers_and_nothing_else(mesh):
 @settings(max_examples=60, deadline=None)
 @given(
     meshes(
-        on_stale=("pace", "evict", "mask_old_segments"),
+        on_stale=tuple(OnStale),
         straggler_timeout=30.0,
         crashes=False,
         least_size=2,
@@ -141,7 +187,7 @@ def test_one_stuck_rollout_halts_no_preset(mesh, stuck_group):
     assert set(mesh.evicted.values()) <= allowed
 
 
-def in_waves(mesh, on_stale, spare_groups, wave_batches=1, whole_pool=False):
+def in_waves(mesh, on_stale, spare_groups, wave_batches=1):
     """Turn a mesh with a barrier into waves at staleness 0, each with spare groups that miss the cut."""
     window = wave_batches * mesh.schedule.groups_per_batch + spare_groups
     mesh.schedule = replace(
@@ -150,31 +196,13 @@ def in_waves(mesh, on_stale, spare_groups, wave_batches=1, whole_pool=False):
         wave_batches=wave_batches,
         spare_groups=spare_groups,
         window_groups=window,
-        pool_size=window * mesh.schedule.launched_members if whole_pool else mesh.schedule.pool_size,
         max_staleness=0,
         on_stale=OnStale(on_stale),
     )
     mesh.queue.limits = replace(mesh.queue.limits, max_staleness=0)
     mesh.invariants = Invariants(mesh.schedule, mesh.queue)
+    mesh.overtaking = Overtaking(mesh.schedule, mesh.queue)
     return mesh
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    meshes(presets=("copris_paper",), least_size=2, whole_pool=True),
-    st.sampled_from(("restart", "set_aside")),
-    st.integers(0, 3),
-    st.integers(1, 4),
-)
-def test_in_waves_every_group_that_begins_again_ends_and_no_stale_token_is_trained(
-    mesh, on_stale, spare_groups, wave_batches
-):
-    in_waves(mesh, on_stale, min(spare_groups, mesh.schedule.groups_per_batch), wave_batches).run(ticks_enough(mesh))
-    ends = Counter(mesh.queue.ended.values())
-    assert ends.total() == mesh.queue.admitted, "every admitted group has ended"
-    assert ends.keys() <= {"consumed", "run_complete", "filtered_all_right"}
-    assert ends["consumed"] == mesh.schedule.train_steps * mesh.schedule.groups_per_batch
-    assert set(mesh.staleness_seen) == {0}
 
 
 @settings(max_examples=60, deadline=None)
@@ -214,21 +242,20 @@ def test_the_estimate_of_groups_that_begin_again_follows_from_the_waves(preset, 
 
 
 @settings(max_examples=40, deadline=None)
-@given(meshes(presets=("copris_paper",), least_size=2, crashes=False), st.integers(0, 3), st.integers(1, 4))
-def test_a_long_round_trains_all_groups_that_were_recalled_for_it(mesh, spare_groups, wave_batches):
+@given(meshes(on_stale=("set_aside",), least_size=2, whole_pool=True, crashes=False, windows=3))
+def test_a_long_round_trains_all_groups_that_were_recalled_for_it(mesh):
     """The pool holds the whole wave: else groups that have not begun may overtake those that were recalled."""
-    in_waves(mesh, "set_aside", min(spare_groups, mesh.schedule.groups_per_batch), wave_batches, whole_pool=True)
     mesh.run(ticks_enough(mesh))
     assert mesh.missed == []
 
 
-@pytest.mark.parametrize("on_stale", ["restart", "set_aside"])
-def test_spare_groups_of_a_wave_begin_again_and_those_set_aside_fill_long_rounds(on_stale):
-    rules = schedule("copris_paper", 12, groups_per_batch=3, group_size=2, max_staleness=0)
-    mesh = in_waves(VirtualMesh(schedule=rules, rng=random.Random(5)), on_stale, 2)
+@pytest.mark.parametrize(("preset", "fate"), [("sorted", "restart"), ("rollpacker", "set_aside")])
+def test_groups_that_miss_their_batch_begin_again_and_those_set_aside_fill_long_rounds(preset, fate):
+    rules = schedule(preset, 12, groups_per_batch=3, group_size=2, on_stale=fate)
+    mesh = VirtualMesh(schedule=rules, rng=random.Random(5))
     mesh.run(ticks_enough(mesh))
-    assert mesh.begun_again.total() >= 10
-    assert (mesh.recalled >= 3) == (on_stale == "set_aside"), mesh.recalled
+    assert mesh.begun_again.total() >= 5
+    assert (mesh.recalled >= 3) == (fate == "set_aside"), mesh.recalled
     trained = {gid for batch in mesh.batches for gid in batch}
     assert trained & mesh.begun_again.keys()
 

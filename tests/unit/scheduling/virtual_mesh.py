@@ -1,8 +1,8 @@
 """A mesh on the queue model, one tick at a time: random lengths, lagging generators, crashes, slow publishing.
 
-The queue keeps the store's promises; this driver checks those of the scheduler (pool, staleness, capacity, backlog)
-wherever they could break. A leader that dies between two decisions is a leader that applies only the first few of them:
-``decide`` is called afresh every tick anyway.
+The queue keeps the store's promises; this driver checks those of the scheduler (pool, staleness, capacity, backlog,
+waiting) wherever they could break, and again after every tick. A leader that dies has applied only the first few of its
+decisions, and the next one comes some ticks later. The leases of a dead worker run out some ticks after its death.
 """
 
 from __future__ import annotations
@@ -15,32 +15,18 @@ from dataclasses import dataclass, field, replace
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
+from rollmesh.scheduling.axes import StartOrder
 from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.orders import CutOrder
 from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.sim.invariants import Invariants
 
+from .overtaking import Overtaking
+from .virtual_rollout import NEVER, Rollout
+
 WORKERS = 3
-
-
-NEVER = 1 << 30
-"""Length of a rollout that never ends: it saves its first token, then nothing more."""
-
-
-@dataclass
-class Rollout:
-    """What the worker and its generator know of one trajectory."""
-
-    length: int
-    reward_ticks: int
-    reward: float
-    sampled: int = 0
-    generator: int | None = None
-    newest_version: int = 0
-    in_segment: int = 0
-    """Tokens under the newest version since the last rest."""
-    floor: int = 0
-    waits_for_reward: int = 0
+DOWN = -1
+"""Policy version of a generator that has crashed and not come back."""
 
 
 @dataclass
@@ -55,6 +41,7 @@ class VirtualMesh:
     publish_ticks: int = 2
     reload_chance: float = 0.5
     crash_chance: float = 0.0
+    """Chance per tick that a worker or a generator dies."""
     filter_chance: float = 0.0
     leader_crash_chance: float = 0.0
     cache_tokens: int = 1 << 30
@@ -64,6 +51,7 @@ class VirtualMesh:
     """Admission index, from 0, of the group whose first rollout never ends."""
     queue: QueueModel = field(init=False)
     invariants: Invariants = field(init=False)
+    overtaking: Overtaking = field(init=False)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     """Of the groups that are open, by trajectory."""
     batches: list[list[str]] = field(default_factory=list)
@@ -81,6 +69,12 @@ class VirtualMesh:
     publishing: list[int] = field(default_factory=list)
     serving: list[int] = field(default_factory=list)
     workers: list[str] = field(default_factory=list)
+    dead_workers: dict[str, int] = field(default_factory=dict)
+    """Tick in which the leases of a dead worker run out."""
+    next_leader: int = 0
+    """First tick with a leader."""
+    deaths: Counter[str] = field(default_factory=Counter)
+    """Deaths of workers, generators and leaders."""
     names: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -95,9 +89,11 @@ class VirtualMesh:
                 filter_zero_variance=rules.group_size > 1,
                 mask_old_segments=rules.on_stale is OnStale.MASK_OLD_SEGMENTS,
                 train_steps=rules.train_steps,
+                resume_order=rules.resume_order,
             )
         )
         self.invariants = Invariants(rules, self.queue)
+        self.overtaking = Overtaking(rules, self.queue)
         self.queue.registered_generators = self.generators
         self.queue.announce(0)
         self.serving = [0] * self.generators
@@ -119,8 +115,9 @@ class VirtualMesh:
         return sum(len(self.queue.groups[state]) for state in states)
 
     def members(self, state: str) -> list[ModelMember]:
-        opened = self.queue.groups[GroupState.OPEN].values()
-        return [m for group in list(opened) for m in group.members if m.state == state]
+        """Return the members in a state that living workers hold."""
+        opened, dead = self.queue.groups[GroupState.OPEN].values(), self.dead_workers
+        return [m for group in opened for m in group.members if m.state == state and m.session not in dead]
 
     # -- one tick --------------------------------------------------------------------------------------------------
     def tick(self) -> Decisions:
@@ -133,9 +130,21 @@ class VirtualMesh:
         self.reload()
         if self.rng.random() < self.crash_chance:
             self.crash()
+        self.reap()
+        self.check()
         return decisions
 
+    def check(self) -> None:
+        """Check what holds after every tick, whoever died in it."""
+        self.invariants.after_admission(0)
+        if not self.schedule.auto_pool:
+            self.invariants.after_lease()
+        if self.queue.now % 3 == 1:  # O(trajectories): not after every tick
+            self.invariants.whole_queue()
+
     def lead(self) -> Decisions:
+        if self.queue.now < self.next_leader:
+            return Decisions(desired=self.queue.desired)
         view = self.look(shortest=self.schedule.cut_order is CutOrder.SHORTEST)
         decisions = decide(self.schedule, view)
         if self.queue.now % 3 == 0:  # a second view and decision: not at every tick
@@ -150,9 +159,13 @@ class VirtualMesh:
             self.apply_recall,
             self.apply_admission,
         ]
-        lived = len(steps) if self.rng.random() >= self.leader_crash_chance else self.rng.randrange(len(steps))
-        for step in steps[:lived]:
+        lives = self.rng.random() >= self.leader_crash_chance
+        for step in steps if lives else steps[: self.rng.randrange(len(steps))]:
             step(decisions)
+        if not lives:
+            self.deaths["leader"] += 1
+            self.queue.change_leader()
+            self.next_leader = int(self.queue.now) + self.rng.randint(1, 4)
         return decisions
 
     def check_unlisted(self, view: MeshView, decisions: Decisions) -> None:
@@ -192,6 +205,7 @@ class VirtualMesh:
 
     def apply_evictions(self, decisions: Decisions) -> None:
         for eviction in decisions.evict:
+            assert eviction.reason != "run_complete" or self.queue.cut_step >= self.schedule.train_steps
             assert self.queue.evict([eviction.group_id], eviction.reason) == 1
 
     def apply_fates(self, decisions: Decisions) -> None:
@@ -201,6 +215,7 @@ class VirtualMesh:
             assert set(self.queue.begin_again(ids, aside=aside)) == set(ids)
             for gid in ids:
                 self.begun_again[gid] += 1
+                self.overtaking.begins_again(gid, self.begun_again[gid])
                 group = self.queue.find_group(gid)
                 for member in group.members if group else ():
                     rollout = self.rollouts[member.trajectory_id]
@@ -212,7 +227,9 @@ class VirtualMesh:
         if decisions.recall:
             before = set(self.queue.groups[GroupState.OPEN])
             self.recalled += self.queue.recall(self.queue.cut_step + 1, decisions.recall)
-            self.long_round |= self.queue.groups[GroupState.OPEN].keys() - before
+            recalled = self.queue.groups[GroupState.OPEN].keys() - before
+            self.overtaking.after_recall(recalled)
+            self.long_round |= recalled
 
     def apply_cut(self, decisions: Decisions) -> None:
         if decisions.cut is None:
@@ -225,6 +242,7 @@ class VirtualMesh:
             assert step is not None
             self.staleness_seen.append(self.queue.cut_step - 1 - step)
         self.batches.append(list(decisions.cut))
+        self.overtaking.after_cut()
         self.missed += self.long_round - self.queue.ended.keys() - set(decisions.cut)
         self.long_round = set()
 
@@ -234,8 +252,13 @@ class VirtualMesh:
         self.invariants.after_admission(decisions.admit_groups)
 
     def admit(self) -> None:
-        index = self.queue.admitted
-        group = self.queue.admit(f"e0-{index}", self.schedule.group_size, spare=self.schedule.spare_members)
+        index, ranked = self.queue.admitted, self.schedule.start_order is StartOrder.LONGEST_EXPECTED
+        group = self.queue.admit(
+            f"e0-{index}",
+            self.schedule.group_size,
+            spare=self.schedule.spare_members,
+            start_rank=self.rng.randrange(128) if ranked else None,
+        )
         filtered = self.rng.random() < self.filter_chance
         for number, member in enumerate(group.members):
             self.rollouts[member.trajectory_id] = Rollout(
@@ -250,15 +273,18 @@ class VirtualMesh:
         return 1 + int(self.rng.expovariate(1 / self.mean_length))
 
     def lease(self) -> None:
-        desired = self.queue.desired
-        members = [member for worker in self.workers for member in self.queue.lease(worker, 1 << 30)]
+        queue, desired = self.queue, self.queue.desired
+        if not (queue.pending or queue.partial or queue.resting):
+            return
+        members = [member for worker in self.workers for member in queue.lease(worker, 1 << 30)]
         for member in members:
             rollout = self.rollouts[member.trajectory_id]
             rollout.sampled = member.tokens
-            rollout.floor = rollout.newest_version if member.tokens else self.queue.start_at_version
+            rollout.floor = rollout.newest_version if member.tokens else queue.start_at_version
             rollout.floor = max(rollout.floor, desired.interrupt_below_version)
         if members:
             self.invariants.after_lease()
+            self.overtaking.after_lease(members)
 
     def generate(self) -> None:
         if self.schedule.auto_pool and self.tokens_in_flight > self.cache_tokens:
@@ -327,8 +353,10 @@ class VirtualMesh:
 
     def reload(self) -> None:
         for i, version in enumerate(self.serving):
-            if version < self.queue.policy_version and self.rng.random() < self.reload_chance:
+            chance = max(0.3, self.reload_chance) if version == DOWN else self.reload_chance
+            if version < self.queue.policy_version and self.rng.random() < chance:
                 self.serving[i] = self.queue.policy_version
+        self.queue.registered_generators = sum(version != DOWN for version in self.serving)
 
     def park(self, member: ModelMember, *, free_attempt: bool, rests: bool = False) -> None:
         self.rollouts[member.trajectory_id].generator = None
@@ -339,12 +367,27 @@ class VirtualMesh:
         self.queue.open_session(self.workers[-1])
 
     def crash(self) -> None:
-        """A worker dies: its trajectories are leased again, without the tokens that were not saved."""
-        worker = self.workers.pop(self.rng.randrange(len(self.workers)))
-        for held in self.queue.held_by(worker):
-            self.rollouts[held.trajectory_id].generator = None
-        self.queue.close_session(worker, free_attempt=False)
-        self.open_worker()
+        """A worker dies with the tokens that it has not saved, or a generator, whose calls go to others."""
+        if self.rng.random() < 0.5:
+            worker = self.workers.pop(self.rng.randrange(len(self.workers)))
+            self.dead_workers[worker] = int(self.queue.now) + self.rng.randrange(6)
+            self.deaths["worker"] += 1
+            self.open_worker()
+            return
+        dead = self.rng.randrange(self.generators)
+        self.serving[dead] = DOWN
+        self.deaths["generator"] += 1
+        for member in self.members("leased"):
+            rollout = self.rollouts[member.trajectory_id]
+            rollout.generator = None if rollout.generator == dead else rollout.generator
+
+    def reap(self) -> None:
+        """Take from dead workers the leases that have run out: others lease their trajectories again."""
+        for worker in [name for name, tick in self.dead_workers.items() if tick <= self.queue.now]:
+            for held in self.queue.held_by(worker):
+                self.rollouts[held.trajectory_id].generator = None
+            self.queue.close_session(worker, free_attempt=False)
+            del self.dead_workers[worker]
 
     def run(self, ticks: int) -> None:
         """Tick until every group has ended; fails when that takes more than ``ticks``."""
