@@ -39,7 +39,7 @@ class WasteReason(StrEnum):
     """The group shaper ended their member before them."""
 
 
-class WaitReason(StrEnum):
+class WaitReason:
     """Reason that the next cut, or the admission of groups, waits for: ``format`` gives the text with its numbers."""
 
     RECOVERY = "workers to register again with the store"

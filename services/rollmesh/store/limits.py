@@ -28,8 +28,13 @@ _SETTINGS = {
     "has_rounds": "curriculum.planner or curriculum.group_shaper",
 }
 """Run-file field of each limit, for error messages."""
-_ALSO_IN_WORDS = frozenset({"group_size", "mask_old_segments", "resume_order", "most_members"})
-"""Limits that depend on fixed settings of the schedule, whose refusal says it in words."""
+_IN_WORDS = {
+    "group_size": {"schedule.group_size", "schedule.harvest"},
+    "mask_old_segments": {"schedule.on_stale"},
+    "resume_order": {"schedule.resume_order"},
+    "most_members": {"schedule.group_size", "schedule.harvest", "schedule.spare_members"},
+}
+"""Fixed settings that explain a changed limit, by limit."""
 _FIXED = "schedule."
 """How the names of fixed settings begin, and those of no limit."""
 
@@ -110,6 +115,6 @@ def _words(limits: RunLimits) -> list[str | int]:
 def _named(refusal: str) -> str:
     """Return the refusal of ``init_run`` with the names of the run file, each once."""
     parts = [part.partition(":") for part in refusal.split("; ")]
-    if any(name.startswith(_FIXED) for name, _, _ in parts):
-        parts = [part for part in parts if part[0] not in _ALSO_IN_WORDS]
+    changed = {name for name, _, _ in parts}
+    parts = [part for part in parts if not changed & _IN_WORDS.get(part[0], set())]
     return "; ".join(f"{_SETTINGS.get(name, name)}{colon}{rest}" for name, colon, rest in parts)

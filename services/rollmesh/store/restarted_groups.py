@@ -31,7 +31,7 @@ class RestartedGroups:
     async def set_aside(self, leader: str, group_ids: Sequence[str]) -> int:
         """Drop the tokens of groups (waste reason ``set_aside``), which then wait for a recall; returns their number.
 
-        Spare members of a group that is set aside go, but for those before a dead or unscorable one.
+        Spare members of a group that is set aside are deleted, except those before a dead or unscorable one.
         """
         return await self._begin_again("set_aside", leader, group_ids)
 

@@ -48,7 +48,9 @@ class Seen:
     members: dict[str, Counter[str]] = field(default_factory=dict)
     """Number of members by state of every group that was claimed."""
     cut_off: set[str] = field(default_factory=set)
-    """Those of these groups whose members beyond the needed ones were to be cut off; none after a recall."""
+    """Claimed groups whose members beyond the needed ones were to be cut off; none after a recall."""
+    set_aside: set[str] = field(default_factory=set)
+    """Groups that the leader has tried to set aside."""
 
 
 async def lead(store: TrajectoryStore, shape: Shape, seen: Seen) -> None:
@@ -94,7 +96,7 @@ async def look(store: TrajectoryStore, token: str, shape: Shape, seen: Seen) -> 
         if g.min_train_step is not None and g.min_train_step < oldest
     ]
     if shape.begins_again:
-        await end_or_begin_again(store, token, stale)
+        await end_or_begin_again(store, token, stale, seen)
     elif stale:
         await store.leadership.evict(token, stale, "stale")
     if view.aside_groups:
@@ -106,13 +108,14 @@ async def look(store: TrajectoryStore, token: str, shape: Shape, seen: Seen) -> 
         await store.leadership.cut(token, step, [g.group_id for g in batch])
 
 
-async def end_or_begin_again(store: TrajectoryStore, token: str, stale: list[str]) -> None:
+async def end_or_begin_again(store: TrajectoryStore, token: str, stale: list[str], seen: Seen) -> None:
     """Evict, restart or set aside a stale group, each a third of the groups by their index."""
     evicted, restarted, set_aside = ([name for name in stale if index_of(name) % 3 == third] for third in range(3))
     if evicted:
         await store.leadership.evict(token, evicted, "stale")
     if restarted:
         await store.restarted.restart(token, restarted)
+    seen.set_aside |= {*set_aside}
     if set_aside:
         await store.restarted.set_aside(token, set_aside)
 
@@ -353,6 +356,7 @@ class LoadedMesh:
         """
         name, trained = claimed.group_id, len(claimed.trajectories)
         members, is_cut_off = self.seen.members[name], name in self.seen.cut_off
+        is_cut_off = is_cut_off or (self.shape.spare > 0 and name not in self.seen.set_aside)
         return (
             not 2 <= members["scored"] == trained
             or members.total() != trained + sum(members[state] for state in NOT_IN_LOSS)

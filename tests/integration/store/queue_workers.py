@@ -309,7 +309,7 @@ class QueueWorkers(RuleBasedStateMachine):
 
     @rule(hours=st.integers(1, 5))
     def let_time_pass(self, hours: int) -> None:
-        """Set every time that is measured from back, in place of a wait."""
+        """Move back every time from which others are measured, in place of a wait."""
         self.passed_seconds += 3600 * hours
         self.model.now += 3600 * hours
         keys, command = self.store.connection.keys, self.store.connection.command

@@ -177,7 +177,7 @@ async def test_a_request_over_an_idle_connection_that_the_server_has_just_closed
     api = SglangApi(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
     assert await api.generate({"text": "a"}) == {}
     connections[0].close()
-    await closed.wait()  # the client takes the connection in the turn of the loop that then reads of its end
+    await closed.wait()  # the loop has not read of the end of the connection yet
     assert await api.generate({"text": "b"}) == {}
     assert len(connections) == 2
     await api.aclose()

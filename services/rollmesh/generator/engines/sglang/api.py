@@ -163,6 +163,7 @@ class SglangApi:
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(self, method: str, path: str, data: bytes | None) -> bytes:
+        await asyncio.sleep(0)  # connections that the server has closed meanwhile leave the pool first
         async with self._session.request(method, self.url + path, data=data) as response:
             answer = await response.read()
             if response.status >= 400:
