@@ -23,6 +23,7 @@ from rollmesh.launcher.service_polls import AddressNotes, ServiceTime
 from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
+from rollmesh.mesh import WaitReason
 from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
@@ -219,10 +220,8 @@ class LocalMesh:
     async def until_serving(self) -> None:
         """Wait for the initial policy and, unless an operator wants no generators, for one that serves it."""
         deadline = self.config.launcher.start_timeout_seconds
-        await self.until(
-            self._policy_announced, "the trainer to publish the initial policy", deadline, poll_seconds=OFTEN_SECONDS
-        )
-        await self.until(self._generator_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
+        await self.until(self._policy_announced, WaitReason.INITIAL_POLICY, deadline, poll_seconds=OFTEN_SECONDS)
+        await self.until(self._generator_serves, WaitReason.GENERATOR, deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_any_serves(self) -> None:
         """Wait for a generator, also where all of them are started outside (``generator.replicas: 0``).
@@ -230,7 +229,7 @@ class LocalMesh:
         A run that an operator scaled to none waits without a deadline: they may scale it up at any time.
         """
         deadline = self.config.launcher.start_timeout_seconds if self.config.generator.replicas == 0 else None
-        await self.until(self._any_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
+        await self.until(self._any_serves, WaitReason.GENERATOR, deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in progress."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -35,6 +36,8 @@ from .stored_keys import read_truth
 ATTEMPTS = 2
 SERVER_TOTALS = {"recoveries", "reaped_sessions_total", "reasserted_groups_total"}
 """Lifetime counters of what the model leaves to the store."""
+FORGOTTEN = ("append", "restart", "release", "lease", "finish", "begin_again", "set_aside", "recall")
+"""Steps that Redis may forget: of the workers, and of the leader with groups that begin again."""
 MEASURED = {"ready_seconds": 100.0, "update_seconds": 100.0, "ready_updates": 1.0}
 """Measured times, with the error that the real time of the steps may make; whole updates may be one more or less."""
 
@@ -286,18 +289,22 @@ class QueueMachine(QueueWorkers):
         assert dropped + self.do(self.store.training.roll_back(self.trainer)) == unclaimed
         assert self.do(self.store.training.roll_back(self.trainer)) == self.model.roll_back() == 0
 
-    @rule(pick=PICK, steps=st.lists(st.sampled_from(["append", "restart", "release", "lease", "finish"]), max_size=6))
+    @rule(pick=PICK, steps=st.lists(st.sampled_from(FORGOTTEN), max_size=6))
     def redis_forgets(self, pick: int, steps: list[str]) -> None:
-        """Redis comes back from before the newest steps of the workers, who have not forgotten them."""
+        """Redis comes back from before the newest steps, which the workers have not forgotten."""
         before, model = self.do(copy_of_keys(self.store)), copy.deepcopy(self.model)
+        calls: dict[str, Callable[[], None]] = {
+            "append": lambda: self.append(pick, tokens=2, age=0),
+            "restart": lambda: self.restart(pick),
+            "release": lambda: self.release(pick, ReleaseReason.FAILED),
+            "lease": lambda: self.lease(pick, limit=2),
+            "finish": lambda: self.finish(pick, tokens=1),
+            "begin_again": lambda: self.begin_again(pick, aside=False),
+            "set_aside": lambda: self.begin_again(pick, aside=True),
+            "recall": lambda: self.recall(count=2),
+        }
         for step in steps:
-            arguments: dict[str, dict[str, Any]] = {
-                "append": {"tokens": 2, "age": 0},
-                "finish": {"tokens": 1},
-                "release": {"reason": ReleaseReason.FAILED},
-                "lease": {"limit": 2},
-            }
-            getattr(self, step)(pick=pick, **arguments.get(step, {}))
+            calls[step]()
         memories = {session: self.model.held_by(session) for session in self.sessions}
         self.do(put_back(self.store, before))
         self.model = model

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 from rollmesh.mesh import ResumeOrder
 from rollmesh.store import EmbeddedServer, ReleaseReason
 
-from .queue_machine import QueueMachine
+from .queue_machine import FORGOTTEN, QueueMachine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a walk is half a minute of one core, and cores may be busy
 
@@ -89,7 +89,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
     }
     arguments["redis_forgets"] = lambda: {
         "pick": rng.randrange(1000),
-        "steps": rng.choices(["append", "restart", "release", "lease", "finish"], k=rng.randint(0, 6)),
+        "steps": rng.choices(FORGOTTEN, k=rng.randint(0, 6)),
     }
     for name in ("fail", "fork", "restart", "redis_restarts", "stall", "wake"):
         arguments[name] = lambda: {"pick": rng.randrange(1000)}

@@ -24,9 +24,9 @@ def lines(run: TrainerRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-async def begun(run: TrainerRun, steps: int, script: str = "trainer_process") -> None:
+async def begun(run: TrainerRun, steps: int, script: str = "trainer_process", ranks: int = 1) -> None:
     """The trainer waits for a cut, and the groups of these steps are ready."""
-    run.start(script=script)
+    run.start(ranks, script=script)
 
     async def announced() -> bool:
         return await run.store.policies.latest() is not None
@@ -58,17 +58,18 @@ async def trained(run: TrainerRun, step: int) -> None:
     await run.until(f"train step {step}", reported, pause=0.02)
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize(("ranks", "kill"), [(1, False), (1, True), (2, True)])
 async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, kill: bool
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, ranks: int, kill: bool
 ) -> None:
+    """The whole batch is trained by one rank."""
     config = write_run_file(tmp_path / "parts", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
     async with opened_run(config) as run:
-        await begun(run, 1)
+        await begun(run, 1, ranks=ranks)
         await accumulated(run)
         if kill:
             run.kill()
-            run.start()
+            run.start(ranks)
             await accumulated(run, 2)
         assert run.checkpoints.batch_steps() == []
         await run.store.leadership.cut(run.leader, 1, run.cuts[0])
