@@ -148,13 +148,15 @@ class Training:
         a session that was ever fenced.
 
         ``batches`` may begin after ``known_step``, a trained step returned by ``state``. Raises
-        StoreUnavailable when Redis has lost that step: it came back with an earlier state and needs more batches.
+        StoreUnavailable when Redis has lost that step, or comes back during the call: it came back with an earlier
+        state and needs more batches.
 
         ``outcomes`` are those of each batch file, for the prompt history.
 
         If Redis has lost a rollback, its unclaimed work is dropped again before the rollback's version is announced,
         because all of that work is older. A rollback whose trainer died before its end is finished.
         """
+        _, run_id = await self._connection.run("begin_recovery")
         known = (await self.state()).trained_step
         if known < known_step:
             raise StoreUnavailable(
@@ -181,9 +183,8 @@ class Training:
         ]
         if await self._needs_rollback(policies):
             await self.roll_back(trainer_session)
-        await self._connection.run(
-            "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
-        )
+        steps = (committed_step, trained_step, newest)
+        await self._connection.run("reassert_done", trainer_session, *steps, cursor.epoch, cursor.index, run_id, *words)
         return await self.state()
 
     async def roll_back(self, trainer_session: str) -> int:

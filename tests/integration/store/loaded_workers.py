@@ -227,8 +227,10 @@ class Worker:
 
     async def advance(self, rollout: Rollout, version: int) -> None:
         if rollout.finished:
-            await self.score(rollout.trajectory_id)
-            self.held.pop(rollout.trajectory_id, None)
+            if await self.score(rollout.trajectory_id) is WriteStatus.REFUSED:
+                rollout.finished = False  # Redis came back with a state before its end: it is finished again.
+            else:
+                self.held.pop(rollout.trajectory_id, None)
             return
         lags = rollout.incarnation == 0 and self.leases.shape.lags_first(rollout.trajectory_id)
         if lags and rollout.saved:
@@ -286,12 +288,13 @@ class Worker:
             )[0]
         return (await self.store.trajectories.append(self.session, [Append(**words)]))[0]
 
-    async def score(self, trajectory_id: str) -> None:
+    async def score(self, trajectory_id: str) -> WriteStatus:
         value = self.rng.choice([0.0, 0.0, 1.0, 1.0, 0.5])
         outcome = UNSCORABLE if self.rng.random() < 0.05 else scored(value)
-        await self.store.trajectories.score(
+        (result,) = await self.store.trajectories.score(
             self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)]
         )
+        return result.status
 
     async def register(self) -> None:
         answers = await self.store.sessions.reregister(self.session, [r.stated() for r in self.held.values()])

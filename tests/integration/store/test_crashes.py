@@ -85,8 +85,8 @@ async def test_workers_that_stall_past_their_ttl_join_no_tokens_to_those_of_othe
     [
         (0, replace(SPARE_MEMBERS, begins_again=True)),
         (2_000, PLAIN),
-        (40_000, PLAIN),
-        (40_000, NEAREST_END),
+        (40_000, replace(PLAIN, begins_again=True)),
+        (40_000, replace(NEAREST_END, begins_again=True)),
     ],
     ids=["0-spare_members", "2000-plain", "40000-plain", "40000-nearest_end"],
 )

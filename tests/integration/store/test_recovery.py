@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,6 +237,44 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
     await store.connection.command("HSET", store.connection.keys.single("meta"), "trained_step", 0)
     with pytest.raises(StoreUnavailable, match="its trained step was 1 and is now 0"):
         await store.training.reassert(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
+
+
+async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_again(
+    own_server: EmbeddedServer, own_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would count the steps as trained, and their groups, which it still has as ready, would be cut again."""
+    mesh = await Mesh.start(own_store, session_ttl_seconds=TTL)
+    await mesh.admit(3)
+    await mesh.complete_all()
+    files, older = own_server.folder / "appendonlydir", tmp_path / "older"
+    shutil.copytree(files, older)
+    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    batch = await own_store.training.claim(mesh.trainer, 1, 1)
+    assert batch is not None
+    await own_store.training.confirm_batch_file(mesh.trainer, 1, "digest")
+    await own_store.training.report_trained(mesh.trainer, 1)
+
+    def come_back() -> None:
+        own_server.kill()
+        shutil.rmtree(files)
+        shutil.copytree(older, files)
+        own_server.start()
+
+    run, crashes = own_store.connection.run, ["once"]
+
+    async def die_before_the_end(name: str, *arguments: str | int | float | bytes) -> Any:
+        if name == "reassert_done" and crashes:
+            crashes.pop()
+            come_back()
+        return await run(name, *arguments)
+
+    come_back()
+    monkeypatch.setattr(own_store.connection, "run", die_before_the_end)
+    assertion = (mesh.trainer, 0, 1, [(1, [g.group_id for g in batch.groups])], [policy(0)], Cursor(index=3))
+    with pytest.raises(StoreUnavailable, match="came back again"):
+        await own_store.training.reassert(*assertion)
+    assert (await own_store.training.reassert(*assertion)).trained_step == 1
+    assert [g.group_id for g in (await own_store.mesh.view()).ready] == ["e0-2"]
 
 
 async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: TrajectoryStore) -> None:

@@ -43,7 +43,7 @@ async def test_a_refused_call_changes_nothing(
 async def test_nothing_is_asserted_again_of_a_run_that_redis_does_not_know(store: TrajectoryStore) -> None:
     for script, arguments in (
         ("reassert_groups", ("trainer", 1, "digest", 1, "e0-0")),
-        ("reassert_done", ("trainer", 1, 1, 1, 0, 4)),
+        ("reassert_done", ("trainer", 1, 1, 1, 0, 4, "server")),
     ):
         with pytest.raises(RunUnknown):
             await store.connection.run(script, *arguments)

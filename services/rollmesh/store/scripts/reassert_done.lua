@@ -1,8 +1,11 @@
 #!lua flags=allow-oom
 -- uses: adopt branch core fence
 -- Completes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
--- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
+-- trainer's copy of the cursor, run_id of the server that was sent the batch files, then (version, train step, path,
+-- digest) per policy, ascending.
 adopt_trainer(ARGV[1])
+-- A server that came back since then may have lost the batch files: with their steps trained, it would never get them.
+if ARGV[7] ~= server_run_id() then fail('RECOVERING', 'Redis came back again during the re-assertion; retry') end
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'committed_step', 'cursor_epoch',
   'cursor_index')
 local trained = math.max(tonumber(meta[1]), tonumber(ARGV[3]))
@@ -11,7 +14,7 @@ call('HSET', K.meta, 'trained_step', trained, 'cut_step', cut,
   'committed_step', math.max(tonumber(meta[4]), tonumber(ARGV[2])))
 if cut > tonumber(meta[2]) then call('XADD', K.cuts, cut .. '-0', 'groups', 0) end
 local highest = tonumber(meta[3])
-for at = 7, #ARGV, 4 do
+for at = 8, #ARGV, 4 do
   local version = tonumber(ARGV[at])
   if version > highest then
     add_policy(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3])
