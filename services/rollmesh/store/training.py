@@ -66,26 +66,32 @@ class Training:
         """Read the batch of a train step; waits up to ``timeout`` seconds for its cut and returns None without one.
 
         A claim only reads and may be repeated until ``confirm_batch_file``. Raises Conflict when the batch file exists
-        already.
+        already, and StoreUnavailable when Redis came back in between: it may have lost the cut, or tokens.
         """
-        size = await self._limits.groups_per_call()
-        rows = await self._claim_rows(trainer_session, train_step, 0, size)
-        if not rows:
+        groups = await self._claim_groups(trainer_session, train_step)
+        if not groups:
             before = f"{train_step - 1}-18446744073709551615"
             if not await self._connection.block_on_stream(self._keys.single("cuts"), before, timeout):
                 return None
-            rows = await self._claim_rows(trainer_session, train_step, 0, size)
-        groups: list[Group] = []
-        while rows:
-            groups += await self._load_groups(rows)
-            first = len(groups)
-            if first % size:
-                break
-            rows = await self._claim_rows(trainer_session, train_step, first, size)
+            groups = await self._claim_groups(trainer_session, train_step)
         if not groups:
             return None
         self._claimed[train_step] = tuple(group.group_id for group in groups)
         return Batch(train_step=train_step, groups=tuple(groups))
+
+    async def _claim_groups(self, trainer_session: str, train_step: int) -> list[Group]:
+        """Return the groups of the cut, all from the same server; empty without a cut."""
+        size = await self._limits.groups_per_call()
+        _, run_id = await self._connection.run("begin_recovery")
+        groups: list[Group] = []
+        while rows := await self._claim_rows(trainer_session, train_step, len(groups), size):
+            groups += await self._load_groups(rows)
+            if len(groups) % size:
+                break
+        _, now = await self._connection.run("begin_recovery")
+        if now != run_id:
+            raise StoreUnavailable("Redis came back during a claim, perhaps with an earlier state; retry")
+        return groups
 
     async def ready_groups(
         self, trainer_session: str, train_step: int, count: int, known: Collection[str]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,57 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
         await store.training.reassert(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
 
 
+def as_it_is_now(server: EmbeddedServer, tmp_path: Path) -> Callable[[], None]:
+    """Return a function that kills the server, which then comes back with the state that it has now."""
+    files, older = server.folder / "appendonlydir", tmp_path / "older"
+    shutil.copytree(files, older)
+
+    def come_back() -> None:
+        server.kill()
+        shutil.rmtree(files)
+        shutil.copytree(older, files)
+        server.start()
+
+    return come_back
+
+
+@pytest.mark.parametrize("at", ["second group", "payload"])
+async def test_a_claim_during_which_redis_comes_back_returns_no_mix_of_two_states(
+    own_server: EmbeddedServer, own_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setattr("rollmesh.store.limits.MAX_KEYS_PER_SCRIPT", 1)  # a call for each group
+    monkeypatch.setattr("rollmesh.store.training._TOKENS_PER_CLAIM", 4 if at == "payload" else 1 << 15)
+    mesh = await Mesh.start(own_store, session_ttl_seconds=TTL)
+    await mesh.admit(2)
+    leased = await own_store.trajectories.lease(mesh.session, 64)
+    for item in leased[:-1]:
+        await mesh.complete(item, float(item.trajectory.member_index))
+    last = leased[-1].trajectory.trajectory_id
+    await mesh.append(last, 0, 3)
+    come_back = as_it_is_now(own_server, tmp_path)
+    await mesh.finish(last, 3, 2)
+    await mesh.score(last, 1.0)
+    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    run, commands, reads = own_store.connection.run, own_store.connection.commands, Counter[str]()
+
+    async def die_before_the_second_group(name: str, *arguments: Any) -> Any:
+        reads[name] += 1
+        if at == "second group" and name == "claim" and reads[name] == 2:
+            come_back()
+        return await run(name, *arguments)
+
+    async def die_before_a_payload(batch: Any, label: str = "") -> Any:
+        reads["payload"] += bool(batch)
+        if at == "payload" and reads["payload"] == 2:
+            come_back()
+        return await commands(batch, label)
+
+    monkeypatch.setattr(own_store.connection, "run", die_before_the_second_group)
+    monkeypatch.setattr(own_store.connection, "commands", die_before_a_payload)
+    with pytest.raises(StoreUnavailable, match="came back during a claim"):
+        await own_store.training.claim(mesh.trainer, 1, 1)
+
+
 async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_again(
     own_server: EmbeddedServer, own_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,20 +298,12 @@ async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_agai
     mesh = await Mesh.start(own_store, session_ttl_seconds=TTL)
     await mesh.admit(3)
     await mesh.complete_all()
-    files, older = own_server.folder / "appendonlydir", tmp_path / "older"
-    shutil.copytree(files, older)
+    come_back = as_it_is_now(own_server, tmp_path)
     await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     batch = await own_store.training.claim(mesh.trainer, 1, 1)
     assert batch is not None
     await own_store.training.confirm_batch_file(mesh.trainer, 1, "digest")
     await own_store.training.report_trained(mesh.trainer, 1)
-
-    def come_back() -> None:
-        own_server.kill()
-        shutil.rmtree(files)
-        shutil.copytree(older, files)
-        own_server.start()
-
     run, crashes = own_store.connection.run, ["once"]
 
     async def die_before_the_end(name: str, *arguments: str | int | float | bytes) -> Any:

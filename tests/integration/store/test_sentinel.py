@@ -17,6 +17,7 @@ from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 
 from .load import LoadedMesh
+from .loaded_workers import Shape
 
 SERVICE = "queue"
 
@@ -72,7 +73,7 @@ async def test_a_failover_loses_no_group_and_trains_none_twice(
     pair: tuple[EmbeddedServer, EmbeddedServer, str],
 ) -> None:
     master, _, url = pair
-    async with LoadedMesh(url, "failover", 0.5, random.Random(5)) as mesh:
+    async with LoadedMesh(url, "failover", 0.5, random.Random(5), Shape()) as mesh:
         # A sentinel that was stalled trusts nothing that it sees for half a minute.
         await mesh.trainer.until(4, 120.0)
         await asyncio.to_thread(master.kill)

@@ -190,7 +190,8 @@ class TrainingSession:
     async def watch(self, every_seconds: float) -> None:
         """Watch for a Redis restart, also during a long step, until shutdown. Raises SessionLost if fenced."""
         while not await wait_or_shutdown(self._shutdown, every_seconds):
-            await self._server_changed()
+            with contextlib.suppress(StoreUnavailable):
+                await self._server_changed()
 
     async def report_trained(self, train_step: int) -> None:
         """Report a train step as trained: cut(s) -> consumed(s)."""
@@ -208,27 +209,36 @@ class TrainingSession:
         await self.retry("check_session", lambda: self.store.training.report_committed(self.token, committed))
 
     async def _server_changed(self) -> bool:
-        """Tell whether Redis has restarted; if so, re-assert the trained steps first."""
+        """Tell whether Redis has restarted; if so, re-assert the trained steps first.
+
+        Raises StoreUnavailable while that is unknown or impossible; the next look tries again.
+        """
         async with self._lock:
-            try:
-                run_id = await self.store.recovery.server_run_id()
-                if run_id == self._run_id:
-                    return False
-                self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
-                if self.token:
-                    # The restored state may be older than this session. A fenced session stays fenced.
-                    await self.store.training.open_session(self._name, self.token, lineage=self._lineage)
-                    await self._reassert()
-            except StoreUnavailable:
+            run_id = await self.store.recovery.server_run_id()
+            if run_id == self._run_id:
                 return False
-            except CheckpointError as error:
-                if not error.passing:
-                    raise
-                # The batch files cannot be read for now; the next look tries again.
-                self._log.warning("reassertion_waits", message=str(error))
-                return False
+            self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
+            if self.token:
+                # Until the end of the re-assertion no server has it, not even the one before, should that come back.
+                self._run_id = ""
+                await self._open_and_reassert(run_id)
             self._run_id = run_id
             return True
+
+    async def _open_and_reassert(self, run_id: str) -> None:
+        try:
+            # The restored state may be older than this session. A fenced session stays fenced.
+            await self.store.training.open_session(self._name, self.token, lineage=self._lineage)
+            await self._reassert()
+        except SessionLost as error:
+            if await self.store.recovery.server_run_id() == run_id:
+                raise
+            raise StoreUnavailable("Redis came back again during the re-assertion; retry") from error
+        except CheckpointError as error:
+            if not error.passing:
+                raise
+            self._log.warning("reassertion_waits", message=str(error))
+            raise StoreUnavailable(f"the batch files cannot be read for now: {error}") from error
 
     async def _reassert(self) -> None:
         known = (await self.store.training.state()).trained_step

@@ -12,7 +12,7 @@ import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, StoreUnavailable
+from rollmesh.errors import CheckpointError, Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
@@ -75,6 +75,8 @@ class Store:
     policy_count: int = 0
     run_id: str = ""
     told: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[Exception] = field(default_factory=list)
+    """Errors of the next re-assertions, during which the server comes back again."""
     asked: list[int] = field(default_factory=list)
 
     @property
@@ -99,6 +101,9 @@ class Store:
         pass
 
     async def reassert(self, token: str, **words: Any) -> None:
+        if self.refusals:
+            self.run_id += "again"
+            raise self.refusals.pop()
         self.told.append(words)
         self.policy_count = max(self.policy_count, len(words["policies"]))
 
@@ -157,6 +162,38 @@ async def test_after_a_restart_of_redis_an_unreachable_batch_file_is_waited_for(
             await asyncio.sleep(0.001)
     watching.cancel()
     assert [step for step, _ in store.told[1]["batches"]] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("refusal", [StoreUnavailable("came back again"), SessionLost("unknown session")])
+async def test_a_refused_call_is_made_again_after_a_redis_that_dies_twice_has_all_batch_files(
+    refusal: Exception,
+) -> None:
+    """The refusal itself, a Conflict of the restored state, ends no trainer."""
+    store = Store(trained_step=3)
+    session = session_with(store, Checkpoints())
+    await session.begin(committed_step=5)
+    session.token, store.run_id, store.refusals = "trainer", "restarted", [refusal]
+
+    async def report() -> None:
+        if len(store.told) < 2:
+            raise Conflict("train step 5 was not cut")
+
+    await session.retry("report", report)
+    assert [len(told["batches"]) for told in store.told] == [3, 3]
+
+
+async def test_a_session_that_a_newer_trainer_has_fenced_ends_after_a_restart_of_redis_too() -> None:
+    store = Store(trained_step=3)
+    session = session_with(store, Checkpoints())
+    await session.begin(committed_step=5)
+
+    async def fenced(*_: Any, **words: Any) -> None:
+        raise SessionLost("a newer trainer")
+
+    session.token, store.run_id = "trainer", "restarted"
+    store.open_session = fenced  # type: ignore[method-assign]
+    with pytest.raises(SessionLost, match="a newer trainer"):
+        await session.watch(0.0)
 
 
 async def test_a_trainer_that_waits_for_redis_is_alive_after_hours() -> None:
