@@ -160,7 +160,10 @@ class WorkerSession:
         except SessionLost:
             session = await self._sessions.open(self._worker)
             answers = await self._sessions.reregister(session, held_tokens, self._worker)
-        self._server = await self._sessions.heartbeat(session)
+        try:
+            self._server = await self._sessions.heartbeat(session)
+        except SessionLost as error:
+            raise StoreUnavailable("Redis came back again during the registration; retry") from error
         self._session = session
         self._differing = set()
         kept = 0

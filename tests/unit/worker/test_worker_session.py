@@ -78,6 +78,49 @@ async def test_a_lost_session_is_not_an_outage() -> None:
     assert not waits
 
 
+class Restarts(Outage):
+    """A store whose Redis dies before each of the next ``restarts`` heartbeats, and forgets all sessions."""
+
+    def __init__(self) -> None:
+        super().__init__(attempts=0)
+        self.known: set[str] = set()
+        self.opened = 0
+        self.restarts = 0
+        self.registered: list[str] = []
+
+    async def open(self, _worker: str) -> str:
+        self.opened += 1
+        self.known.add(f"session-{self.opened}")
+        return f"session-{self.opened}"
+
+    async def heartbeat(self, session: str) -> str:
+        if self.restarts:
+            self.restarts -= 1
+            self.known.clear()
+        if session not in self.known:
+            raise SessionLost("unknown session")
+        return "server"
+
+    async def reregister(self, session: str, _held: list[tuple[str, int]], _worker: str) -> list[ReRegistered]:
+        if session not in self.known:
+            raise SessionLost("unknown session")
+        self.registered.append(session)
+        return []
+
+
+async def test_a_worker_registers_again_when_redis_dies_again_during_its_registration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+    store = Restarts()
+    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    await session.open()
+    store.restarts = 2
+    assert await session.call(store.heartbeat) == "server"
+    assert store.registered == ["session-2", "session-3"]
+    assert session.current == "session-3"
+
+
 async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
