@@ -80,4 +80,5 @@ async def test_a_failover_loses_no_group_and_trains_none_twice(
         await mesh.trainer.until(8, 120.0)
         await mesh.stop()
         assert (await mesh.stores[0].mesh.counts()).totals["recoveries"] >= 1
-        assert await mesh.account() == {"lost": 0, "trained_twice": 0, "violations": 0, "of_two_writers": 0}
+        account = await mesh.account()
+        assert not any(account.values()), account

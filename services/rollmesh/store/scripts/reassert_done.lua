@@ -3,9 +3,10 @@
 -- Completes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, run_id of the server that was sent the batch files, then (version, train step, path,
 -- digest) per policy, ascending.
-adopt_trainer(ARGV[1])
+require_run()
 -- A server that came back since then may have lost the batch files: with their steps trained, it would never get them.
 if ARGV[7] ~= server_run_id() then fail('RECOVERING', 'Redis came back again during the re-assertion; retry') end
+adopt_trainer(ARGV[1])
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'committed_step', 'cursor_epoch',
   'cursor_index')
 local trained = math.max(tonumber(meta[1]), tonumber(ARGV[3]))
