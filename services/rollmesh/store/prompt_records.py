@@ -103,10 +103,11 @@ class PromptRecords:
         flat = await self._connection.run("unsaved_outcomes", trainer_session, train_step)
         return sorted(_outcome(group_id, text) for group_id, text in zip(flat[0::2], flat[1::2], strict=True))
 
-    async def save(self, trainer_session: str, train_step: int, outcomes: Sequence[PromptOutcome]) -> None:
+    async def save(self, trainer_session: str, train_step: int, outcomes: Sequence[PromptOutcome], run_id: str) -> None:
         """Take the outcomes of a batch file on disk: they are saved, and those that Redis has lost are added again.
 
-        Files are taken in the order of their steps; repeats, and files before a later one, change nothing.
+        Files are taken in the order of their steps; repeats, and files before a later one, change nothing. ``run_id``
+        is that of the server that has the batch file: raises StoreUnavailable when Redis came back as another one.
         """
         if not (await self._limits.get()).keeps_history:
             return
@@ -115,9 +116,8 @@ class PromptRecords:
             part = outcomes[first : first + _OUTCOMES_PER_CALL]
             last = first + len(part) >= len(outcomes)
             words = [word for outcome in part for word in (outcome.group_id, _text(outcome))]
-            done = int(
-                await self._connection.run("save_outcomes", trainer_session, train_step, first, int(last), *words)
-            )
+            session, end = trainer_session, int(last)
+            done = int(await self._connection.run("save_outcomes", session, train_step, first, end, run_id, *words))
             if done < 0:
                 return
             last, first = last and done == first + len(part), done

@@ -178,9 +178,9 @@ class Training:
                 await self._connection.run("forget_groups", trainer_session, *part)
         # A group may be in a later batch than its outcome: only one that no batch has ends again.
         for at, step, _ in unknown:
-            await self._records.save(trainer_session, step, outcomes[at] if outcomes else ())
+            await self._records.save(trainer_session, step, outcomes[at] if outcomes else (), run_id)
         # A damaged file has no outcomes; those of the next file may follow.
-        await self._records.save(trainer_session, trained_step, ())
+        await self._records.save(trainer_session, trained_step, (), run_id)
         newest = max((step for step, _ in batches), default=0)
         words = [
             word

@@ -38,6 +38,21 @@ async def store(server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
 
 
 @pytest.fixture
+def durable_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server whose kill loses nothing. With a flush a second it may lose answers given while the disk was slow."""
+    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
+    embedded.start()
+    yield embedded
+    embedded.kill()
+
+
+@pytest.fixture
+async def durable_store(durable_server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
+    async with await TrajectoryStore.connect(StoreConfig(), run="recovery", url=durable_server.url) as connected:
+        yield connected
+
+
+@pytest.fixture
 async def another_client(server: EmbeddedServer, store: TrajectoryStore) -> AsyncIterator[TrajectoryStore]:
     """A second process's view of the queue of ``store``: nothing is remembered between the two."""
     run = store.connection.keys.run

@@ -250,8 +250,9 @@ class QueueMachine(QueueWorkers):
             self.do(self.store.training.confirm_batch_file(self.trainer, step, f"digest-{step}"))
         self.outcomes = self.do(self.store.prompt_records.unsaved(self.trainer, step))
         assert self.outcomes == self.model.history.save()
+        run_id = self.do(self.store.recovery.server_run_id())
         for _ in range(2):
-            self.do(self.store.prompt_records.save(self.trainer, step, self.outcomes))
+            self.do(self.store.prompt_records.save(self.trainer, step, self.outcomes, run_id))
 
     @precondition(lambda self: self.model.batch_is_confirmed)
     @rule()

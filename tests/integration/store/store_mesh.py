@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rollmesh.mesh import Cursor, Desired, RunLimits
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.segments import slice_segment
 from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
@@ -163,6 +164,10 @@ class Mesh:
         assert await self.append(trajectory.trajectory_id, offset, 3, version) == 1
         assert await self.finish(trajectory.trajectory_id, offset + 3, 2, version) == 1
         assert await self.score(trajectory.trajectory_id, value) == 1
+
+    async def save_outcomes(self, train_step: int, outcomes: Sequence[PromptOutcome]) -> None:
+        run_id = await self.store.recovery.server_run_id()
+        await self.store.prompt_records.save(self.trainer, train_step, outcomes, run_id)
 
     async def complete_all(self, version: int = 0) -> int:
         """Lease and complete everything that waits; rewards differ within a group."""

@@ -41,7 +41,7 @@ async def train(mesh: Mesh, step: int, *group_ids: str) -> list[PromptOutcome]:
     await mesh.store.training.claim(mesh.trainer, step, 1.0)
     outcomes = await mesh.store.prompt_records.unsaved(mesh.trainer, step)
     await mesh.store.training.confirm_batch_file(mesh.trainer, step, "digest")
-    await mesh.store.prompt_records.save(mesh.trainer, step, outcomes)
+    await mesh.save_outcomes(step, outcomes)
     await mesh.store.training.report_trained(mesh.trainer, step)
     return outcomes
 

@@ -133,7 +133,7 @@ async def test_each_outcome_is_in_one_batch_file(store: TrajectoryStore) -> None
         await store.prompt_records.unsaved(mesh.trainer, 2)
     before = await history(store)
     for _ in range(2):
-        await store.prompt_records.save(mesh.trainer, 1, first)
+        await mesh.save_outcomes(1, first)
     assert [o.group_id for o in await store.prompt_records.unsaved(mesh.trainer, 2)] == ["e0-1"]
     assert await history(store) == before
 
@@ -152,7 +152,7 @@ async def test_an_evicted_group_counts_as_a_group_of_its_prompt_without_members(
     }
     file = await store.prompt_records.unsaved(mesh.trainer, 1)
     assert file[0] == PromptOutcome("e0-0", "0", 0, 0, 0, 0, 0, 0)
-    await store.prompt_records.save(mesh.trainer, 1, file)
+    await mesh.save_outcomes(1, file)
     await forget_everything(store)
     await reassert(mesh, [file])
     assert await history(store) == found
@@ -187,7 +187,7 @@ async def test_the_batch_files_restore_the_history_of_an_empty_redis(store: Traj
     for step, group_id in enumerate(GROUPS, 1):
         await end(mesh, group_id, *GROUPS[group_id])
         files.append(await store.prompt_records.unsaved(mesh.trainer, step))
-        await store.prompt_records.save(mesh.trainer, step, files[-1])
+        await mesh.save_outcomes(step, files[-1])
     before = await history(store)
     await forget_everything(store)
     assert await history(store) == {}
@@ -229,9 +229,10 @@ async def test_a_trainer_that_dies_between_two_slices_of_a_file_loses_and_double
     mesh = await Mesh.start(store, keeps_history=True)
     file = [PromptOutcome(f"e0-{i}", str(i), 2, 1, 500_000, 10, 6, 0) for i in range(1100)]
     words = [word for o in file[:600] for word in (o.group_id, f"2 1 500000 10 6 0 {o.prompt_id}")]
-    assert await store.connection.run("save_outcomes", mesh.trainer, 1, 0, 0, *words) == 600
+    run_id = await store.recovery.server_run_id()
+    assert await store.connection.run("save_outcomes", mesh.trainer, 1, 0, 0, run_id, *words) == 600
     for _ in range(2):
-        await store.prompt_records.save(mesh.trainer, 1, file)
+        await mesh.save_outcomes(1, file)
     records = await store.prompt_records.read([str(i) for i in range(1100)])
     assert len(records) == 1100 and {r.groups for r in records.values()} == {1}
     assert await store.prompt_records.unsaved(mesh.trainer, 2) == []
@@ -276,7 +277,7 @@ async def test_a_group_that_begins_again_after_it_was_ready_counts_twice_here_an
     assert [o.group_id for o in file] == ["e0-0", "e0-0~2", "e0-1"]
     before = await history(store)
     assert (before["0"].groups, before["0"].token_sum) == (2, 20)
-    await store.prompt_records.save(mesh.trainer, 1, file)
+    await mesh.save_outcomes(1, file)
     await forget_everything(store)
     await reassert(mesh, [file])
     assert await history(store) == before

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
+from rollmesh.store import EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, group, held, limits, policy, segment
 from .stored_keys import read_truth
 
 TTL = 60.0
 """Of sessions, and so of a recovery: tests let it pass by hand, and a machine that stalls does not."""
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that forgets nothing: with a flush a second, a kill costs what is answered while a slow disk flushes."""
-    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
-
-
-@pytest.fixture
-async def own_store(own_server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
-    async with await TrajectoryStore.connect(StoreConfig(), run="recovery", url=own_server.url) as connected:
-        yield connected
 
 
 async def other_server(store: TrajectoryStore) -> None:
@@ -240,87 +220,6 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
         await store.training.reassert(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
 
 
-def as_it_is_now(server: EmbeddedServer, tmp_path: Path) -> Callable[[], None]:
-    """Return a function that kills the server, which then comes back with the state that it has now."""
-    files, older = server.folder / "appendonlydir", tmp_path / "older"
-    shutil.copytree(files, older)
-
-    def come_back() -> None:
-        server.kill()
-        shutil.rmtree(files)
-        shutil.copytree(older, files)
-        server.start()
-
-    return come_back
-
-
-@pytest.mark.parametrize("at", ["second group", "payload"])
-async def test_a_claim_during_which_redis_comes_back_returns_no_mix_of_two_states(
-    own_server: EmbeddedServer, own_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    monkeypatch.setattr("rollmesh.store.limits.MAX_KEYS_PER_SCRIPT", 1)  # a call for each group
-    monkeypatch.setattr("rollmesh.store.training._TOKENS_PER_CLAIM", 4 if at == "payload" else 1 << 15)
-    mesh = await Mesh.start(own_store, session_ttl_seconds=TTL)
-    await mesh.admit(2)
-    leased = await own_store.trajectories.lease(mesh.session, 64)
-    for item in leased[:-1]:
-        await mesh.complete(item, float(item.trajectory.member_index))
-    last = leased[-1].trajectory.trajectory_id
-    await mesh.append(last, 0, 3)
-    come_back = as_it_is_now(own_server, tmp_path)
-    await mesh.finish(last, 3, 2)
-    await mesh.score(last, 1.0)
-    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    run, commands, reads = own_store.connection.run, own_store.connection.commands, Counter[str]()
-
-    async def die_before_the_second_group(name: str, *arguments: Any) -> Any:
-        reads[name] += 1
-        if at == "second group" and name == "claim" and reads[name] == 2:
-            come_back()
-        return await run(name, *arguments)
-
-    async def die_before_a_payload(batch: Any, label: str = "") -> Any:
-        reads["payload"] += bool(batch)
-        if at == "payload" and reads["payload"] == 2:
-            come_back()
-        return await commands(batch, label)
-
-    monkeypatch.setattr(own_store.connection, "run", die_before_the_second_group)
-    monkeypatch.setattr(own_store.connection, "commands", die_before_a_payload)
-    with pytest.raises(StoreUnavailable, match="came back during a claim"):
-        await own_store.training.claim(mesh.trainer, 1, 1)
-
-
-async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_again(
-    own_server: EmbeddedServer, own_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would count the steps as trained, and their groups, which it still has as ready, would be cut again."""
-    mesh = await Mesh.start(own_store, session_ttl_seconds=TTL)
-    await mesh.admit(3)
-    await mesh.complete_all()
-    come_back = as_it_is_now(own_server, tmp_path)
-    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    batch = await own_store.training.claim(mesh.trainer, 1, 1)
-    assert batch is not None
-    await own_store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await own_store.training.report_trained(mesh.trainer, 1)
-    run, crashes = own_store.connection.run, ["once"]
-
-    async def die_before_the_end(name: str, *arguments: str | int | float | bytes) -> Any:
-        if name == "reassert_done" and crashes:
-            crashes.pop()
-            come_back()
-        return await run(name, *arguments)
-
-    come_back()
-    monkeypatch.setattr(own_store.connection, "run", die_before_the_end)
-    assertion = (mesh.trainer, 0, 1, [(1, [g.group_id for g in batch.groups])], [policy(0)], Cursor(index=3))
-    with pytest.raises(StoreUnavailable, match="came back again"):
-        await own_store.training.reassert(*assertion)
-    assert (await own_store.training.reassert(*assertion)).trained_step == 1
-    assert [g.group_id for g in (await own_store.mesh.view()).ready] == ["e0-2"]
-
-
 async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
@@ -369,104 +268,106 @@ async def test_a_trainer_session_that_was_lost_is_adopted_and_a_fenced_one_is_no
 
 
 async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
-    own_server: EmbeddedServer, own_store: TrajectoryStore
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(own_store)
+    mesh = await Mesh.start(durable_store)
     await mesh.admit(2)
     await mesh.complete_all()
-    await own_store.recovery.mark_clean_shutdown()
-    before = await own_store.recovery.server_run_id()
-    own_server.stop()
-    own_server.start()
-    assert await own_store.recovery.server_run_id() != before
-    view = await own_store.mesh.view()
+    await durable_store.recovery.mark_clean_shutdown()
+    before = await durable_store.recovery.server_run_id()
+    durable_server.stop()
+    durable_server.start()
+    assert await durable_store.recovery.server_run_id() != before
+    view = await durable_store.mesh.view()
     assert (view.recovering, view.ready_groups) == (False, 2)
     # The mark holds for one start.
-    own_server.kill()
-    own_server.start()
-    assert (await own_store.mesh.view()).recovering
+    durable_server.kill()
+    durable_server.start()
+    assert (await durable_store.mesh.view()).recovering
 
 
 async def test_an_announced_stop_has_no_effect_once_a_trainer_works_again(
-    own_server: EmbeddedServer, own_store: TrajectoryStore
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(own_store)
-    await own_store.recovery.mark_clean_shutdown()
-    await own_store.sessions.heartbeat(mesh.session)
+    mesh = await Mesh.start(durable_store)
+    await durable_store.recovery.mark_clean_shutdown()
+    await durable_store.sessions.heartbeat(mesh.session)
     await mesh.admit(1)
-    own_server.kill()
-    own_server.start()
-    assert (await own_store.mesh.view()).recovering
+    durable_server.kill()
+    durable_server.start()
+    assert (await durable_store.mesh.view()).recovering
 
 
 async def test_a_call_waits_for_an_unreachable_server_and_finds_its_work(
-    own_server: EmbeddedServer, own_store: TrajectoryStore
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(own_store)
+    mesh = await Mesh.start(durable_store)
     await mesh.admit(1)
-    await own_store.trajectories.lease(mesh.session, 2)
-    await asyncio.to_thread(own_server.kill)
+    await durable_store.trajectories.lease(mesh.session, 2)
+    await asyncio.to_thread(durable_server.kill)
     waiting = asyncio.create_task(mesh.append("e0-0.0", 0, 4))
-    claiming = asyncio.create_task(own_store.training.claim(mesh.trainer, 1, 1.0))
+    claiming = asyncio.create_task(durable_store.training.claim(mesh.trainer, 1, 1.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await asyncio.to_thread(own_server.start)
+    await asyncio.to_thread(durable_server.start)
     assert await waiting in (WriteStatus.SAVED, WriteStatus.LOST)
     assert await claiming is None
 
 
-async def test_redis_reaching_maxmemory_loses_nothing(own_server: EmbeddedServer, own_store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(own_store)
+async def test_redis_reaching_maxmemory_loses_nothing(
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(durable_store)
     await mesh.admit(3)
-    leased = await own_store.trajectories.lease(mesh.session, 4)
+    leased = await durable_store.trajectories.lease(mesh.session, 4)
     await mesh.complete(leased[0], 0.0)
     await mesh.append("e0-0.1", 0, 4)
     await mesh.finish("e0-0.1", 4, 0)
     await mesh.append("e0-1.0", 0, 4)
-    await own_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
+    await durable_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
     for refused in (
-        own_store.leadership.admit(mesh.leader, [group(3)], Cursor(index=3), Cursor(index=4)),
-        own_store.trajectories.lease(mesh.session, 1),
+        durable_store.leadership.admit(mesh.leader, [group(3)], Cursor(index=3), Cursor(index=4)),
+        durable_store.trajectories.lease(mesh.session, 1),
         mesh.append("e0-1.0", 4, 2),
         mesh.finish("e0-1.1", 0, 2),
     ):
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             await refused
-    assert (await own_store.mesh.view()).memory_ratio > 1
+    assert (await durable_store.mesh.view()).memory_ratio > 1
     # What frees memory still works.
-    assert await own_store.trajectories.release(mesh.session, ["e0-0.1"]) == 1
-    assert len(await own_store.trajectories.lease_scoring(mesh.session, 1)) == 1
+    assert await durable_store.trajectories.release(mesh.session, ["e0-0.1"]) == 1
+    assert len(await durable_store.trajectories.lease_scoring(mesh.session, 1)) == 1
     assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
-    await own_store.sessions.heartbeat(mesh.session)
-    await own_store.leadership.set_desired(mesh.leader, Desired(pool_size=1, paused=True))
-    await own_store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    assert await own_store.training.claim(mesh.trainer, 1, 1.0) is not None
-    await own_store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    await own_store.training.report_trained(mesh.trainer, 1)
-    assert await own_store.leadership.evict(mesh.leader, ["e0-2"], "straggler") == 1
-    await own_store.connection.command("CONFIG", "SET", "maxmemory", "64mb")
+    await durable_store.sessions.heartbeat(mesh.session)
+    await durable_store.leadership.set_desired(mesh.leader, Desired(pool_size=1, paused=True))
+    await durable_store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    assert await durable_store.training.claim(mesh.trainer, 1, 1.0) is not None
+    await durable_store.training.confirm_batch_file(mesh.trainer, 1, "d")
+    await durable_store.training.report_trained(mesh.trainer, 1)
+    assert await durable_store.leadership.evict(mesh.leader, ["e0-2"], "straggler") == 1
+    await durable_store.connection.command("CONFIG", "SET", "maxmemory", "64mb")
     assert await mesh.append("e0-1.0", 4, 2) == WriteStatus.SAVED
-    assert (await read_truth(own_store)).problems == []
+    assert (await read_truth(durable_store)).problems == []
 
 
 async def test_every_service_can_restart_while_redis_is_full_and_the_trainer_then_frees_memory(
-    own_server: EmbeddedServer, own_store: TrajectoryStore
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(own_store)
+    mesh = await Mesh.start(durable_store)
     await mesh.admit(4)
     await mesh.complete_all()
-    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    await own_store.training.claim(mesh.trainer, 1, 1.0)
-    await own_store.training.confirm_batch_file(mesh.trainer, 1, "d1")
-    await own_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
-    run = own_store.connection.keys.run
-    async with await TrajectoryStore.connect(StoreConfig(), run=run, url=own_server.url) as fresh:
+    await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await durable_store.training.claim(mesh.trainer, 1, 1.0)
+    await durable_store.training.confirm_batch_file(mesh.trainer, 1, "d1")
+    await durable_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
+    run = durable_store.connection.keys.run
+    async with await TrajectoryStore.connect(StoreConfig(), run=run, url=durable_server.url) as fresh:
         await fresh.limits.init_run(limits())
         with pytest.raises(Conflict, match="group_size"):
             await fresh.limits.init_run(limits(group_size=3))
         worker = await fresh.sessions.open("restarted")
         await fresh.sessions.heartbeat(worker)
-        await own_store.leadership.resign(mesh.leader)
+        await durable_store.leadership.resign(mesh.leader)
         leader = await fresh.leadership.acquire("restarted")
         assert leader is not None
         await fresh.leadership.set_desired(leader, Desired(pool_size=1))
@@ -480,5 +381,5 @@ async def test_every_service_can_restart_while_redis_is_full_and_the_trainer_the
         assert await fresh.training.claim(trainer, 2, 1.0) is not None
         await fresh.training.confirm_batch_file(trainer, 2, "d2")
         await fresh.training.report_trained(trainer, 2)
-    truth = await read_truth(own_store)
+    truth = await read_truth(durable_store)
     assert (truth.problems, truth.members) == ([], {}), "nothing is left of what was trained"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from rollmesh.config.store import StoreConfig
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 
 from .store_mesh import Mesh, policy
 
@@ -18,21 +17,12 @@ Clients = tuple[TrajectoryStore, TrajectoryStore]
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """Every answered write is in its append-only file."""
-    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
-
-
-@pytest.fixture
-async def clients(own_server: EmbeddedServer) -> AsyncIterator[Clients]:
+async def clients(durable_server: EmbeddedServer) -> AsyncIterator[Clients]:
     """Two processes that look at the same run."""
     run = "settings"
     async with (
-        await TrajectoryStore.connect(StoreConfig(), run=run, url=own_server.url) as one,
-        await TrajectoryStore.connect(StoreConfig(), run=run, url=own_server.url) as other,
+        await TrajectoryStore.connect(StoreConfig(), run=run, url=durable_server.url) as one,
+        await TrajectoryStore.connect(StoreConfig(), run=run, url=durable_server.url) as other,
     ):
         mesh = await Mesh.start(one)
         await one.policies.announce(mesh.trainer, policy(1))
@@ -56,11 +46,11 @@ async def back_as_it_was_before(server: EmbeddedServer, write: Callable[[], Awai
 
 @pytest.mark.parametrize("paused", [True, False])
 async def test_a_pause_or_its_end_that_redis_has_forgotten_is_repeated_by_who_said_it(
-    own_server: EmbeddedServer, clients: Clients, paused: bool
+    durable_server: EmbeddedServer, clients: Clients, paused: bool
 ) -> None:
     store, stranger = clients
     await store.settings.set_user_paused(not paused)
-    await back_as_it_was_before(own_server, lambda: store.settings.set_user_paused(paused))
+    await back_as_it_was_before(durable_server, lambda: store.settings.set_user_paused(paused))
     assert (await stranger.mesh.view()).user_paused is not paused, "it has not seen the newer setting"
     assert (await store.mesh.view()).user_paused is paused
     assert (await stranger.mesh.view()).user_paused is paused
@@ -68,13 +58,13 @@ async def test_a_pause_or_its_end_that_redis_has_forgotten_is_repeated_by_who_sa
 
 @pytest.mark.parametrize("paused", [True, False])
 async def test_a_client_does_not_repeat_its_own_older_order_over_a_newer_one(
-    own_server: EmbeddedServer, clients: Clients, paused: bool
+    durable_server: EmbeddedServer, clients: Clients, paused: bool
 ) -> None:
     launcher, gateway = clients
     await launcher.settings.set_user_paused(not paused)
     await gateway.settings.set_user_paused(paused)
-    await asyncio.to_thread(own_server.kill)
-    await asyncio.to_thread(own_server.start)
+    await asyncio.to_thread(durable_server.kill)
+    await asyncio.to_thread(durable_server.start)
     seen = await launcher.mesh.view()
     assert seen.recovering
     assert seen.user_paused is paused
@@ -82,7 +72,7 @@ async def test_a_client_does_not_repeat_its_own_older_order_over_a_newer_one(
 
 
 async def test_a_client_that_has_seen_a_forgotten_setting_repeats_it_when_its_writer_is_gone(
-    own_server: EmbeddedServer, clients: Clients
+    durable_server: EmbeddedServer, clients: Clients
 ) -> None:
     gateway, leader = clients
 
@@ -91,12 +81,12 @@ async def test_a_client_that_has_seen_a_forgotten_setting_repeats_it_when_its_wr
         assert (await leader.mesh.view()).user_paused
         await gateway.aclose()
 
-    await back_as_it_was_before(own_server, pause_and_leave)
+    await back_as_it_was_before(durable_server, pause_and_leave)
     assert (await leader.mesh.view()).user_paused
 
 
 async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_repeated(
-    own_server: EmbeddedServer, clients: Clients
+    durable_server: EmbeddedServer, clients: Clients
 ) -> None:
     gateway, _ = clients
     await gateway.scaling.request("reward", 4)
@@ -107,7 +97,7 @@ async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_
         await gateway.scaling.request("reward", None)
         await gateway.rollbacks.request(0)
 
-    await back_as_it_was_before(own_server, orders)
+    await back_as_it_was_before(durable_server, orders)
     await gateway.mesh.view()
     assert await gateway.policies.pinned() == 0
     assert await gateway.scaling.requests() == {"generator": 3}
@@ -115,16 +105,18 @@ async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_
     assert request is not None and request.policy_version == 0
 
 
-async def test_an_unpinning_that_redis_has_forgotten_is_repeated(own_server: EmbeddedServer, clients: Clients) -> None:
+async def test_an_unpinning_that_redis_has_forgotten_is_repeated(
+    durable_server: EmbeddedServer, clients: Clients
+) -> None:
     gateway, _ = clients
     await gateway.policies.pin(0)
-    await back_as_it_was_before(own_server, lambda: gateway.policies.pin(None))
+    await back_as_it_was_before(durable_server, lambda: gateway.policies.pin(None))
     await gateway.mesh.view()
     assert await gateway.policies.pinned() is None
 
 
 async def test_a_rollback_that_was_carried_out_is_not_asked_for_again(
-    own_server: EmbeddedServer, clients: Clients
+    durable_server: EmbeddedServer, clients: Clients
 ) -> None:
     trainer, leader = clients
     request = await trainer.rollbacks.request(0)
@@ -133,14 +125,14 @@ async def test_a_rollback_that_was_carried_out_is_not_asked_for_again(
         session = await trainer.training.open_session("another trainer")
         await trainer.rollbacks.finish(session, request)
 
-    await back_as_it_was_before(own_server, carry_out)
+    await back_as_it_was_before(durable_server, carry_out)
     assert await leader.rollbacks.pending() == request
     await trainer.mesh.view()
     assert await leader.rollbacks.pending() is None
 
 
 async def test_a_pin_waits_for_the_trainer_to_announce_its_version_to_a_redis_that_came_back_empty(
-    own_server: EmbeddedServer, clients: Clients
+    durable_server: EmbeddedServer, clients: Clients
 ) -> None:
     store, _ = clients
     await store.policies.pin(1)

@@ -1,13 +1,16 @@
 #!lua flags=allow-oom
--- uses: adopt core counters history
+-- uses: adopt core counters fence history
 -- Takes a slice of the outcomes of a batch file: an outcome that was recorded here is saved now. One that Redis has lost
 -- is added to the history, unless its group will end again: it is open, aside or a waiting replay here. `history_row` has
 -- the step and the number of rows of a file of which a part is done, so a retry changes nothing.
 -- A lost outcome is also that of a lost draw if its group was admitted after the state that Redis has: its position is
 -- at the cursor or past it. A group that was drawn before counts in its domain already; a replay has no position, but a
 -- number.
--- ARGV: trainer, train step, first row of this slice, '1' for the last slice, then (group, outcome) pairs.
--- Returns the number of rows that are done, -1 when the file was done before.
+-- ARGV: trainer, train step, first row of this slice, '1' for the last slice, run_id of the server that has the batch
+-- file, then (group, outcome) pairs. Returns the number of rows that are done, -1 when the file was done before.
+require_run()
+-- A server that came back since then may have the groups of the file open: it is sent the file first, which ends them.
+if ARGV[5] ~= server_run_id() then fail('RECOVERING', 'Redis came back after the batch file was confirmed; retry') end
 adopt_trainer(ARGV[1])
 local meta = call('HMGET', K.meta, 'history_step', 'history_row', 'cursor_epoch', 'cursor_index', 'replays_before',
   'replay_seq')
@@ -44,7 +47,7 @@ local function will_end_again(gid)
   return true
 end
 
-for at = 5, #ARGV, 2 do
+for at = 6, #ARGV, 2 do
   if call('HDEL', K.outcomes, ARGV[at]) == 0 and not will_end_again(string.match(ARGV[at], '^[^~]+')) then
     add_to_history(ARGV[at + 1])
     local domain = string.match(ARGV[at + 1], '^%S+ %S+ %S+ %S+ %S+ %d+@(%S+)')
@@ -52,7 +55,7 @@ for at = 5, #ARGV, 2 do
     count('outcomes_restored_total', 1)
   end
 end
-done = done + (#ARGV - 4) / 2
+done = done + (#ARGV - 5) / 2
 if ARGV[4] == '1' then
   call('HSET', K.meta, 'history_step', ARGV[2])
   call('HDEL', K.meta, 'history_row')

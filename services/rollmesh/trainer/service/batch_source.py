@@ -89,7 +89,9 @@ class BatchSource:
             lambda: store.training.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
         )
         outcomes = claimed.stored.footer.outcomes
-        await self._session.retry("save_outcomes", lambda: store.prompt_records.save(token, step, outcomes))
+        await self._session.retry(
+            "save_outcomes", lambda: store.prompt_records.save(token, step, outcomes, self._session.run_id)
+        )
 
     async def _from_file(self, train_step: int) -> ClaimedBatch | None:
         try:

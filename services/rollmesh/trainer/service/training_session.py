@@ -60,6 +60,8 @@ class TrainingSession:
         """Newest train step that is trained, or whose batch file is followed by another one."""
         self.assertions = 0
         """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
+        self.run_id = ""
+        """Redis server that has the training state; empty during a re-assertion."""
         self._checkpoints = checkpoints
         self._catalog = catalog
         self._metrics = metrics
@@ -67,7 +69,6 @@ class TrainingSession:
         self._health = health or Health()
         self._name = ""
         self._lineage = ""
-        self._run_id = ""
         self._listed_version = -1
         """Newest policy version that was read from the registry."""
         self._lock = asyncio.Lock()
@@ -80,7 +81,7 @@ class TrainingSession:
         """
         self._name = name
         self._lineage = await asyncio.to_thread(self._checkpoints.lineage)
-        self._run_id = await self.retry("server_run_id", self.store.recovery.server_run_id)
+        self.run_id = await self.retry("server_run_id", self.store.recovery.server_run_id)
         await self.retry("init_run", lambda: self.store.limits.init_run(limits))
         try:
             self.token = await self.retry(
@@ -215,14 +216,14 @@ class TrainingSession:
         """
         async with self._lock:
             run_id = await self.store.recovery.server_run_id()
-            if run_id == self._run_id:
+            if run_id == self.run_id:
                 return False
-            self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
+            self._log.warning("redis_restarted", run_id=run_id, before=self.run_id)
             if self.token:
                 # Until the end of the re-assertion no server has it, not even the one before, should that come back.
-                self._run_id = ""
+                self.run_id = ""
                 await self._open_and_reassert(run_id)
-            self._run_id = run_id
+            self.run_id = run_id
             return True
 
     async def _open_and_reassert(self, run_id: str) -> None:
