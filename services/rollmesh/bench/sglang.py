@@ -56,19 +56,20 @@ class _Plan:
 
     passes: int
     calls: int
+    """Calls of a pass; at most ``IN_FLIGHT`` of them at once."""
     slices: tuple[int, ...]
     modes: tuple[str, ...]
     reloads: int
 
 
 _FULL = _Plan(passes=3, calls=64, slices=_SLICES, modes=tuple(_MODES), reloads=4)
-_QUICK = _Plan(passes=1, calls=32, slices=_SLICES[1:2], modes=tuple(_MODES)[:1], reloads=2)
+_QUICK = _Plan(passes=1, calls=8, slices=_SLICES[1:2], modes=tuple(_MODES)[:1], reloads=1)
 
 
 def run(
     *, quick: bool = False, python: str | None = None, url: str | None = None, model: Path | None = None
 ) -> list[Measure]:
-    """Measure; ``quick``: one short pass of each arm and two reloads in one mode.
+    """Measure; ``quick``: one pass of 8 calls of each arm and one reload in one mode.
 
     Raises ConfigError if both ``python`` and ``url`` are set, or the interpreter has no SGLang, or the model is
     invalid. Raises EngineError if the server does not start.
@@ -160,7 +161,8 @@ def _processes_listening(url: str) -> list[psutil.Process]:
 
 async def _serving(plan: _Plan, arms: _Arms) -> list[Measure]:
     vocab_size = arms.scene.model.vocab_size
-    warm_up = make_load(IN_FLIGHT, vocab_size, 0)
+    in_flight = min(plan.calls, IN_FLIGHT)
+    warm_up = make_load(in_flight, vocab_size, 0)
     await arms.directly(warm_up)
     await arms.ours(warm_up, plan.slices[0])
     measures: list[Measure] = []
@@ -169,15 +171,15 @@ async def _serving(plan: _Plan, arms: _Arms) -> list[Measure]:
         loads = [make_load(plan.calls, vocab_size, 1000 * size + number) for number in range(plan.passes)]
         pairs = [(await arms.ours(jobs, size), await arms.directly(jobs)) for jobs in loads]
         after = await arms.scene.metrics()
-        measures += _compare(pairs, size, with_server=bool(arms.server_processes))
+        measures += _compare(pairs, in_flight, size, with_server=bool(arms.server_processes))
         spent = {name: after[name] - before[name] for name in ("prefill_tokens_total", "cached_tokens_total")}
         measures += _cached([job for jobs in loads for job in jobs], size, **spent)
     return measures
 
 
-def _compare(pairs: list[tuple[Spent, Spent]], size: int, *, with_server: bool) -> list[Measure]:
+def _compare(pairs: list[tuple[Spent, Spent]], in_flight: int, size: int, *, with_server: bool) -> list[Measure]:
     """Return medians of both arms; the ratio is the median of the passes' ratios, so a busy period counts once."""
-    title = f"{IN_FLIGHT} in flight, slices of {size}"
+    title = f"{in_flight} in flight, slices of {size}"
     rates = [(a.tokens / a.wall_seconds, b.tokens / b.wall_seconds) for a, b in pairs]
     is_default = size == _SLICES[0]
     measures = [_median(f"tokens per second, {title}", "tokens/s", rates, _RATE_BARS if is_default else ())]

@@ -60,12 +60,12 @@ def test_the_engine_bench_measures_equal_and_mixed_lengths_beside_hugging_face(t
     baselines = {name: m["baseline"] for name, m in measures.items()}
     mixed = [name for name in baselines if "calls of mixed lengths" in name and "useful tokens" in name]
     assert baselines.pop(mixed[0]) == f"HF generate in batches of {MIXED_SLOTS}"
-    uniform = [f"{size} calls of 64 tokens" for size in (1, 8, 32, 128)]
+    uniform = [f"{size} calls of 64 tokens" for size in (1, 8, 32)]
     assert baselines == dict.fromkeys(uniform, "HF generate, static cache")
     assert {m["unit"] for m in measures.values()} == {"tokens/cpu-s"}
 
 
-@pytest.mark.parametrize("prompts", [64, 256])
+@pytest.mark.parametrize("prompts", [32, 256])
 def test_mixed_lengths_have_the_long_tail_that_the_bench_promises(prompts: int) -> None:
     p50, p99 = np.percentile(mixed_lengths(prompts), [50, 99])
     assert p99 >= 8 * p50
