@@ -43,6 +43,7 @@ class WaitReason:
     """Reason that the next cut, or the admission of groups, waits for: ``format`` gives the text with its numbers."""
 
     RECOVERY = "workers to register again with the store"
+    OLDER_PIN = "every generator is pinned to policy version {version}, older than the newest, {newest}"
     OPERATOR = "an operator to resume"
     LAUNCHER = "the launcher, which evaluates a policy version"
     BARRIER = "barrier: waiting for the policy of train step {step}"
@@ -201,6 +202,10 @@ class MeshView:
     """Redis time since which that set blocks the cut; None if no set does."""
     registered_generators: int
     """Generators with a valid registration, whether they serve or load a policy."""
+    pinned_version: int | None = None
+    """Policy version that generators are pinned to; None without a pin."""
+    pinned_instance: str = ""
+    """Instance of the only pinned generator; empty if the pin applies to all of them."""
     desired: Desired = Desired(pool_size=0)
     """Stored desired state; an empty pool before the leader has written one."""
     ready_seconds: float | None = None
@@ -239,6 +244,13 @@ class MeshView:
     def unfinished(self) -> int:
         """Number of trajectories without their last token."""
         return self.pending + self.partial + self.resting + self.leased
+
+    @property
+    def older_pin(self) -> int | None:
+        """Version below the newest that every generator is pinned to; None while one may serve the newest version."""
+        if self.pinned_version is None or self.pinned_version >= self.policy_version:
+            return None
+        return None if self.pinned_instance and self.registered_generators > 1 else self.pinned_version
 
     @property
     def rests_until(self) -> str:

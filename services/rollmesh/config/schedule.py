@@ -80,7 +80,8 @@ class ScheduleConfig(Section):
     """Time for which the same set of unfinished groups may block the next batch before they are evicted and counted. A
     set blocks when the batch must contain it (``pace``), or when the batch lacks groups, no group can be admitted, no
     trajectory waits for a lease or a reward, and part of the pool is idle. The time restarts with another set, and in
-    the second case with every trajectory that ends; it does not count while no generator is registered."""
+    the second case with every trajectory that ends; it does not count while no generator is registered, or while every
+    one is pinned to an older policy version than the newest."""
     part_groups: int | None = Field(default=None, ge=0)
     """Groups of a part: until the batch is complete, the trainer computes the gradient of so many ready groups at a
     time, at fixed weights, and makes one optimizer step for the batch. 0 for no parts, null uses the value of the

@@ -177,4 +177,6 @@ def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
     nothing_runs = view.unfinished + view.finished == 0
     if plan.group_ids is None and nothing_runs and not_admitted:
         return f"{plan.waiting_for}; {WaitReason.ADMISSION.format(reason=not_admitted)}"
+    if plan.group_ids is None and (pinned := view.older_pin) is not None:
+        return f"{plan.waiting_for}; {WaitReason.OLDER_PIN.format(version=pinned, newest=view.policy_version)}"
     return plan.waiting_for

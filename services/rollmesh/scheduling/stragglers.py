@@ -10,7 +10,8 @@ lacking  Fewer than B groups are ready, no group can be admitted, no trajectory 
 
 While every slot that the batch can fill is filled, the batch is being generated and no set blocks it. The time-out
 starts when a set begins to block; the store keeps this time with the name of the set. No time counts while no generator
-is registered or no replica leads, so it starts again under a new leader.
+is registered, while every generator is pinned to an older version than the newest (a trajectory with tokens of a newer
+one waits for the release), or while no replica leads, so it starts again after each of these.
 
 Trajectories that rest are woken before a group is evicted, because the blocking set may only rest. A due set wakes them
 when it begins to block. A lacking set wakes them after the time-out: a lease of one of them changes its name and begins
@@ -29,7 +30,7 @@ from rollmesh.scheduling.resolved_schedule import Schedule
 
 def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int) -> str:
     """Return the name of the set of groups that blocks the cut; empty if none does."""
-    if plan.group_ids is not None or not view.registered_generators:
+    if plan.group_ids is not None or not view.registered_generators or view.older_pin is not None:
         return ""
     if plan.blocking:
         ids = " ".join(group.group_id for group in plan.blocking)

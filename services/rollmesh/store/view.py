@@ -65,6 +65,8 @@ class MeshReader:
             blocked_by=blocked_by,
             blocked_since=blocked_since,
             registered_generators=int(raw["generators"]),
+            pinned_version=int(raw["pinned_version"]) if raw["pinned_version"] else None,
+            pinned_instance=raw["pinned_instance"].decode(),
             desired=_desired(raw),
             ready_seconds=_seconds(raw["ready_ms"]),
             update_seconds=_seconds(raw["update_ms"]),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.store.queue_types import EvalRequest
+from rollmesh.types import Chunk, GenerationCall
 
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
@@ -42,6 +45,49 @@ class FollowingTrainer(ScriptedTrainer):
             await asyncio.sleep(0.05)
 
 
+@dataclass
+class BarrierTrainer(FollowingTrainer):
+    """Does something at every barrier, once the mesh is paused, before it announces the next policy."""
+
+    at_barrier: Callable[[], Awaitable[None]] | None = None
+
+    async def announce(self, step: int) -> None:
+        async def paused() -> bool:
+            return (await self.store.leadership.desired()).paused
+
+        if step > 0 and self.at_barrier is not None:
+            await until(paused)
+            await self.at_barrier()
+        await super().announce(step)
+
+
+@dataclass
+class HeldGenerator(ScriptedGenerator):
+    """Answers the calls of evaluations once ``answers`` is set."""
+
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    loaded: list[int] = field(default_factory=list)
+    held: int = 0
+    """Calls of evaluations that wait."""
+
+    def load(self, version: int) -> None:
+        self.loaded.append(version)
+        super().load(version)
+
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        if call.trajectory_id.startswith("eval-"):
+            self.held += 1
+            await self.answers.wait()
+            self.held -= 1
+        async for chunk in super().generate(call):
+            yield chunk
+
+
+async def pinned_generators(store) -> list[str]:
+    """The generators that are pinned to a version."""
+    return [name for name in ("a", "b") if await store.policies.pinned(name) is not None]
+
+
 async def test_every_second_version_is_evaluated_during_training(store) -> None:
     plan = schedule("copris", train_steps=6)
     await store.limits.init_run(limits(plan))
@@ -69,6 +115,80 @@ async def test_every_second_version_is_evaluated_during_training(store) -> None:
     assert {oldest for oldest, _ in trainer.behind} & {2, 4}
     assert await store.policies.pinned() is None
     assert tokens == sum(round(r.result.details["mean_length"] * 24) for r in records)
+
+
+async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_an_evaluation(store) -> None:
+    plan = schedule("copris_paper", train_steps=9)
+    await store.limits.init_run(limits(plan))
+    generators = [HeldGenerator(name, slots=16) for name in ("a", "b")]
+    cluster = ScriptedCluster(store, generators)
+    trainer = BarrierTrainer(store, cluster)
+    meta = store.connection.keys.single("meta")
+
+    async def renewed() -> bool:
+        return await store.connection.command("HGET", meta, "pin_instance") != b"another"
+
+    async def pin_renewed() -> None:
+        if await store.policies.pinned() is not None:
+            await store.connection.command("HSET", meta, "pin_instance", "another")
+            await until(renewed)
+            await trainer.follow()
+
+    async def is_pinned() -> bool:
+        return await store.policies.pinned() is not None
+
+    async def result():
+        await trainer.follow()
+        records = await store.evaluations.all()
+        return records[0].result if records else None
+
+    await trainer.start()
+    trainer.at_barrier = pin_renewed
+    config = EvalConfig(every_versions=3, prompt_count=6, samples_per_prompt=2)
+    async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
+        for step in (1, 2, 3):
+            await trainer.train(step)
+        await until(is_pinned)
+        for step in (4, 5):
+            await trainer.train(step)
+        for generator in generators:
+            generator.answers.set()
+        done = await until(result)
+    assert (done.sample_count, done.discarded_count) == (12, 0)
+    assert [generator.loaded for generator in generators] == [sorted(g.loaded) for g in generators]
+    assert (3, 5) in trainer.behind
+
+
+async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generator(store) -> None:
+    plan = schedule("copris_paper", train_steps=3)
+    await store.limits.init_run(limits(plan))
+    generators = [HeldGenerator(name, slots=8) for name in ("a", "b")]
+    cluster = ScriptedCluster(store, generators)
+    trainer = BarrierTrainer(store, cluster)
+
+    def held_calls() -> int:
+        return sum(generator.held for generator in generators)
+
+    async def evaluation_begins() -> None:
+        await store.evaluations.request(
+            EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=6, samples_per_prompt=2)
+        )
+        await until(lambda: held_calls() >= 4)
+        assert len(await pinned_generators(store)) == 1
+        assert held_calls() == 4
+
+    async def result():
+        await trainer.follow()
+        return (await store.evaluations.all())[0].result
+
+    await trainer.start()
+    trainer.at_barrier = evaluation_begins
+    async with running(store, cluster, ScriptedReward(), plan):
+        await trainer.train(1)
+        for generator in generators:
+            generator.answers.set()
+        done = await until(result)
+    assert (done.sample_count, done.discarded_count) == (12, 0)
 
 
 async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_asked(store) -> None:

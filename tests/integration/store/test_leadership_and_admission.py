@@ -170,6 +170,22 @@ async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store
     assert (await read_truth(store)).problems == []
 
 
+async def test_the_view_has_the_pin_and_its_only_generator(store: TrajectoryStore) -> None:
+    await Mesh.start(store)
+
+    async def pin() -> tuple[int | None, str]:
+        seen = await store.mesh.view(groups=False)
+        return seen.pinned_version, seen.pinned_instance
+
+    assert await pin() == (None, "")
+    await store.policies.pin(0, "evaluation-1", "generator-1")
+    assert await pin() == (0, "generator-1")
+    await store.policies.pin(0)
+    assert await pin() == (0, "")
+    await store.policies.pin(None)
+    assert await pin() == (None, "")
+
+
 async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     keys, desired = store.connection.keys, Desired(pool_size=1)

@@ -95,6 +95,40 @@ async def test_a_member_that_takes_an_earlier_members_id_refuses_its_late_saves(
     assert [(i.trajectory.trajectory_id, i.incarnation) for i in replacement] == [("e0-2.3", 1)]
 
 
+async def test_a_group_with_forks_begins_again_with_the_members_of_its_admission(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 2)
+    await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
+    await mesh.append("e0-2.2", 0, 3)
+    assert await store.restarted.restart(mesh.leader, ["e0-2"]) == 1
+    assert await mesh.append("e0-2.2", 3, 1) is WriteStatus.LOST
+    leased = await store.trajectories.lease(mesh.session, 4)
+    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.0", "e0-2.1"]
+    assert (await store.mesh.counts()).dropped_tokens["restarted"] == 3
+    fork = await store.trajectories.fork(mesh.session, "e0-2.0", "another")
+    assert fork.leased is not None
+    assert (fork.leased.trajectory.trajectory_id, fork.leased.incarnation) == ("e0-2.2", 1)
+    assert await mesh.complete_all(version=1) == 0
+    for item, reward in zip([*leased, fork.leased], (1.0, 0.0, 1.0), strict=True):
+        await mesh.complete(item, reward, version=1)
+    assert await truth_of(store) == {"e0-2": "ready"}
+
+
+async def test_a_group_with_forks_keeps_its_spare_members_when_it_begins_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0, most_members=5)
+    await train_one_step(mesh)
+    await mesh.admit(1, spare=1)
+    await store.trajectories.lease(mesh.session, 3)
+    await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
+    await mesh.append("e0-2.0", 0, 3)
+    await store.trajectories.fail(mesh.session, [("e0-2.1", "broke")])  # e0-2.4 replaces it
+    assert await store.restarted.restart(mesh.leader, ["e0-2"]) == 1
+    leased = await store.trajectories.lease(mesh.session, 5)
+    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.0", "e0-2.2", "e0-2.3"]
+
+
 async def test_dead_and_unscorable_members_stay_when_their_group_begins_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_staleness=0)
     await train_one_step(mesh)

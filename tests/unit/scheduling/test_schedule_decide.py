@@ -107,6 +107,42 @@ def test_a_batch_that_is_being_generated_has_no_stragglers_however_long_it_takes
     assert decisions.evict == ()
 
 
+BATCH_OF_FOUR = schedule("sync", groups_per_batch=4, group_size=4, straggler_timeout_seconds=60)
+HALF_A_BATCH = at_step(9, ready=[group(0, 9), group(1, 9)], opened=[group(2, 9), group(3, 9)], unfinished=5)
+PACED = schedule(max_staleness=2, straggler_timeout_seconds=60)
+DUE_GROUP = at_step(9, ready=[group(5, 9), group(6, 9)], opened=[group(1, 7)])
+
+
+@pytest.mark.parametrize(
+    ("rules", "seen"), [(BATCH_OF_FOUR, HALF_A_BATCH), (PACED, DUE_GROUP)], ids=["a batch lacks groups", "one is due"]
+)
+@pytest.mark.parametrize("instance", ["", "a"], ids=["all generators", "the only generator"])
+def test_no_time_counts_for_stragglers_while_every_generator_is_pinned_to_an_older_version(rules, seen, instance):
+    late = blocked_for(600, rules, seen)
+    assert decide(rules, late).evict
+    held = decide(rules, replace(late, pinned_version=5, pinned_instance=instance))
+    assert held.blocked_by == ""
+    assert held.evict == ()
+    assert held.desired.waiting_for.endswith(
+        "; every generator is pinned to policy version 5, older than the newest, 9"
+    )
+    released = decide(rules, replace(seen, now=late.now + 600))
+    assert released.blocked, "the store has forgotten the time before"
+    assert released.evict == ()
+    assert "pinned" not in released.desired.waiting_for
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [{"pinned_version": 9}, {"pinned_version": 5, "pinned_instance": "a", "registered_generators": 2}],
+    ids=["the newest version", "one of two generators"],
+)
+def test_the_time_counts_for_stragglers_while_a_generator_may_serve_the_newest_version(pin):
+    late = decide(BATCH_OF_FOUR, replace(blocked_for(600, BATCH_OF_FOUR, HALF_A_BATCH), **pin))
+    assert [eviction.group_id for eviction in late.evict] == ["e0-2", "e0-3"]
+    assert "pinned" not in late.desired.waiting_for
+
+
 def unlisted(seen):
     """The same mesh, read without single groups."""
     return replace(seen, listed=False, ready=(), stalest_open=())

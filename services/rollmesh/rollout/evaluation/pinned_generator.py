@@ -1,12 +1,12 @@
 """Pin of one policy version for the duration of an evaluation.
 
-    consumes     the registry of generators, the desired state
+    consumes     the registry of generators, the pauses of the run
     produces     a pin, renewed until the evaluation ends
     waits for    the release of a pin by an operator or another evaluation
     unblocked by the owner of that pin
 
-While the run trains, one generator stays on the pinned version and the others follow the newest one. In a paused mesh
-all generators serve the pinned version.
+While the run trains, one generator stays on the pinned version and the others follow the newest one. While an operator
+or the launcher pauses the run, and after its last train step, all generators serve the pinned version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pin:
 
     @property
     def slot_count(self) -> int:
-        """Most calls of the evaluation at once: all slots of a paused mesh, else half of the pinned generator's."""
+        """Most calls of the evaluation at once: all slots if all generators are pinned, else half of one's."""
         pinned = self._generators.records.get(self._pinned_instance)
         if pinned is None:
             return max(1, self._generators.serving_slots)
@@ -82,11 +82,13 @@ class Pin:
     async def _pin(self) -> bool:
         """Pin once; returns False while another owner's pin is in force or no generator serves."""
         version = self._request.policy_version
-        paused = (await self._store.leadership.desired()).paused
+        view = await self._store.mesh.view(groups=False)
+        # At a barrier the mesh rests too, but the other generators need the next policy.
+        pins_all = view.user_paused or view.launcher_paused or view.is_complete
         pinned = choose_pinned(list(self._generators.records.values()), version, self._pinned_instance)
-        if pinned is None and not paused:
+        if pinned is None and not pins_all:
             return False
-        self._pinned_instance = "" if paused or pinned is None else pinned.instance_id
+        self._pinned_instance = "" if pins_all or pinned is None else pinned.instance_id
         try:
             await self._store.policies.pin(
                 version, owner=self._request.evaluation_id, instance_id=self._pinned_instance

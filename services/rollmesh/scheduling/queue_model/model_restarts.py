@@ -26,7 +26,8 @@ class RestartOperations(QueueState):
 
         A group with rounds begins again with its first one.
 
-        They open again, or wait ``aside`` for a recall. Returns these groups; ``sweep_returning`` completes large ones.
+        They open again, without their forks, or wait ``aside`` for a recall. Returns these groups; ``sweep_returning``
+        completes large ones.
         """
         oldest, incarnation, begun = self.cut_step - self.limits.max_staleness, self._next_incarnation(), list[str]()
         for group in map(self.find_group, group_ids):
@@ -85,7 +86,7 @@ class RestartOperations(QueueState):
         group.spare = 0 if aside else group.spare
         group.rounds, group.is_closed = group.rounds[:1], False
         group.needed = group.rounds[0].needed if group.rounds else group.needed
-        fresh = group.rounds[0].launched if group.rounds else len(group.members)
+        fresh = group.rounds[0].launched if group.rounds else group.needed + group.spare
         reason = WasteReason.SET_ASIDE if aside else WasteReason.RESTARTED
         reset = GroupReset(group, reason, len(group.members), group.needed if aside else fresh)
         for member in group.members:

@@ -11,7 +11,7 @@ local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
   'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled', 'ready_ms', 'update_ms',
-  'ready_updates')
+  'ready_updates', 'pinned', 'pin_instance')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version',
   'waiting_for', 'rest_before_step', 'cache_pool')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
@@ -94,7 +94,8 @@ return {map = {
   failure = meta[10] and meta[11] == meta[12] and meta[10] or '',
   memory_ratio = ratio, used_memory = used, max_memory = limit, saved_bytes_total = counts[3] or '0',
   finished_total = finished_total, prompt_bytes_total = counts[5] or '0', prompts_total = counts[6] or '0',
-  generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'),
+  generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'), pinned_version = meta[19] or '',
+  pinned_instance = meta[20] or '',
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
   reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
   rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', ready_ms = meta[16] or '',

@@ -1,7 +1,7 @@
 -- uses: core counters drop group lengths payload places
--- A group that begins again loses all tokens of its members and keeps its admission index. It opens again, or waits
--- aside for a recall with `needed` members. A member without a score (dead, unscorable) stays as it is. A group with
--- rounds begins again with its first one.
+-- A group that begins again loses all tokens of its members and keeps its admission index. It opens again with as many
+-- members as it was admitted with, or waits aside for a recall with `needed` members. A member without a score (dead,
+-- unscorable) stays as it is. A group with rounds begins again with its first one.
 --
 -- A group of more than MOST_MEMBERS_AT_ONCE members is reset in slices (sweep_returning), from the last member to the
 -- first. It is in K.open or K.aside throughout, but its record waits in K.returning, so that no other script finds the
@@ -52,8 +52,8 @@ local function reset_members(r, most)
   count('begun_again_total', 1)
 end
 
--- The last members go until `fresh` unfinished ones are left, up to one that is lost: spare members of a group that was
--- set aside, and those of later rounds.
+-- The last members go until `fresh` unfinished ones are left, up to one that is lost: forks, spare members of a group
+-- that was set aside, and those of later rounds.
 local function forget_last_members(r, most)
   local keys = {}
   while r.launched - #r.lost > r.fresh and not is_lost(r, r.launched - 1) and #keys < most do
@@ -133,7 +133,8 @@ local function begin_group_again(group, reason, aside)
     local needed, launched = string.match(r.first, '^(%d+) (%d+)$')
     r.needed, first_launched = tonumber(needed), tonumber(launched)
   end
-  r.fresh = aside and r.needed or first_launched or r.launched
+  -- Forks are more than the members of the admission: `needed` and spare ones.
+  r.fresh = aside and r.needed or first_launched or r.needed + tonumber(r.spare or 0)
   r[reason] = integer(tonumber(r[reason] or '0') + 1)
   leave_queues(gid, group.index, aside)
   call('UNLINK', group_key(gid))
