@@ -94,7 +94,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 def start_sentinel(folder: Path, port: int, master: int) -> subprocess.Popen[bytes]:
-    # Three seconds of silence: a machine that stalls for one is no dead master.
+    # Eight seconds of silence: a machine that stalls for a few is no dead master.
     home = folder / f"sentinel-{port}"
     home.mkdir()
     config = home / "sentinel.conf"
@@ -103,7 +103,7 @@ def start_sentinel(folder: Path, port: int, master: int) -> subprocess.Popen[byt
         f'sentinel sentinel-pass "{SENTINEL_PASSWORD}"\n'
         f"sentinel monitor {SERVICE} 127.0.0.1 {master} 2\n"
         f'sentinel auth-pass {SERVICE} "{PASSWORD}"\n'
-        f"sentinel down-after-milliseconds {SERVICE} 3000\nsentinel failover-timeout {SERVICE} 5000\n"
+        f"sentinel down-after-milliseconds {SERVICE} 8000\nsentinel failover-timeout {SERVICE} 5000\n"
     )
     with (home / "log").open("wb") as log:
         return subprocess.Popen([str(find_server_binary()), str(config), "--sentinel"], stdout=log, stderr=log)

@@ -44,6 +44,8 @@ VOCAB = 61
 SECRET = "0123456789abcdef0123456789abcdef"
 SLOW = [[1, 0.02]]
 """A pace at which a call of a hundred tokens can be met half-way, by a process that comes a second late, too."""
+SLOWEST = [[1, 0.06]]
+"""A pace for calls that a message through Redis has to meet: of 150 tokens they take 9 seconds."""
 
 
 def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:

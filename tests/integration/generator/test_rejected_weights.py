@@ -16,7 +16,7 @@ from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import FinishReason
 
-from .generator_run import SLOW, make_call
+from .generator_run import SLOW, SLOWEST, make_call
 
 
 async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
@@ -59,7 +59,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
 
     monkeypatch.setattr(DecoderModel, "score", held_score)
     monkeypatch.setattr(TorchEngine, "pause", noted_pause)
-    run = await make_run(pace=[[1, 0.06]], on_new_version=mode)  # 12 seconds, in which the staged weights are scored
+    run = await make_run(pace=SLOWEST, on_new_version=mode)  # 12 seconds, in which the staged weights are scored
     await run.publish(0)
     wrong = await run.prepare(1, canary_error=0.5)
     run.start()
@@ -92,7 +92,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
 async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode, monkeypatch):
     # As an engine on a GPU: the staged weights are scored once they are swapped in.
     monkeypatch.setattr(StagedWeights, "scorable_on", lambda weights, device: False)
-    run = await make_run(pace=SLOW, on_new_version=mode)
+    run = await make_run(pace=SLOWEST, on_new_version=mode)
     old = await run.publish(0)
     wrong = await run.prepare(1, canary_error=0.5)
     run.start()

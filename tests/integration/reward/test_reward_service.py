@@ -153,12 +153,16 @@ async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path) -> None
 
     async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        config = make_config(tmp_path, verifier="http_judge", options={"url": url}, workers=1, timeout_seconds=6.0)
+        judged = {"verifier": "http_judge", "options": {"url": url}, "workers": 1}
+        config = make_config(tmp_path, **judged)
         answers = Answers(config)
         async with running_service(config), RewardClient(config) as client:
             outcomes = await client.score([answers.trajectory(str(n)) for n in range(40)])
             assert asked_at_once["most"] >= AT_ONCE, "no call waited for the one before it"
             assert {(o.kind, o.value) for o in outcomes} == {(SCORED, 0.5)}
+        # A service of its own: the answers above may take their time.
+        config = make_config(tmp_path, timeout_seconds=IN_TIME_SECONDS, **judged)
+        async with running_service(config), RewardClient(config) as client:
             late = await client.score([answers.trajectory("slow")])
             assert late[0].kind is OutcomeKind.TIMED_OUT
 

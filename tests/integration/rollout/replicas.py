@@ -124,7 +124,7 @@ def build(
         turn_budget=turn_budget,
         concurrency=concurrency,
         heartbeat_seconds=heartbeat,
-        drain_seconds=5.0,
+        drain_seconds=60.0,  # as for the sessions; a generator that ignores interrupts is given up after ``grace``
         interrupt_grace_seconds=grace,
         first_pause_seconds=first_pause,
     )

@@ -113,7 +113,7 @@ async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_
     steps = 6
     plan = schedule(train_steps=steps)
     slow = ScriptedGenerator("a", slots=64, seconds_per_token=0.001)
-    cluster, trainer = await start(store, plan, slow, session_ttl_seconds=1.0, **ROUNDS)
+    cluster, trainer = await start(store, plan, slow, **ROUNDS)
     for step in range(1, steps + 1):
         async with running(store, cluster, ScriptedReward(), plan, index=step, rounds=rules(plan)) as replica:
             training = asyncio.create_task(trainer.train(step))
@@ -124,7 +124,7 @@ async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_
                 ):
                     await asyncio.sleep(0.005)
             if step % 2:
-                # No drain, no release, no resignation: the leases and the lead expire.
+                # It drains and resigns; replicas that cannot are killed in test_killed_between_rounds.py.
                 replica.task.cancel()
                 await asyncio.wait({replica.task})
                 async with running(store, cluster, ScriptedReward(), plan, index=100 + step, rounds=rules(plan)):

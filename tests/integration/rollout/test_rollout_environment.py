@@ -102,9 +102,8 @@ async def test_a_spare_member_is_cut_off_within_its_turn_whatever_the_environmen
             opened.append(self)
 
     program = program_of(Noted, tokenizer, [])
-    async with running(
-        store, cluster, ScriptedReward(), plan, program=program, chunk=4, heartbeat=0.05, grace=0.5
-    ) as replica:
+    options = {"program": program, "chunk": 4, "heartbeat": 0.05, "grace": 0.5}
+    async with running(store, cluster, ScriptedReward(), plan, **options) as replica:
         check(await trainer.train(1))
         await until(lambda: len(opened) == 3 and not any(environment.open for environment in opened))
         await until(lambda: not replica.session.trajectories)

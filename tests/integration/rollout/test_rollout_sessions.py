@@ -253,11 +253,14 @@ async def test_saves_continue_while_everything_is_registered_with_a_restarted_se
         answers = await reregister(session, held, worker)
         before = await saved()
         saves.append(await until(more_than(before)) - before)
+        generator.seconds_per_token = 0.005
         return answers
 
     monkeypatch.setattr(store.sessions, "reregister", answer_late)
     plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    # Slow until a save is seen: however late Redis registers everything, some tokens come after that.
+    generator = ScriptedGenerator("a", seconds_per_token=0.2)
+    cluster, trainer = await start(store, plan, generator)
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
         await run.session.recover(run.session.current, "another server")

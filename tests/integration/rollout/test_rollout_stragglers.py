@@ -32,7 +32,8 @@ async def test_one_stuck_trajectory_halts_no_batch_for_longer_than_the_straggler
     # The groups beside the stuck one must end within this time, or they are evicted too.
     plan = schedule(preset, train_steps=2, straggler_timeout_seconds=2.0)
     cluster, trainer = await start(store, plan, StuckOnOne("a"))
-    async with running(store, cluster, ScriptedReward(), plan):
+    # A short grace: the drain waits for the stuck call until it is cut off.
+    async with running(store, cluster, ScriptedReward(), plan, grace=0.5):
         for step in (1, 2):
             check_batch(await trainer.train(step), plan)
     assert "e0-0" not in all_groups(trainer)

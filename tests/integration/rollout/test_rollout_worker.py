@@ -41,7 +41,9 @@ async def test_every_preset_trains_its_steps_and_every_group_ends(store, preset)
 
 async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store):
     plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    # Slow until all are at rest: however late the worker hears of the pause, answers are under way.
+    generator = ScriptedGenerator("a", seconds_per_token=0.2)
+    cluster, trainer = await start(store, plan, generator)
     async with running(store, cluster, ScriptedReward(), plan) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await store.settings.set_user_paused(True)
@@ -54,6 +56,7 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
         assert (await store.mesh.view()).partial > 0
         # The queue has it a moment before the worker has counted it.
         await until(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
+        generator.seconds_per_token = 0.001
         await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
         tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
@@ -183,7 +186,8 @@ async def test_a_worker_does_not_walk_over_all_its_leases_at_every_poll(store, m
     async def everything_is_leased():
         return (await store.mesh.view()).leased == plan.pool_size
 
-    async with running(store, cluster, ScriptedReward(), plan) as run:
+    # A short grace: the drain waits for the hanging calls until they are cut off.
+    async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
         await until(everything_is_leased)
         await until(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
         monkeypatch.setattr(ActiveTrajectory, "finished", property(counted))

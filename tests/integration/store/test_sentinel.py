@@ -37,11 +37,12 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer, str]]
     with redis.Redis(port=port_of(replica)) as client:
         client.execute_command("REPLICAOF", "127.0.0.1", port_of(master))
     port = free_port()
+    # Three seconds of silence: a machine that stalls for one is no dead master.
     config = tmp_path / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\n"
         f"sentinel monitor {SERVICE} 127.0.0.1 {port_of(master)} 1\n"
-        f"sentinel down-after-milliseconds {SERVICE} 300\nsentinel failover-timeout {SERVICE} 2000\n"
+        f"sentinel down-after-milliseconds {SERVICE} 3000\nsentinel failover-timeout {SERVICE} 2000\n"
     )
     with open(tmp_path / "sentinel.log", "wb") as log:
         process = subprocess.Popen([str(find_server_binary()), str(config), "--sentinel"], stdout=log, stderr=log)

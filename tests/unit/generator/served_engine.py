@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 class CallHung(AssertionError):
-    """A call got nothing for the chunk timeout: the engine sent no empty chunk, or the machine stalled."""
+    """A call got nothing for its timeout: the engine is at fault, or the machine stalled."""
 
 
 async def despite_stalls(attempt: Callable[[float], Awaitable[None]]) -> None:
-    """Run ``attempt`` with a chunk timeout of 2 seconds, and if a call ends as hung, with 8 and then 32.
+    """Run ``attempt`` with a timeout of 2 seconds for a chunk or slice, and if a call ends as hung, with 8 and then 32.
 
-    Client, server and timers share one event loop: a machine that stops it for the chunk timeout ends a call as hung.
+    Client, server and timers share one event loop: a machine that stops it for the timeout ends a call as hung.
     """
     for timeout in (2.0, 8.0):
         try:

@@ -133,7 +133,7 @@ def make_call(name: str = "t", count: int = 8, **fields: Any) -> GenerationCall:
     )
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
