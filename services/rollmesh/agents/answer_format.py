@@ -21,12 +21,16 @@ class Choice:
 
     text: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
+    character_count: int = 0
+    """Length of the text of its tokens; not of ``text``, which lacks special tokens and is sent before its tokens while
+    a stop string may be beginning."""
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self.text += delta.text
         self.tokens += delta.logprobs
+        self.character_count += sum(len(token.token) for token in delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
@@ -43,6 +47,8 @@ class AnswerFormat:
     token_ids: bool
     contexts: Sequence[Sequence[int]]
     """Token ids of each prompt's context."""
+    choices_per_context: int = 1
+    """Answers to each prompt."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -56,19 +62,28 @@ class AnswerFormat:
         return body
 
     def first(self, index: int) -> bytes | None:
-        """Return the first event of a streamed answer: the role in chat, none in completions."""
-        if self.endpoint == "completions":
+        """Return the first event of a streamed answer: the role in chat, and the ids of its context if wanted."""
+        if self.endpoint == "completions" and not self.token_ids:
             return None
-        return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        choice: dict[str, Any] = {"index": index, "finish_reason": None}
+        if self.endpoint == "chat":
+            choice["delta"] = {"role": "assistant", "content": ""}
+        else:
+            choice |= {"text": "", "logprobs": None}
+        if not self.token_ids:
+            return self._event(choice)
+        choice["token_ids"] = []
+        context = list(self.contexts[index // self.choices_per_context])
+        return self._event(choice, prompt_token_ids=context)
 
-    def piece(self, index: int, delta: Delta, offset: int, extra: Mapping[str, Any]) -> bytes:
-        """Return one event of a streamed answer; ``offset`` is the number of characters before it."""
+    def piece(self, index: int, delta: Delta, before: Choice, extra: Mapping[str, Any]) -> bytes:
+        """Return one event of a streamed answer; ``before`` is the answer without it."""
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
         if self.endpoint == "chat":
             choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
         else:
             choice["text"] = delta.text
-        choice["logprobs"] = self._logprobs(delta.logprobs, offset)
+        choice["logprobs"] = self._logprobs(delta.logprobs, before.character_count)
         if self.token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return self._event(choice, extra)
@@ -99,8 +114,8 @@ class AnswerFormat:
             "rollmesh": dict(extra),
         }
 
-    def _event(self, choice: dict[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
-        body = self._head(self._chunk_kind, extra or {})
+    def _event(self, choice: dict[str, Any], extra: Mapping[str, Any] | None = None, **fields: Any) -> bytes:
+        body = self._head(self._chunk_kind, extra or {}) | fields
         body["choices"] = [choice]
         return event_line(body)
 

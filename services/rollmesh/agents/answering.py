@@ -52,6 +52,7 @@ class Answering:
             logprobs=body.wants_logprobs,
             token_ids=bool(body.return_token_ids),
             contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
+            choices_per_context=body.n or 1,
         )
         call.began(answers, sum(map(len, shape.contexts)))
         if body.stream:
@@ -171,9 +172,10 @@ class _Call:
                     begun.add(index)
                     if (first := shape.first(index)) is not None:
                         yield first
-                offset = len(choices[index].text)
+                extra = self._extra(session_id) if delta.finish_reason else {}
+                event = shape.piece(index, delta, choices[index], extra)
                 choices[index].add(delta)
-                yield shape.piece(index, delta, offset, self._extra(session_id) if delta.finish_reason else {})
+                yield event
         if usage:
             yield shape.usage_event(choices, self._extra(session_id))
         yield DONE

@@ -29,7 +29,7 @@ from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.worker import Worker
 
 _PARKED_SECONDS = 120.0
-"""Seconds that a call waits for its trajectory's next lease."""
+"""Seconds that a call waits for its trajectory's next lease, or for the end of a pause to open another trajectory."""
 _FORK_SECONDS = 5.0
 """Seconds that a drifted context waits for room for another trajectory."""
 _POLL_SECONDS = 0.1
@@ -188,14 +188,24 @@ class RecordedCalls:
         return await self._next_turn(await self._take(session, newest, request), match)
 
     async def _fork(self, rollout: RolloutContext) -> Fork:
-        nonce, deadline = secrets.token_hex(8), time.monotonic() + _FORK_SECONDS
+        """Open another trajectory; without room, the result has none. OpenAiError if a pause outlasts the wait."""
+        nonce, since = secrets.token_hex(8), dict[ForkStatus, float]()
+        limits = {ForkStatus.POOL_FULL: _FORK_SECONDS, ForkStatus.PAUSED: _PARKED_SECONDS}
         while True:
             fork = await self._worker.fork(rollout.active, nonce)
-            if fork.status not in (ForkStatus.POOL_FULL, ForkStatus.PAUSED) or time.monotonic() >= deadline:
+            first = since.setdefault(fork.status, time.monotonic())
+            if time.monotonic() - first >= limits.get(fork.status, 0.0):
                 break
             await asyncio.sleep(_POLL_SECONDS)
         if fork.status is ForkStatus.LOST:
             raise LetGo("this process no longer has the lease of the trajectory")
+        if fork.status is ForkStatus.PAUSED:
+            # A pause ends, and so does the recovery of Redis: they must not cost the tokens of the trajectory.
+            raise unavailable(
+                "the context differs from the record, and the run is paused or recovers from a crash of the queue's "
+                "server: no other trajectory can open; send the same call again",
+                "session_parked",
+            )
         return fork
 
     # -- answers ---------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ class SamplingRequest(Closed):
     stream_options: StreamOptions | None = None
     """Options of a streamed answer."""
     return_token_ids: bool | None = None
-    """Include the token ids of the context and the answer. (Not part of OpenAI's API.)"""
+    """Include the token ids of the context and the answer; those of the context are in the first event of a stream.
+    (Not part of OpenAI's API.)"""
     user: str | None = None
     """Ignored."""
     metadata: dict[str, Any] | None = None

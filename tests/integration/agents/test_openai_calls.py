@@ -103,6 +103,34 @@ async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[...
         assert raw.headers["content-type"].startswith("text/event-stream")
 
 
+async def test_a_stream_has_the_offsets_and_the_context_of_the_whole_answer(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.02]]}
+    )
+    async with mesh.api() as api, api.client() as client:
+        options: dict[str, Any] = {
+            "model": mesh.config.name, "prompt": "the answer", "max_tokens": 60, "seed": 3, "logprobs": 0,
+            "extra_body": {"return_token_ids": True},
+        }  # fmt: skip
+        whole = await client.completions.create(**options)
+        told = whole.choices[0].logprobs
+        assert told is not None and told.tokens is not None
+        # Many pieces end in what may begin a stop string, and none is ever complete.
+        stops = [f"{character}\u2603" for character in sorted(set("".join(told.tokens)))][:16]
+        offsets: list[int] = []
+        contexts = []
+        async for event in await client.completions.create(**options, stop=stops, stream=True):
+            contexts.append(event.model_extra.get("prompt_token_ids"))
+            for choice in event.choices:
+                if choice.logprobs is not None:
+                    offsets += choice.logprobs.text_offset
+        assert offsets == told.text_offset
+        assert whole.model_extra is not None and contexts[0] == whole.model_extra["prompt_token_ids"]
+        assert len(contexts) > 2 and not any(contexts[1:])
+
+
 async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
     run = mesh.config.name
@@ -181,11 +209,15 @@ async def test_a_list_of_prompts_gets_the_answers_of_its_prompts_one_after_the_o
         assert together.usage is not None and together.model_extra is not None
         assert together.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone if a.usage is not None)
         assert together.model_extra["prompt_token_ids"] == [mesh.tokenizer.encode(p).tolist() for p in prompts]
-        texts = dict.fromkeys(range(6), "")
-        async for event in await client.completions.create(**options, prompt=prompts, n=2, stream=True):
+        texts, contexts = dict.fromkeys(range(6), ""), {}
+        async for event in await client.completions.create(
+            **options, prompt=prompts, n=2, stream=True, extra_body={"return_token_ids": True}
+        ):
             for choice in event.choices:
                 texts[choice.index] += choice.text
+                contexts.setdefault(choice.index, event.model_extra.get("prompt_token_ids"))
         assert list(texts.values()) == [c.text for c in together.choices]
+        assert contexts == {at: mesh.tokenizer.encode(prompts[at // 2]).tolist() for at in range(6)}
 
 
 @pytest.mark.parametrize("path", ["//v1/completions", "/v1//completions", "/v1/completions/"])

@@ -105,8 +105,8 @@ async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> 
 
 
 def shape(endpoint: Any, **changes: Any) -> AnswerFormat:
-    fields: dict[str, Any] = {"logprobs": True, "token_ids": True, **changes}
-    return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", contexts=[[1, 2, 3]], **fields)
+    fields: dict[str, Any] = {"logprobs": True, "token_ids": True, "contexts": [[1, 2, 3]], **changes}
+    return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", **fields)
 
 
 TOKENS = [TokenLogprob(token_id=5, token="h\u00e9", logprob=-0.25), TokenLogprob(token_id=6, token="y", logprob=-1.0)]
@@ -118,18 +118,42 @@ def parse(event: bytes | None) -> dict[str, Any]:
     return json.loads(event.removeprefix(b"data: "))
 
 
+async def test_a_stream_has_the_offsets_of_the_whole_answer_although_a_stop_string_may_be_beginning(
+    tokenizer: Tokenizer,
+) -> None:
+    held, form = make_held(tokenizer), shape("completions")
+    stream = AnswerStream(AnswerTurn(tokenizer, held.context_ids(), ["##"]), 0)
+    held.observe(stream.update)
+
+    async def sample() -> FinishReason:
+        for text in ("abc#", "de"):
+            add(held, tokenizer, text)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return FinishReason.LENGTH
+
+    choice, events = Choice(), []
+    async for delta in stream.run(sample):
+        events.append(parse(form.piece(0, delta, choice, {}))["choices"][0])
+        choice.add(delta)
+    assert [event["text"] for event in events][:2] == ["abc", "#de"], "the text is sent before its tokens"
+    assert [at for event in events for at in event["logprobs"]["text_offset"]] == list(range(6))
+    assert form.whole([choice], {})["choices"][0]["logprobs"]["text_offset"] == list(range(6))
+
+
 def test_frames_of_a_chat_stream_say_who_speaks_then_what_then_why_it_ends() -> None:
-    form = shape("chat")
-    first = parse(form.first(1))
+    form = shape("chat", choices_per_context=2)
+    first = parse(shape("chat", choices_per_context=2, token_ids=False).first(1))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [{"index": 1, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
-    piece = parse(form.piece(1, Delta(text="h\u00e9\ny", logprobs=TOKENS, token_ids=[5, 6]), 0, {}))["choices"][0]
+    delta = Delta(text="h\u00e9\ny", logprobs=TOKENS, token_ids=[5, 6])
+    piece = parse(form.piece(1, delta, Choice(), {}))["choices"][0]
     assert piece["delta"] == {"content": "h\u00e9\ny"}
     assert piece["logprobs"]["content"][0] == {
         "token": "h\u00e9", "logprob": -0.25, "bytes": [104, 195, 169], "top_logprobs": [],
     }  # fmt: skip
     assert piece["token_ids"] == [5, 6]
-    last = parse(form.piece(1, Delta(text="", finish_reason="stop"), 3, {"policy_versions": [4]}))
+    last = parse(form.piece(1, Delta(text="", finish_reason="stop"), Choice(), {"policy_versions": [4]}))
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
     assert last["rollmesh"] == {"policy_versions": [4]}
     choice = Choice()
@@ -140,10 +164,12 @@ def test_frames_of_a_chat_stream_say_who_speaks_then_what_then_why_it_ends() -> 
 
 def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> None:
     form = shape("completions")
-    assert form.first(0) is None
-    piece = parse(form.piece(0, Delta(text="h\u00e9y", logprobs=TOKENS), 10, {}))["choices"][0]
+    assert shape("completions", token_ids=False).first(0) is None
+    before = Choice()
+    before.add(Delta(text="so", logprobs=[TokenLogprob(token_id=4, token="so<s>", logprob=-0.5)]))
+    piece = parse(form.piece(0, Delta(text="h\u00e9y", logprobs=TOKENS), before, {}))["choices"][0]
     assert piece["text"] == "h\u00e9y"
-    assert piece["logprobs"]["text_offset"] == [10, 12]
+    assert piece["logprobs"]["text_offset"] == [5, 7]
     choice = Choice()
     choice.add(Delta(text="h\u00e9y", logprobs=TOKENS, finish_reason="length"))
     whole = form.whole([choice], {})
@@ -152,6 +178,16 @@ def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> 
     plain = shape("completions", logprobs=False, token_ids=False).whole([choice], {})
     assert plain["choices"] == [{"index": 0, "finish_reason": "length", "text": "h\u00e9y", "logprobs": None}]
     assert "prompt_token_ids" not in plain
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_the_first_event_of_each_answer_has_the_ids_of_its_context(endpoint: Any) -> None:
+    form = shape(endpoint, contexts=[[1, 2, 3], [4, 5]], choices_per_context=2)
+    firsts = [parse(form.first(index)) for index in range(4)]
+    assert [first["prompt_token_ids"] for first in firsts] == [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+    assert [first["choices"][0]["index"] for first in firsts] == [0, 1, 2, 3]
+    assert all(first["choices"][0]["token_ids"] == [] for first in firsts)
+    assert "prompt_token_ids" not in parse(form.piece(0, Delta(text="a"), Choice(), {}))
 
 
 def test_a_mark_comes_back_as_it_was_and_tells_the_reward() -> None:

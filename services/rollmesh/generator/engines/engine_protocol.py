@@ -74,7 +74,11 @@ class Engine(Protocol):
         """Load the first policy from a verified Hugging Face folder and start to serve."""
 
     def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the stream early releases the slot."""
+        """Stream the chunks of one call; closing the stream early releases the slot.
+
+        An empty last chunk has no older version than the call's newest token, or without a token than the version in
+        service when the call arrived. An older one may be in service by then, which the caller would take for a fault.
+        """
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
         """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""

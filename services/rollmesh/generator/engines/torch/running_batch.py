@@ -285,7 +285,10 @@ class RunningBatch:
         return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _cut_chunk(self, call: RunningCall, reason: FinishReason | None = None) -> None:
-        chunk = self.slots.take_chunk(call, self._version_of(call), reason)
+        version = self._version_of(call)
+        if not self.slots.undelivered(call.slot):
+            version = max(version, call.idle_version)
+        chunk = self.slots.take_chunk(call, version, reason)
         if len(chunk.token_ids):
             call.newest_version = chunk.policy_version
             call.backlog.add(len(chunk.token_ids))
