@@ -53,6 +53,27 @@ async def test_a_rollback_publishes_the_old_weights_once_and_drops_unclaimed_wor
         assert (ledger.committed_step, ledger.damaged, ledger.trained_twice) == (STEPS, {}, {})
 
 
+async def test_a_rollback_whose_state_cannot_be_saved_is_carried_out_by_the_next_trainer(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    monkeypatch.setenv("HELD_AT", "before the state of a rollback")
+    monkeypatch.setenv("HELD_STEP", "2")
+    monkeypatch.setenv("HELD_FAILS", "1")
+    async with opened_run(config) as run:
+        run.start(script="held_process")
+        async with run.fed(2):
+            await run.until("version 2", lambda: _announced(run, 2), pause=0.01)
+            await run.store.rollbacks.request(1)
+            assert await run.until_failed() == 1
+            assert not await _rolled_back(run)
+            run.start()
+            await run.until("the end of the rollback", lambda: _rolled_back(run), pause=0.01)
+        records = await run.store.policies.announced()
+        assert [(r.policy_version, r.train_step) for r in records] == [(0, 0), (1, 1), (2, 2), (3, 2)]
+        assert _weights(run, records[3]) == _weights(run, records[1])
+
+
 async def test_a_rollback_asked_of_a_finished_run_is_carried_out_when_it_is_next_started(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
