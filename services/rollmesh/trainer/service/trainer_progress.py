@@ -86,7 +86,12 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
     for state in states:
         if state.record.rollback_count < states[0].record.rollback_count:
             break
+        shared = False
         try:
+            if ranks.world.size > 1:
+                # Damage is found here, where another state may follow: an error of the load below ends all ranks.
+                checkpoints.verify_state(state)
+                shared = True
             extra = ranks.load(state)
         except CheckpointError as error:
             if error.reason == Reason.FOREIGN_ARCHITECTURE:
@@ -95,7 +100,7 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
                     f"state of this run does not fit them ({error}); set both as they were, or start a new run "
                     "(another name and folder)"
                 ) from error
-            if error.passing or ranks.world.size > 1:
+            if error.passing or shared:
                 raise
             rejected.append(str(error))
             unreadable[state.folder.name] = str(error)
