@@ -31,7 +31,8 @@ class CheckpointConfig(Section):
     object_store: dict[str, Any] = Field(default_factory=dict)
     """With an object store: options of its fsspec file system, for example {"endpoint_url": "https://minio:9000"}."""
     keep_last: int = Field(default=6, ge=2)
-    """Number of published policies to keep; pinned policies and those in use are kept too."""
+    """Number of published policies to keep; pinned policies, those in use and that of a requested rollback are kept
+    too."""
     state_every_steps: int = Field(default=1, ge=1)
     """Train steps between two commits of the trainer state; steps in between are replayed after a crash. Must be 1 with
     trainer.algorithm.old_logprobs=stage_end."""

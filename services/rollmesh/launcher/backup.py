@@ -3,7 +3,8 @@
 A backup contains the run folder and the checkpoints. It omits the queue: the trainer reports the trained groups to an
 empty queue. Complete files never change, so the copy order alone ensures consistency: states, then policies, then
 batch files. After a restore, as after a crash, a batch file newer than the newest state is trained again. Another
-order could copy a state without its batch files.
+order could copy a state without its batch files. If the run is rolled back during the copy, all of it is copied again:
+policies and batch files of after a rollback, with a state of before it, would undo the rollback.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.batches import FOLDER as BATCHES
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.committed import COMMITTED_FILE
+from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
 from rollmesh.checkpoints.committed import FOLDER as STATES
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE
@@ -54,35 +55,52 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     if isinstance(checkpoints, BucketStore):
         raise ConfigError(
             f"checkpoints.folder={checkpoints.objects.url} is an object store: copy it with that store's tools "
-            "(states first, then policies, then batches), and the run folder without its checkpoints"
+            "(states first, then policies, then batches; all of it again if the run is rolled back meanwhile), and the "
+            "run folder without its checkpoints"
         )
     root, target = checkpoints.root, destination / "checkpoints"
     _reject_destination(folder.path, root, destination)
     report = BackupReport()
     target.mkdir(parents=True, exist_ok=True)
+    target = target.resolve()  # as the paths of its states are
     lineage = checkpoints.lineage()
     (target / LINEAGE_FILE).write_text(lineage)
     if (folder.path / SECRET_FILE).exists():
         _copy(folder.path / SECRET_FILE, destination / SECRET_FILE, report)
+    # What this copy adds stays in the backup until the next one, even if the run prunes it meanwhile.
+    pruned = [path for kind in (STATES, POLICIES) for path in _pruned(root / kind, target / kind)]
     for _ in range(_ATTEMPTS):
         _copy_folders(root / STATES, target / STATES, COMMITTED_FILE, report)
-        if any((target / STATES).glob(f"*/{COMMITTED_FILE}")) or checkpoints.latest_committed() is None:
+        _copy_folders(root / POLICIES, target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
+        _copy_batches(root / BATCHES, target / BATCHES, report)
+        newest = _newest_state(checkpoints.at(target), pruned)
+        if _rollbacks(newest) >= _rollbacks(checkpoints.latest_committed()):
             break
     else:
-        raise ConfigError(f"{root}: the states were pruned {_ATTEMPTS} times during the copy: keep more of them")
-    _copy_folders(root / POLICIES, target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
-    _copy_batches(root / BATCHES, target / BATCHES, report)
+        raise ConfigError(
+            f"{root}: in each of {_ATTEMPTS} copies the states were pruned or the run was rolled back: back up again"
+        )
     config = load_run_config(folder.config_file, environ={})
     here = config.model_copy(update={"checkpoints": config.checkpoints.model_copy(update={"folder": None})})
     write_run_config(here, destination / folder.config_file.name)
     for name in _RECORDS:
         with contextlib.suppress(FileNotFoundError):
             _copy(folder.path / name, destination / name, report)
-    for kind in (STATES, POLICIES):
-        report.removed += _remove_pruned(root / kind, target / kind)
-    newest = checkpoints.at(target).latest_committed()
+    for path in pruned:
+        shutil.rmtree(path)
+    report.removed = len(pruned)
     report.train_step = 0 if newest is None else newest.train_step
     return report
+
+
+def _newest_state(copied: CheckpointStore, pruned: Collection[Path]) -> CommittedState | None:
+    """Return the newest state of the backup that stays in it."""
+    return next((state for state in copied.committed_states() if state.folder not in pruned), None)
+
+
+def _rollbacks(state: CommittedState | None) -> int:
+    """Return the rollbacks before a state; -1 without a state."""
+    return -1 if state is None else state.record.rollback_count
 
 
 def _reject_destination(run: Path, root: Path, destination: Path) -> None:
@@ -139,11 +157,9 @@ def _copy(source: Path, target: Path, report: BackupReport) -> None:
     report.bytes += target.stat().st_size
 
 
-def _remove_pruned(source: Path, target: Path) -> int:
-    pruned = [folder for folder in _folders(target) if not (source / folder.name).exists()]
-    for folder in pruned:
-        shutil.rmtree(folder)
-    return len(pruned)
+def _pruned(source: Path, target: Path) -> list[Path]:
+    """Return the folders of the backup that the run has pruned."""
+    return [folder for folder in _folders(target) if not (source / folder.name).exists()]
 
 
 def _folders(parent: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ def _step_of(path: Path) -> int:
     return int(path.parent.name.partition("-")[0]) if path.name == MANIFEST_FILE else -1
 
 
+def _step_of_rollback(saved: Mapping[str, Any]) -> int:
+    return saved["train_step"] if saved["rollback_count"] else -1
+
+
 POINTS: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "before the canary": (Publisher, "_scored_canary", lambda _, train_step, __: train_step),
     "before the folder": (CheckpointStore, "publish", lambda *_, train_step, **__: train_step),
@@ -40,6 +44,7 @@ POINTS: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "before the announcement": (Announcer, "announce", lambda _, record: record.train_step),
     "before the marker": (CheckpointStore, "mark_announced", lambda _, record: record.train_step),
     "before the pruning": (CheckpointStore, "prune", lambda _, records, **__: max(r.train_step for r in records)),
+    "before the state of a rollback": (CheckpointStore, "save_state", lambda _, **saved: _step_of_rollback(saved)),
     "before the confirmation": (BatchSource, "_confirm", lambda _, claimed: claimed.batch.train_step - 1),
 }
 """Function before which the trainer stops, and the step of a call: the one whose publication is in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +47,28 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
         found = load(await last_weights(run))
     for name, weights in expected.items():
         assert np.abs(found[name] - weights).max() < 2e-4, name
+
+
+async def test_two_ranks_leave_a_damaged_newest_state_for_the_one_before(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+        run.start(ranks=2)
+        async with run.fed(3):
+            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            run.kill()
+            newest, before = run.checkpoints.committed_states()
+            shard = sorted(newest.folder.glob("*.safetensors"))[-1]
+            data = shard.read_bytes()
+            shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            run.start(ranks=2)
+            await run.feed(1)
+            await run.until_finished(START_SECONDS)
+        lines = [json.loads(line) for line in run.log().splitlines() if line.startswith("{")]
+        seen = [(line["event"], line["folder"]) for line in lines if line["event"] in ("state_refused", "state_loaded")]
+        assert seen == [("state_refused", newest.folder.name), ("state_loaded", before.folder.name)]
+        assert [line["train_step"] for line in lines if line["event"] == "step_trained" and line["replayed"]] == [3]
+        await assert_every_batch_counts_once(run, {})
 
 
 async def test_no_rank_ends_with_the_status_of_a_complete_run_when_sigterm_stops_the_leading_one(

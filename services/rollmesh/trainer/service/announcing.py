@@ -58,10 +58,13 @@ class Announcer:
         pinned = await self._session.retry("pinned_policy", store.policies.pinned)
         generators = await self._session.retry("generators", store.generators.live)
         evaluations = await self._session.retry("evaluations", store.evaluations.all)
+        rollback = await self._session.retry("rollback_request", store.rollbacks.pending)
         kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
         kept |= {g.policy_version for g in generators}
         kept |= {g.loading_version for g in generators if g.loading_version is not None}
         kept |= {e.request.policy_version for e in evaluations if e.result is None}
+        if rollback is not None:  # it is carried out only after the publication in flight, which prunes
+            kept.add(rollback.policy_version)
         prune = partial(
             self._checkpoints.prune,
             self._catalog.records,

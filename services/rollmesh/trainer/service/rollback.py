@@ -47,26 +47,19 @@ class RollbackRunner:
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
-        store = self._session.store
         request = await self.pending()
         if request is None or await self._replaying():
             return
         await self.unless_abandoned(self._publisher.announced())
-        try:
-            if request.request_id != self._progress.rollback_id:
-                await self._go_back(request, commit)
-            version = await self._publisher.publish(self._ranks.trainer.train_step)
-            dropped = await self._session.retry("rollback", lambda: store.training.roll_back(self._session.token))
-            self._log.info(
-                "rolled_back",
-                to_version=request.policy_version,
-                policy_version=version,
-                dropped_groups=dropped,
-            )
-        except CheckpointError as error:
-            self._log.error("rollback_refused", policy_version=request.policy_version, message=str(error))
-        token = self._session.token
-        await self._session.retry("finish_rollback", lambda: store.rollbacks.finish(token, request))
+        refusal = None
+        if request.request_id != self._progress.rollback_id:
+            refusal = await self._go_back(request, commit)
+        if refusal is None:
+            refusal = await self._publish(request)
+        if refusal is not None:
+            self._log.error("rollback_refused", policy_version=request.policy_version, message=str(refusal))
+        token, rollbacks = self._session.token, self._session.store.rollbacks
+        await self._session.retry("finish_rollback", lambda: rollbacks.finish(token, request))
 
     async def unless_abandoned(self, publication: Awaitable[T]) -> T | None:
         """Await a call of the publisher; return None for a policy that has diverged and that a request abandons.
@@ -100,14 +93,31 @@ class RollbackRunner:
             return error
         return None
 
-    async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
+    async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> CheckpointError | None:
+        """Restore the weights and commit them; return the error of a version that is not kept.
+
+        Raises the errors of ``commit``: weights and rollback count are those of no state then, and the next start of
+        the trainer carries out the request.
+        """
         store, version = self._session.store, request.policy_version
         self._ranks.catalog.update(await self._session.retry("policies", store.policies.announced))
         if (refusal := await self._retry.run("take_weights", lambda: self._take_weights(version))) is not None:
-            raise refusal
+            return refusal
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id
         self._progress.rollback_step = self._ranks.trainer.train_step
         self._progress.rolled_back_to = version
         self._progress.nonfinite_updates_in_a_row = 0
         await commit()
+        return None
+
+    async def _publish(self, request: RollbackRequest) -> CheckpointError | None:
+        """Publish the restored weights and drop the unclaimed work; return an error of the checkpoints."""
+        store, token = self._session.store, self._session.token
+        try:
+            version = await self._publisher.publish(self._ranks.trainer.train_step)
+        except CheckpointError as error:
+            return error
+        dropped = await self._session.retry("rollback", lambda: store.training.roll_back(token))
+        self._log.info("rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped)
+        return None

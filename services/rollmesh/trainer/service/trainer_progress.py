@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
@@ -80,10 +81,17 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
     judged = checkpoints.judged_states()
     states, unreadable = judged.sound, dict(judged.unsound)
     rejected: list[str] = []
+    if states:
+        _check_rollback(checkpoints, states[0], unreadable)
     for state in states:
         if state.record.rollback_count < states[0].record.rollback_count:
             break
+        shared = False
         try:
+            if ranks.world.size > 1:
+                # Damage is found here, where another state may follow: an error of the load below ends all ranks.
+                checkpoints.verify_state(state)
+                shared = True
             extra = ranks.load(state)
         except CheckpointError as error:
             if error.reason == Reason.FOREIGN_ARCHITECTURE:
@@ -92,7 +100,7 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
                     f"state of this run does not fit them ({error}); set both as they were, or start a new run "
                     "(another name and folder)"
                 ) from error
-            if error.passing or ranks.world.size > 1:
+            if error.passing or shared:
                 raise
             rejected.append(str(error))
             unreadable[state.folder.name] = str(error)
@@ -106,6 +114,25 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
     if unreadable:
         log.error("run_replayed_from_start", refused=sorted(unreadable))
     return Progress()
+
+
+def _check_rollback(checkpoints: CheckpointStore, newest: CommittedState, unreadable: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a policy is of a later rollback than the newest state.
+
+    A rollback commits its state before it writes a policy, so that state was there: it is damaged, or a copy of the
+    checkpoints lacks it.
+    """
+    count = newest.record.rollback_count
+    later = [record for record in checkpoints.complete_policies() if record.rollback_count > count]
+    if later:
+        policy = later[-1]
+        damaged = "".join(f"; damaged: {reason}" for reason in unreadable.values())
+        raise CheckpointError(
+            f"{newest.folder}: the newest trainer state that can be read has {count} rollbacks, but policy version "
+            f"{policy.policy_version} ({policy.path}) has {policy.rollback_count}: to continue from this state would "
+            f"undo a rollback{damaged}; restore the states from a copy, or export that policy and start a new run from "
+            "it (model.path)"
+        )
 
 
 def _check_replay_from_start(checkpoints: CheckpointStore, unreadable: Mapping[str, str]) -> None:

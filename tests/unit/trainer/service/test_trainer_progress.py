@@ -115,6 +115,21 @@ def test_damaged_states_never_undo_a_rollback(config: RunConfig, tmp_path: Path)
         load_newest_state(ranks(config, store), store, config)
 
 
+def test_a_state_of_before_a_rollback_never_takes_the_place_of_a_damaged_one(config: RunConfig, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    saved(config, store, 1)
+    (state,) = saved(config, store, 2, rollbacks=1)
+    publish(store, 3, session="abcr1")
+    assert load_newest_state(ranks(config, store), store, config).trained_token_total == 2, "nothing is damaged"
+    (state.folder / "COMMITTED").write_bytes(b"{")
+    restarted = ranks(config, store)
+    with pytest.raises(
+        CheckpointError, match="00000001-abc1: .* policy version 3 .* undo .* damaged: .*/00000002-abc2/"
+    ):
+        load_newest_state(restarted, store, config)
+    assert restarted.trainer.train_step == 0, "nothing is loaded"
+
+
 def test_a_new_run_and_one_without_a_state_begin_with_the_initial_model(config: RunConfig, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, SECRET)
     assert load_newest_state(ranks(config, store), store, config) == Progress()
