@@ -68,18 +68,26 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         config = load_run_config(line.folder / "config.yaml", environ={})
         checkpoints = open_checkpoints(config)
         trained: list[Batch] = []
+        complete: set[int] = set()
         batches: list[Batch] = []
 
         def traced() -> bool:
-            """Look for batches with all their spans, whichever they are.
+            """Look for successive batches with all their spans, whichever they are.
 
             On a machine that stalls, the spans that a process exports at that time may be lost.
             """
             steps = range(len(trained) + 1, len(line.json_lines("metrics.jsonl")) + 1)
             trained.extend(checkpoints.read_batch(step) for step in steps)
             traces = received.traces()
-            batches[:] = [batch for batch in trained if not lacking(traces, batch, config.name)][:STEPS]
-            return len(batches) == STEPS
+            for batch in trained:
+                if batch.train_step not in complete and not lacking(traces, batch, config.name):
+                    complete.add(batch.train_step)
+            for at in range(len(trained) - STEPS + 1):
+                window = trained[at : at + STEPS]
+                if complete.issuperset(batch.train_step for batch in window):
+                    batches[:] = window
+                    return True
+            return False
 
         # A process that is killed takes its last second of spans with it, so these have to be there before.
         wait_until(traced, "the spans of some steps", process)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from rollmesh.checkpoints.durable import check_file, confined, regular_files, remove_tree, write_new_file
+from rollmesh.checkpoints.digests import check_files
+from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, write_new_file
 from rollmesh.checkpoints.manifest import ManifestFile
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
@@ -133,8 +134,7 @@ def verify_files(state: CommittedState, *, rank: int = 0, world_size: int = 1) -
     unlisted = [name for name in regular_files(state.folder) if name.endswith(".safetensors") and name not in listed]
     if unlisted:
         raise CheckpointError(f"{state.folder}: files that COMMITTED does not list: {unlisted}", reason=Reason.TAMPERED)
-    for file in state.record.files[rank::world_size]:
-        check_file(confined(state.folder, file.path), size=file.size_bytes, sha256=file.sha256)
+    check_files(state.folder, state.record.files[rank::world_size])
 
 
 def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:

@@ -4,7 +4,7 @@ A backup contains the run folder and the checkpoints. It omits the queue: the tr
 empty queue. Complete files never change, so the copy order alone ensures consistency: states, then policies, then
 batch files. After a restore, as after a crash, a batch file newer than the newest state is trained again. Another
 order could copy a state without its batch files. If the run is rolled back during the copy, all of it is copied again:
-policies and batch files of after a rollback, with a state of before it, would undo the rollback.
+policies and batch files from after a rollback, with a state from before it, would undo the rollback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +69,17 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
         _copy(folder.path / SECRET_FILE, destination / SECRET_FILE, report)
     # What this copy adds stays in the backup until the next one, even if the run prunes it meanwhile.
     pruned = [path for kind in (STATES, POLICIES) for path in _pruned(root / kind, target / kind)]
+    copied = checkpoints.at(target)
+    for name in copied.judged_states().unsound:  # damaged copies of an earlier backup
+        shutil.rmtree(target / STATES / name)
     for _ in range(_ATTEMPTS):
-        _copy_folders(root / STATES, target / STATES, COMMITTED_FILE, report)
-        _copy_folders(root / POLICIES, target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
+        # The newest first: the run prunes the oldest one next.
+        _copy_folders(reversed(_folders(root / STATES)), target / STATES, COMMITTED_FILE, report)
+        newest = _newest_state(copied, pruned)
+        if newest is None and checkpoints.latest_committed() is not None:
+            continue
+        _copy_folders(_folders(root / POLICIES), target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
         _copy_batches(root / BATCHES, target / BATCHES, report)
-        newest = _newest_state(checkpoints.at(target), pruned)
         if _rollbacks(newest) >= _rollbacks(checkpoints.latest_committed()):
             break
     else:
@@ -112,9 +118,9 @@ def _reject_destination(run: Path, root: Path, destination: Path) -> None:
         raise ConfigError(f"destination {destination} holds the backup of another run: choose another folder")
 
 
-def _copy_folders(source: Path, target: Path, marker: str, report: BackupReport, late: str = "") -> None:
+def _copy_folders(folders: Iterable[Path], target: Path, marker: str, report: BackupReport, late: str = "") -> None:
     """Copy the folders that contain ``marker``; the file ``late`` may appear in a folder after its marker."""
-    for folder in _folders(source):
+    for folder in folders:
         copied = target / folder.name
         try:
             if not copied.exists() and (folder / marker).exists():
@@ -162,6 +168,7 @@ def _pruned(source: Path, target: Path) -> list[Path]:
     return [folder for folder in _folders(target) if not (source / folder.name).exists()]
 
 
-def _folders(parent: Path) -> Iterator[Path]:
-    if parent.exists():
-        yield from sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+def _folders(parent: Path) -> list[Path]:
+    if not parent.exists():
+        return []
+    return sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))

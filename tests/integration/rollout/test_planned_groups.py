@@ -106,7 +106,7 @@ async def test_groups_of_two_rounds_are_trained_with_the_members_of_both(store: 
     assert counts.dropped_tokens["shortened"] >= sum(t.cut_token_count for t in trained)
 
 
-async def test_leaders_and_workers_that_die_between_rounds_launch_nothing_twice_and_lose_nothing(
+async def test_replicas_that_stop_between_rounds_launch_nothing_twice_and_lose_nothing(
     store: TrajectoryStore,
 ) -> None:
     """Every other replica is stopped and drains while groups wait for a decision or run their second round."""

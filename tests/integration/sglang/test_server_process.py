@@ -255,7 +255,7 @@ async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_l
     tmp_path, kit, real
 ):
     """The front of a server with a hung scheduler still answers: only calls without an answer reveal it."""
-    limits = {"kv_token_capacity": 64, "max_context_tokens": 64, "request_timeout_seconds": 30.0}
+    limits = {"kv_token_capacity": 64, "max_context_tokens": 64, "request_timeout_seconds": 15.0}
     engine = _engine(tmp_path, real["environment"], python=real["python"], device="cpu", **limits)
     try:
         await engine.start(kit.write_model(tmp_path / "model", 0), 0)
@@ -268,7 +268,7 @@ async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_l
         (scheduler,) = (p for p in tree(server_of(psutil.Process().pid).pid) if "scheduler" in command(p))
         scheduler.suspend()
         await engine._server.api.model_info(60.0)
-        with pytest.raises(EngineLost, match=r"request_timeout_seconds=30, nor to any other request"):
+        with pytest.raises(EngineLost, match=r"request_timeout_seconds=15, nor to any other request"):
             async for _ in stream:
                 pass
         with pytest.raises(EngineLost):

@@ -51,7 +51,7 @@ def during_the_copy(monkeypatch: pytest.MonkeyPatch, folder: str, change: Callab
 
 
 @pytest.mark.parametrize("folder", ["policies", "batches"])
-def test_a_backup_of_a_run_that_is_rolled_back_meanwhile_has_the_state_of_after_the_rollback(
+def test_a_backup_of_a_run_that_is_rolled_back_meanwhile_has_the_state_from_after_the_rollback(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     def roll_back() -> None:
@@ -81,3 +81,13 @@ def test_a_backup_keeps_what_it_has_copied_although_the_run_prunes_it_meanwhile(
     assert (report.train_step, [s.train_step for s in copied.committed_states()]) == (1, [1])
     again = back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
     assert (again.train_step, again.removed, [s.train_step for s in copied.committed_states()]) == (3, 1, [3, 2])
+
+
+def test_a_damaged_state_of_an_earlier_backup_is_copied_again(store: CheckpointStore, tmp_path: Path) -> None:
+    back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
+    copied = store.at(tmp_path / "copy" / "checkpoints")
+    (state,) = copied.committed_states()
+    (state.folder / state.record.files[0].path).write_bytes(b"")
+    assert copied.committed_states() == []
+    assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 1
+    copied.verify_state(state)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
@@ -53,8 +54,13 @@ class Announcer:
 
     async def prune(self, session: str) -> None:
         """Delete old policies; ``session`` is the label of the folders of this trainer."""
-        store = self._session.store
         await self._session.learn_policies()
+        removed = await self._retry.run("prune_policies", lambda: self._prune(session))
+        if removed:
+            self._log.info("policies_pruned", paths=removed)
+
+    async def _prune(self, session: str) -> list[Path]:
+        store = self._session.store
         pinned = await self._session.retry("pinned_policy", store.policies.pinned)
         generators = await self._session.retry("generators", store.generators.live)
         evaluations = await self._session.retry("evaluations", store.evaluations.all)
@@ -72,9 +78,7 @@ class Announcer:
             keep_versions=kept,
             session=session,
         )
-        removed = await self._retry.run("prune_policies", lambda: asyncio.to_thread(prune))
-        if removed:
-            self._log.info("policies_pruned", paths=removed)
+        return await asyncio.to_thread(prune)
 
 
 def kept_policies(config: RunConfig) -> int:

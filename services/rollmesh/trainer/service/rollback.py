@@ -46,7 +46,10 @@ class RollbackRunner:
     _log: Logger = field(default_factory=lambda: get_logger("rollback"), init=False)
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
-        """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
+        """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state.
+
+        After an error, the next start of the trainer carries it out.
+        """
         request = await self.pending()
         if request is None or await self._replaying():
             return
@@ -55,8 +58,8 @@ class RollbackRunner:
         if request.request_id != self._progress.rollback_id:
             refusal = await self._go_back(request, commit)
         if refusal is None:
-            refusal = await self._publish(request)
-        if refusal is not None:
+            await self._publish(request)
+        else:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(refusal))
         token, rollbacks = self._session.token, self._session.store.rollbacks
         await self._session.retry("finish_rollback", lambda: rollbacks.finish(token, request))
@@ -94,11 +97,7 @@ class RollbackRunner:
         return None
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> CheckpointError | None:
-        """Restore the weights and commit them; return the error of a version that is not kept.
-
-        Raises the errors of ``commit``: weights and rollback count are those of no state then, and the next start of
-        the trainer carries out the request.
-        """
+        """Restore the weights and commit them; return the error of a version that is not kept."""
         store, version = self._session.store, request.policy_version
         self._ranks.catalog.update(await self._session.retry("policies", store.policies.announced))
         if (refusal := await self._retry.run("take_weights", lambda: self._take_weights(version))) is not None:
@@ -111,13 +110,9 @@ class RollbackRunner:
         await commit()
         return None
 
-    async def _publish(self, request: RollbackRequest) -> CheckpointError | None:
-        """Publish the restored weights and drop the unclaimed work; return an error of the checkpoints."""
+    async def _publish(self, request: RollbackRequest) -> None:
+        """Publish the restored weights and drop the unclaimed work."""
         store, token = self._session.store, self._session.token
-        try:
-            version = await self._publisher.publish(self._ranks.trainer.train_step)
-        except CheckpointError as error:
-            return error
+        version = await self._publisher.publish(self._ranks.trainer.train_step)
         dropped = await self._session.retry("rollback", lambda: store.training.roll_back(token))
         self._log.info("rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped)
-        return None

@@ -61,7 +61,7 @@ class TrainingSession:
         self.assertions = 0
         """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
         self.run_id = ""
-        """Redis server that has the training state; empty during a re-assertion."""
+        """run_id of the Redis server that has the training state; empty during a re-assertion."""
         self._checkpoints = checkpoints
         self._catalog = catalog
         self._metrics = metrics
