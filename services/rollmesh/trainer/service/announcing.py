@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
@@ -59,7 +58,7 @@ class Announcer:
         if removed:
             self._log.info("policies_pruned", paths=removed)
 
-    async def _prune(self, session: str) -> list[Path]:
+    async def _prune(self, session: str) -> list[str]:
         store = self._session.store
         pinned = await self._session.retry("pinned_policy", store.policies.pinned)
         generators = await self._session.retry("generators", store.generators.live)
