@@ -58,7 +58,7 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def run(*, quick: bool = False, save: Path | None = None) -> list[Measure]:
-    """Measure; ``quick`` runs one repetition instead of five, up to 32 calls, with an eighth of the mixed prompts.
+    """Measure; ``quick`` runs one repetition instead of five, up to 32 calls, with a quarter of the mixed prompts.
 
     ``save`` names the file of a decode curve. Raises ConfigError if the machine was too busy for a usable one; a curve
     of ``quick`` has few points from one round and is not checked.
@@ -104,7 +104,7 @@ def _measure(folder: Path, *, quick: bool, save: Path | None) -> list[Measure]:
             results = [_logprob_gap(ours, reference)]
             sizes = _UNIFORM_SIZES[:-1] if quick else _UNIFORM_SIZES
             results += [_uniform(ours, reference, size, repeats) for size in sizes]
-            results.append(_mixed(mixed, reference, mixed_lengths(32 if quick else 256), repeats))
+            results.append(_mixed(mixed, reference, mixed_lengths(64 if quick else 256), repeats))
             return results if save is None else results + runner.run(_save_curve(ours.engine, save, quick=quick))
         finally:
             runner.run(ours.engine.aclose())
