@@ -113,6 +113,7 @@ def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
     """Evaluate one policy version of a stopped run on the fixed evaluation prompts.
 
+    A run in progress is refused: it evaluates versions itself with `evaluation.every_versions`.
     The exit status is 1 when none of the answers counts: there is no score then (null in JSON).
 
     Example: `rollmesh eval runs/demo --version 10`

@@ -23,9 +23,9 @@ async def evaluate_run(
 ) -> Evaluation:
     """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
-    Raises ConfigError for a run of outside agents, while a launcher holds the folder (``evaluation.every_versions``
-    evaluates during a run), when the version was never published or is pruned, when no generator is wanted, or when
-    rollouts of a killed run cannot end before a trainer starts.
+    Raises ConfigError for a run of outside agents, while a launcher holds the folder or workers run without one
+    (``evaluation.every_versions`` evaluates during a run), when the version was never published or is pruned, when no
+    generator is wanted, or when rollouts of a killed run cannot end before a trainer starts.
     """
     if config.rollout.program == "agent":
         raise ConfigError(
@@ -35,6 +35,7 @@ async def evaluate_run(
     remedy = "stop it first, or let it evaluate versions itself: evaluation.every_versions"
     with locked_run_folder(config, remedy):
         async with local_mesh(config, folder, shutdown, console) as mesh:
+            await _check_workers(mesh)
             version = await _published(mesh, policy_version)
             await _check_generators(mesh)
             await _check_recovery(mesh, version)
@@ -42,6 +43,20 @@ async def evaluate_run(
             async with mesh.services(_WITHOUT_TRAINER):
                 await mesh.until_serving()
                 return await evaluate_version(mesh, version)
+
+
+async def _check_workers(mesh: LocalMesh) -> None:
+    """Refuse a run of services that were started one by one: the evaluation would pause it and share its workers."""
+    if mesh.config.store.url is None:
+        return  # No worker outlives the launcher of an embedded Redis.
+    view = await mesh.store.mesh.view(groups=False)
+    alive = await mesh.store.sessions.count_alive(view.now)
+    if alive:
+        raise ConfigError(
+            f"{mesh.folder.path}: {alive} rollout worker(s) of the run are alive; stop them first, or let the run "
+            "evaluate versions itself: evaluation.every_versions (a worker that was killed counts for "
+            f"store.session_ttl_seconds={mesh.config.store.session_ttl_seconds:g})"
+        )
 
 
 async def _published(mesh: LocalMesh, policy_version: int | None) -> int:

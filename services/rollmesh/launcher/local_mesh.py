@@ -35,6 +35,7 @@ from rollmesh.types import GeneratorRecord
 T = TypeVar("T")
 
 _SAMPLE_SECONDS = 1.0
+_RELEASE_SECONDS = 5.0
 OFTEN_SECONDS = 0.2
 """Poll interval of steps that run in sequence; a longer interval would leave the mesh idle after each step."""
 
@@ -71,6 +72,7 @@ class LocalMesh:
         self._addresses = AddressNotes(config, folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
+        self._pauses = False
         self._noted_outage = ""
         self._noted_refusal = -1
 
@@ -136,7 +138,19 @@ class LocalMesh:
 
     async def pause(self, paused: bool) -> None:
         """Pause or resume the run for the launcher; a pause by an operator is independent of it."""
+        self._pauses = self._pauses or paused  # even if the answer is interrupted
         await self.answer(lambda: self.store.settings.set_launcher_paused(paused), "the store")
+        self._pauses = paused
+
+    async def end_pause(self) -> None:
+        """End the pause of this launcher before it exits: services that need no launcher would wait for ever."""
+        if not self._pauses:
+            return
+        try:
+            async with asyncio.timeout(_RELEASE_SECONDS):
+                await self.store.settings.set_launcher_paused(False)
+        except (StoreUnavailable, TimeoutError):
+            self.progress.note("Redis does not answer: the run stays paused until the next rollmesh up or eval")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
         """Return the result of ``work``; raise Interrupted immediately on shutdown, also during store retries."""
@@ -284,5 +298,9 @@ async def local_mesh(
         timeline = TimelineRecorder(running.store, folder, client)
         await running.store.limits.init_run(run_limits(config))
         inline = None if serve is None else InlineServices(folder.config_file, serve)
+        mesh = LocalMesh(config, folder, running, shutdown, progress, timeline, client, inline)
         with progress:
-            yield LocalMesh(config, folder, running, shutdown, progress, timeline, client, inline)
+            try:
+                yield mesh
+            finally:
+                await mesh.end_pause()

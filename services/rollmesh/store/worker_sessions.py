@@ -32,6 +32,11 @@ class Sessions:
         reply: bytes = await self._connection.run("heartbeat", session)
         return reply.decode()
 
+    async def count_alive(self, now: float) -> int:
+        """Return the number of open sessions that have not expired at ``now``, Unix seconds by the server's clock."""
+        sessions = self._connection.keys.single("sessions")
+        return int(await self._connection.command("ZCOUNT", sessions, int(1000 * now), "+inf"))
+
     async def held_by(self, session: str) -> set[str]:
         """Return the ids of the trajectories that a session holds."""
         members = await self._connection.command("SMEMBERS", self._connection.keys.of("held", session))

@@ -166,6 +166,40 @@ def test_an_evaluation_without_a_score_prints_none_and_fails(folder: Path, monke
     assert (found["policy_version"], found["n"], found["mean"]) == (1, 0, None)
 
 
+async def close_sessions(folder: Path) -> None:
+    async with running_store(config(folder), RunFolder(folder)) as running:
+        for session in await running.store.inspection.workers():
+            await running.store.sessions.close(session)
+
+
+async def is_paused(folder: Path) -> bool:
+    async with running_store(config(folder), RunFolder(folder)) as running:
+        return (await running.store.mesh.view()).launcher_paused
+
+
+def test_an_evaluation_beside_services_without_a_launcher_leaves_no_pause(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launcher would ever end it, and an operator cannot."""
+    monkeypatch.setenv("ROLLMESH_GENERATOR__REPLICAS", "0")
+    monkeypatch.setenv("ROLLMESH_STORE__URL", embedded_server(config(folder), RunFolder(folder)).url)
+    asyncio.run(note_evaluation(folder, 1))
+    asyncio.run(close_sessions(folder))
+    done = CliRunner().invoke(app, ["eval", str(folder)])
+    assert done.exit_code == 1 and "evaluation without a score" in done.stdout, done.output
+    assert not asyncio.run(is_paused(folder))
+
+
+def test_a_run_whose_workers_are_alive_is_not_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of the run folder tells nothing of services that were started one by one."""
+    monkeypatch.setenv("ROLLMESH_STORE__URL", embedded_server(config(folder), RunFolder(folder)).url)
+    done = CliRunner().invoke(app, ["eval", str(folder), "--version", "0"])
+    assert done.exit_code == 2
+    assert "1 rollout worker(s) of the run are alive; stop them first" in done.stderr
+    assert "evaluation.every_versions" in done.stderr and "store.session_ttl_seconds=30" in done.stderr
+    assert not asyncio.run(is_paused(folder))
+
+
 def test_a_run_scaled_to_no_generators_is_not_evaluated(folder: Path) -> None:
     printed("scale", str(folder), "generator=0")
     done = CliRunner().invoke(app, ["eval", str(folder)])
