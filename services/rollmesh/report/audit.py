@@ -19,7 +19,6 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.copy_check import MOST_BYTES, CopyCheck
 from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
-from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult, AuditVerdict
 from rollmesh.report.findings import problems, unchecked
@@ -63,7 +62,7 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
 
 def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
     """Open the checkpoint store of a run. Raises DataError without a store, CheckpointError without its secret."""
-    section = CheckpointConfig() if folder.config is None else folder.config.checkpoints
+    section = folder.checkpoint_section
     if not section.remote and not folder.checkpoints.is_dir():
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run started?")
     override = os.environ.get(SECRET_VARIABLE)
@@ -149,7 +148,7 @@ def _audit(
             train_steps=train_steps,
             advance=partial(bars.advance, scoring),
         )
-        if config is not None and config.checkpoints.remote:
+        if folder.checkpoint_section.remote:
             bars.add_task("comparing the copies in the bucket", total=None)
         copies = store.check_copies()
     result = AuditResult(

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.load import load_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ from rollmesh.scheduling import OnStale, Schedule
 
 Record = Mapping[str, Any]
 FAILURE_FILE = "failure.json"
+_LOCATION_VARIABLES = tuple(f"ROLLMESH_CHECKPOINTS__{name}" for name in ("FOLDER", "CACHE_FOLDER", "OBJECT_STORE"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +141,18 @@ class RecordedRun:
         lines = read_json_lines(self.path / FAILURE_FILE).records
         return str(lines[0].get("message", "")) if lines else ""
 
+    @cached_property
+    def checkpoint_section(self) -> CheckpointConfig:
+        """Recorded checkpoint section, with the location of the environment: another machine may have its own."""
+        if self.config is None:
+            return CheckpointConfig()
+        location = {name: value for name, value in os.environ.items() if name.startswith(_LOCATION_VARIABLES)}
+        return load_run_config(self.path / "config.yaml", environ=location).checkpoints
+
     @property
     def checkpoints(self) -> Path:
         """Root folder of the checkpoint store."""
-        folder = self.config.checkpoints.folder if self.config is not None else None
+        folder = self.checkpoint_section.folder
         return Path(folder) if folder is not None else self.path / "checkpoints"
 
     def replace_file(self, name: str, text: str) -> Path:

@@ -31,7 +31,7 @@ def version_bytes(run: RecordedRun) -> VersionBytes:
     Signatures are not checked, and nothing is fetched. Of two folders with the same version the announced one counts,
     then the newer one.
     """
-    remote = run.config is not None and run.config.checkpoints.remote
+    remote = run.checkpoint_section.remote
     found = []
     for entry in found_manifests(_folder(run)):
         with contextlib.suppress(CheckpointError):  # unreadable: the audit reports it
@@ -44,9 +44,9 @@ def version_bytes(run: RecordedRun) -> VersionBytes:
 
 
 def _folder(run: RecordedRun) -> Path:
-    if run.config is None or not run.config.checkpoints.remote:
+    if not run.checkpoint_section.remote:
         return run.checkpoints
-    cache = run.config.checkpoints.cache_folder
+    cache = run.checkpoint_section.cache_folder
     return Path(cache) if cache else run.path / "checkpoints"
 
 
