@@ -124,29 +124,6 @@ async def test_after_a_return_to_an_older_version_running_calls_finish_on_theirs
         rollout.check_pure(merged)
 
 
-async def test_calls_that_end_after_a_return_to_an_older_version_do_not_end_under_it(
-    adapter_make, adapters, merged, monkeypatch
-):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
-    engine = await adapter_make(slots=1)
-    await serve(engine, adapters, 1)
-    await serve(engine, adapters, 2)
-    held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
-    await until(lambda: engine.status().held_back_total == 1)
-    waiting = Running(engine, [make_call("waiting")])
-    await until(lambda: engine.status().waiting_count == 1)
-    await serve(engine, adapters, 1)
-    assert await engine.interrupt() == 2
-    (begun,), (unbegun,) = await held.end(), await waiting.end()
-    assert begun.stamps == {(2, 2)} and not unbegun.stamps
-    begun.check_pure(merged)
-    for rollout in (begun, unbegun):
-        # The caller takes an older version than that of its newest token, or than it asked for, for a fault.
-        last = rollout.chunks[-1]
-        assert (last.finish_reason, last.policy_version) == (FinishReason.INTERRUPTED, 2)
-
-
 async def test_old_versions_make_room_and_may_return(adapter_make, adapters, merged):
     engine = await adapter_make()
     for version in range(1, 6):

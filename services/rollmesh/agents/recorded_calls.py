@@ -29,7 +29,7 @@ from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.worker import Worker
 
 _PARKED_SECONDS = 120.0
-"""Seconds that a call waits for its trajectory's next lease, or for the end of a pause to open another trajectory."""
+"""Limit of each wait of a call: for its trajectory's next lease, and for the end of a pause to open another one."""
 _FORK_SECONDS = 5.0
 """Seconds that a drifted context waits for room for another trajectory."""
 _POLL_SECONDS = 0.1
@@ -193,6 +193,8 @@ class RecordedCalls:
         limits = {ForkStatus.POOL_FULL: _FORK_SECONDS, ForkStatus.PAUSED: _PARKED_SECONDS}
         while True:
             fork = await self._worker.fork(rollout.active, nonce)
+            if fork.status is ForkStatus.PAUSED:
+                since.pop(ForkStatus.POOL_FULL, None)  # a pause hides the room that becomes free
             first = since.setdefault(fork.status, time.monotonic())
             if time.monotonic() - first >= limits.get(fork.status, 0.0):
                 break

@@ -135,7 +135,7 @@ class SessionManager:
         for trajectory in session.trajectories:
             if not trajectory.mark.ended:
                 trajectory.give_up(how)
-            self._trajectories.pop(trajectory.trajectory_id, None)
+            self._forget(trajectory)
         self._sessions.pop(session.session_id, None)
         self._ended[session.session_id] = EndedSession.of(session)
         while len(self._ended) > _REMEMBERED_SESSIONS:
@@ -167,7 +167,7 @@ class SessionManager:
         except AgentGone:
             if session is not None and trajectory.given_up == UNWANTED:
                 session.trajectories.remove(trajectory)
-                self._trajectories.pop(trajectory.trajectory_id, None)
+                self._forget(trajectory)
             elif session is not None:
                 self.end(session, trajectory.given_up)
             raise
@@ -242,6 +242,11 @@ class SessionManager:
         )
         self._metrics.sessions_opened.inc()
         return session
+
+    def _forget(self, trajectory: SessionTrajectory) -> None:
+        # A group that begins again forgets its forks: the id may belong to a fork of another session by now.
+        if self._trajectories.get(trajectory.trajectory_id) is trajectory:
+            del self._trajectories[trajectory.trajectory_id]
 
     def _lose(self, trajectory: SessionTrajectory) -> None:
         trajectory.mark_lost("its tokens differ from those in the queue")

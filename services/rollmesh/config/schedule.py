@@ -81,7 +81,8 @@ class ScheduleConfig(Section):
     set blocks when the batch must contain it (``pace``), or when the batch lacks groups, no group can be admitted, no
     trajectory waits for a lease or a reward, and part of the pool is idle. The time restarts with another set, and in
     the second case with every trajectory that ends; it does not count while no generator is registered, or while every
-    one is pinned to an older policy version than the newest."""
+    one is pinned to an older policy version than the newest: a rollout that hangs, too, then blocks until
+    the pin is released."""
     part_groups: int | None = Field(default=None, ge=0)
     """Groups of a part: until the batch is complete, the trainer computes the gradient of so many ready groups at a
     time, at fixed weights, and makes one optimizer step for the batch. 0 for no parts, null uses the value of the

@@ -1,8 +1,11 @@
-"""Empty chunks of calls that have no token to send for a while.
+"""Empty chunks: of calls that have no token to send for a while, and of those that end without a further token.
 
 A caller takes a generator that sends nothing for ``rollout.chunk_timeout_seconds`` for hung. A call may have nothing to
 send for longer: it waits for a slot, it is held during a load, or its next chunk is long. Then an empty chunk follows
 every few seconds, as long as the engine responds.
+
+A caller takes an older version than that of its newest token, or than it asked for, for a fault. An engine may serve an
+older one by the time that a call ends without a further token.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,8 +36,8 @@ async def with_empty_chunks(
 ) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a call, and an empty one after ``interval_seconds`` without one if the engine responds.
 
-    An empty chunk has the versions of the chunk before it, and before the first one ``policy_version``, the one in
-    service when the call was accepted: they pass the caller's checks.
+    Every chunk without a token, the engine's last one included, has the versions of the newest token, and before the
+    first one ``policy_version``, the one in service when the call was accepted: they pass the caller's checks.
     """
     kv_min_version = policy_version
     async with aclosing(engine.generate(call)) as chunks:
@@ -53,7 +57,10 @@ async def with_empty_chunks(
             chunk = coming.result()
             if chunk is None:
                 return
-            policy_version, kv_min_version = chunk.policy_version, chunk.kv_min_version
+            if len(chunk.token_ids):
+                policy_version, kv_min_version = chunk.policy_version, chunk.kv_min_version
+            else:
+                chunk = replace(chunk, policy_version=policy_version, kv_min_version=kv_min_version)
             yield chunk
 
 

@@ -179,6 +179,11 @@ async def test_the_view_has_the_pin_and_its_only_generator(store: TrajectoryStor
 
     assert await pin() == (None, "")
     await store.policies.pin(0, "evaluation-1", "generator-1")
+    assert await pin() == (None, ""), "a generator that is not registered pins none"
+    expiry = store.connection.keys.single("generator_expiry")
+    await store.connection.command("ZADD", expiry, 1, "generator-1")
+    assert await pin() == (None, ""), "nor does one that has died"
+    await store.connection.command("ZADD", expiry, 1 << 52, "generator-1")
     assert await pin() == (0, "generator-1")
     await store.policies.pin(0)
     assert await pin() == (0, "")

@@ -6,10 +6,8 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollmesh.agents import posted_rewards
@@ -19,69 +17,12 @@ from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.posted_rewards import Rewards, check_repeated
 from rollmesh.agents.request_schema import RewardRequest
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.agents.session_trajectory import AgentGone
+from rollmesh.agents.session_trajectory import UNWANTED, AgentGone
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import Prompt, SamplingParams, Segment, SegmentSource, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.program import RolloutContext
 
-TOKENS = 8192
-
-
-def held_trajectory(number: int) -> ActiveTrajectory:
-    prompt = Prompt(
-        prompt_id="p", verifier="exact", token_ids=np.arange(16, dtype=np.int32), metadata={"answer": str(number)}
-    )
-    return ActiveTrajectory(
-        Trajectory(
-            trajectory_id=f"e0-{number}.0",
-            group_id=f"e0-{number}",
-            prompt=prompt,
-            member_index=0,
-            birth_version=0,
-        )
-    )
-
-
-def sampled(version: int) -> Segment:
-    return Segment(
-        token_ids=np.arange(TOKENS, dtype=np.int32),
-        behavior_logprobs=np.full(TOKENS, -1.0, np.float32),
-        policy_version=version,
-        kv_min_version=version,
-        source=SegmentSource.POLICY,
-        temperature=1.0,
-    )
-
-
-async def done(*_: Any) -> None:
-    return
-
-
-def rollout_of(held: ActiveTrajectory, keep_snapshot: Callable[..., Awaitable[None]] = done) -> RolloutContext:
-    return RolloutContext(
-        active=held,
-        caller=None,  # type: ignore[arg-type]  # no call is made here
-        params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
-        budget=2 * TOKENS,
-        save=done,
-        report_first_token=done,
-        restart=done,
-        keep_snapshot=keep_snapshot,
-    )
-
-
-async def opened_session(desk: SessionManager, rollout: RolloutContext) -> tuple[AgentSession, asyncio.Task[Any]]:
-    """Open a session and sample into it; returns it and the worker's task."""
-    opened = asyncio.create_task(desk.open(60.0))
-    while not desk.wanted():
-        await asyncio.sleep(0)
-    run = asyncio.create_task(desk.run(rollout))
-    session = await opened
-    assert session is not None
-    rollout.active.add(sampled(3))
-    return session, run
+from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of
 
 
 async def ended_session(desk: SessionManager, number: int, how: str) -> tuple[str, weakref.ref[ActiveTrajectory]]:
@@ -183,3 +124,31 @@ async def test_a_session_given_up_before_its_reward_is_stored_is_not_trained() -
     with pytest.raises(OpenAiError) as gone:
         await post
     assert gone.value.code == "session_ended"
+
+
+@pytest.mark.parametrize("how", ["given_up", UNWANTED])
+async def test_the_late_end_of_a_trajectory_leaves_a_later_one_with_its_id_to_its_session(how: str) -> None:
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    session, run = await opened_session(desk, rollout_of(held_trajectory(0)))
+    other, other_run = await opened_session(desk, rollout_of(held_trajectory(0, 1)))
+    # A group that begins again forgets its forks, whose ids may then be given again.
+    forgotten, leased = desk.add_trajectory(session, "e0-0.2"), rollout_of(held_trajectory(0, 2))
+    forgotten_run = asyncio.create_task(desk.run(leased))
+    while forgotten.rollout is not leased:
+        await asyncio.sleep(0)
+    newest, again = desk.add_trajectory(other, "e0-0.2"), rollout_of(held_trajectory(0, 2))
+    if how == UNWANTED:
+        forgotten.give_up(UNWANTED)
+    else:
+        desk.end(session, how)
+    with pytest.raises(AgentGone):
+        await forgotten_run
+    newest_run = asyncio.create_task(desk.run(again))
+    while newest.rollout is None and not newest_run.done():
+        await asyncio.sleep(0)
+    assert newest.rollout is again, "the agent of the later session waits for this lease"
+    for ended in (session, other):
+        desk.end(ended, "given_up")
+    for task in (run, other_run, newest_run):
+        with pytest.raises(AgentGone):
+            await task

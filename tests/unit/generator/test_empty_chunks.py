@@ -88,6 +88,19 @@ async def test_an_empty_chunk_has_the_version_that_the_call_accepts_and_a_refusa
                 assert not len(chunk.token_ids)
 
 
+async def test_a_call_that_ends_without_a_token_ends_under_the_version_that_it_was_accepted_at(engine_of, model_folder):
+    engine = await engine_of(seed=1, version=1, slots=1)
+    await engine.pause()
+    stream = with_empty_chunks(engine, make_call("waiting"), 1, interval_seconds=0.01)
+    chunks = [await anext(stream)]
+    await engine.load(model_folder("qwen2"), 0, OnNewVersion.INTERRUPT)
+    await engine.interrupt()
+    chunks += [chunk async for chunk in stream]
+    assert chunks[-1].finish_reason is FinishReason.INTERRUPTED
+    # The caller takes an older version than it asked for for a fault.
+    assert {(len(chunk.token_ids), chunk.policy_version, chunk.kv_min_version) for chunk in chunks} == {(0, 1, 1)}
+
+
 async def test_the_error_of_a_call_that_is_closed_after_an_empty_chunk_is_not_logged_as_unread(engine_of):
     unread: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))

@@ -76,8 +76,7 @@ class Engine(Protocol):
     def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; closing the stream early releases the slot.
 
-        An empty last chunk has no older version than the call's newest token, or without a token than the version in
-        service when the call arrived. An older one may be in service by then, which the caller would take for a fault.
+        The versions of a chunk without tokens mean nothing: ``with_empty_chunks`` sets them.
         """
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:

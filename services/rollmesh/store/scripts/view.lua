@@ -34,6 +34,12 @@ local ratio = limit > 0 and tostring(expected / limit) or '0'
 -- Groups recalled for the next batch.
 local recalled = tonumber(meta[14]) == tonumber(meta[2]) + 1 and meta[15] or '0'
 
+-- The pin of a generator that has left or died pins none, until its evaluation pins another.
+local instance = meta[20] or ''
+if instance ~= '' and tonumber(call('ZSCORE', K.generator_expiry, instance) or '0') < now() then
+  meta[19], instance = false, ''
+end
+
 -- During a rollback nothing can be cut, so the leader gets no ready groups.
 local ready, ids, seen = {}, {}, {}
 local lists = (meta[9] or bound == 0) and {} or {K.ready, K.ready_steps}
@@ -95,7 +101,7 @@ return {map = {
   memory_ratio = ratio, used_memory = used, max_memory = limit, saved_bytes_total = counts[3] or '0',
   finished_total = finished_total, prompt_bytes_total = counts[5] or '0', prompts_total = counts[6] or '0',
   generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'), pinned_version = meta[19] or '',
-  pinned_instance = meta[20] or '',
+  pinned_instance = instance,
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
   reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
   rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', ready_ms = meta[16] or '',

@@ -89,9 +89,7 @@ def make_server_call(name: str = "t") -> ServerCall:
         sampling=SamplingParams(),
         chunk_token_count=4,
     )
-    return ServerCall(
-        call=call, budget=9, accepted_version=0, backlog=Backlog.of(call), context=call.context_ids.tolist()
-    )
+    return ServerCall(call=call, budget=9, backlog=Backlog.of(call), context=call.context_ids.tolist())
 
 
 def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():

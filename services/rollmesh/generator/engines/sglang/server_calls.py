@@ -114,7 +114,7 @@ class Calls:
             server_call.kv_min_version,
             _finish_reason(server_call, piece, fell),
             cached_token_count=piece.cached_token_count if first else 0,
-            idle_version=server_call.idle_version,
+            idle_version=state.in_service,
         )
 
     def _choose_adapter(self, adapters: LoadedAdapters, server_call: ServerCall) -> None:

@@ -78,18 +78,12 @@ class SglangEngine:
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         vocab_size = self._state.serving().vocab_size
         budget = check_call(call, vocab_size=vocab_size, longest=self._options.generator.max_context_tokens)
-        server_call = ServerCall(
-            call=call,
-            budget=budget,
-            accepted_version=self._policy_version,
-            backlog=Backlog.of(call),
-            context=call.context_ids.tolist(),
-        )
+        server_call = ServerCall(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
         self._queue.enter(server_call)
         try:
             while True:
                 if not await self._calls.wait_until_ready(server_call):
-                    yield empty_chunk(FinishReason.INTERRUPTED, server_call.idle_version)
+                    yield empty_chunk(FinishReason.INTERRUPTED, self._state.in_service)
                     return
                 for chunk in await self._calls.next_chunks(server_call):
                     yield chunk
@@ -199,7 +193,7 @@ class SglangEngine:
             raise state.failure
         queue.account()
         return EngineStatus(
-            policy_version=self._policy_version,
+            policy_version=self._server.policy_version if self._adapters is None else state.in_service,
             running_count=queue.running_count,
             waiting_count=queue.waiting_count,
             slot_count=queue.slot_count,
@@ -234,11 +228,6 @@ class SglangEngine:
         if self._adapters is not None:
             await self._adapters.aclose()
         await self._server.aclose()
-
-    @property
-    def _policy_version(self) -> int:
-        """Version of the calls that arrive now."""
-        return self._server.policy_version if self._adapters is None else self._state.in_service
 
     async def _load_adapter(self, adapters: LoadedAdapters, folder: Path, version: int) -> None:
         """Check an adapter and load it into the server beside the others; the base is there already."""

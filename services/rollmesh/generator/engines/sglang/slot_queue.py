@@ -20,8 +20,6 @@ class ServerCall:
     call: GenerationCall
     budget: int
     """Tokens that may still be sampled."""
-    accepted_version: int
-    """Policy version in service when the call arrived."""
     backlog: Backlog
     context: list[int]
     """All tokens before the next one."""
@@ -55,11 +53,6 @@ class ServerCall:
     def begun(self) -> bool:
         """True once the call has a slot or new tokens."""
         return self.running or len(self.context) > len(self.call.context_ids)
-
-    @property
-    def idle_version(self) -> int:
-        """Policy version of the last chunk if the call ends without a further token."""
-        return self.floor if self.floor >= 0 else self.accepted_version
 
     def kv_min_version(self, policy_version: int) -> int:
         """Return the oldest version in the cache while ``policy_version`` sampled."""

@@ -300,8 +300,8 @@ class ModelThread:
             chunk = Chunk(
                 token_ids=np.empty(0, np.int32),
                 behavior_logprobs=np.empty(0, np.float32),
-                policy_version=call.idle_version,
-                kv_min_version=call.idle_version,
+                policy_version=self.batch.policy_version,
+                kv_min_version=self.batch.policy_version,
                 finish_reason=FinishReason.INTERRUPTED,
             )
             self.batch.outbox.append((call, chunk))

@@ -285,10 +285,7 @@ class RunningBatch:
         return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _cut_chunk(self, call: RunningCall, reason: FinishReason | None = None) -> None:
-        version = self._version_of(call)
-        if not self.slots.undelivered(call.slot):
-            version = max(version, call.idle_version)
-        chunk = self.slots.take_chunk(call, version, reason)
+        chunk = self.slots.take_chunk(call, self._version_of(call), reason)
         if len(chunk.token_ids):
             call.newest_version = chunk.policy_version
             call.backlog.add(len(chunk.token_ids))

@@ -21,8 +21,6 @@ class RunningCall:
     """Function that passes a chunk or the final error to the caller; runs in the asyncio thread."""
     budget: int
     """Maximum number of tokens to sample: the call's limit, or the room left in the context."""
-    accepted_version: int
-    """Policy version in service when the call arrived."""
     noise_key: int = field(init=False)
     backlog: Backlog = field(init=False)
     arrival: int = 0
@@ -47,11 +45,6 @@ class RunningCall:
     def started(self) -> bool:
         """True once the caller has received tokens."""
         return self.written_count > 0
-
-    @property
-    def idle_version(self) -> int:
-        """Policy version of the last chunk if the call ends without a further token."""
-        return self.newest_version if self.started else self.accepted_version
 
     @property
     def position(self) -> int:

@@ -113,8 +113,7 @@ class TorchEngine:
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         vocab_size, longest = thread.batch.model.arch.vocab_size, thread.batch.cache.longest
         budget = check_call(call, vocab_size=vocab_size, longest=longest)
-        version = thread.batch.policy_version
-        running = RunningCall(request=call, deliver=chunks.put_nowait, budget=budget, accepted_version=version)
+        running = RunningCall(request=call, deliver=chunks.put_nowait, budget=budget)
         self._post(thread, lambda: thread.submit(running))
         ended = False
         try:

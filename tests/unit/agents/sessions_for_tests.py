@@ -1,0 +1,76 @@
+"""Sessions of a manager whose worker the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from rollmesh.agents.agent_session import AgentSession
+from rollmesh.agents.session_manager import SessionManager
+from rollmesh.types import Prompt, SamplingParams, Segment, SegmentSource, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.program import RolloutContext
+
+TOKENS = 8192
+
+
+def held_trajectory(number: int, member: int = 0) -> ActiveTrajectory:
+    prompt = Prompt(
+        prompt_id="p", verifier="exact", token_ids=np.arange(16, dtype=np.int32), metadata={"answer": str(number)}
+    )
+    return ActiveTrajectory(
+        Trajectory(
+            trajectory_id=f"e0-{number}.{member}",
+            group_id=f"e0-{number}",
+            prompt=prompt,
+            member_index=member,
+            birth_version=0,
+        )
+    )
+
+
+def sampled(version: int) -> Segment:
+    return Segment(
+        token_ids=np.arange(TOKENS, dtype=np.int32),
+        behavior_logprobs=np.full(TOKENS, -1.0, np.float32),
+        policy_version=version,
+        kv_min_version=version,
+        source=SegmentSource.POLICY,
+        temperature=1.0,
+    )
+
+
+async def done(*_: Any) -> None:
+    return
+
+
+def rollout_of(
+    held: ActiveTrajectory,
+    keep_snapshot: Callable[..., Awaitable[None]] = done,
+    restart: Callable[..., Awaitable[None]] = done,
+) -> RolloutContext:
+    return RolloutContext(
+        active=held,
+        caller=None,  # type: ignore[arg-type]  # no call is made here
+        params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
+        budget=2 * TOKENS,
+        save=done,
+        report_first_token=done,
+        restart=restart,
+        keep_snapshot=keep_snapshot,
+    )
+
+
+async def opened_session(desk: SessionManager, rollout: RolloutContext) -> tuple[AgentSession, asyncio.Task[Any]]:
+    """Open a session and sample into it; returns it and the worker's task."""
+    opened = asyncio.create_task(desk.open(60.0))
+    while not desk.wanted():
+        await asyncio.sleep(0)
+    run = asyncio.create_task(desk.run(rollout))
+    session = await opened
+    assert session is not None
+    rollout.active.add(sampled(3))
+    return session, run
