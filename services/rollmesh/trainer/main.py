@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from rollmesh.checkpoints.describe import architecture_of, read_json
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, SessionLost, Unfinished
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
@@ -24,7 +26,14 @@ from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import OnStale, Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
-from rollmesh.trainer.learner.distributed import join_world, leave_world, local_rank, pick_device
+from rollmesh.trainer.learner.distributed import (
+    World,
+    broadcast_bytes,
+    join_world,
+    leave_world,
+    local_rank,
+    pick_device,
+)
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.records.run_log import StepRecords
 from rollmesh.trainer.records.samples import decoder
@@ -80,24 +89,42 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 
 def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
-    """Join the process group and load the initial model."""
+    """Join the process group, take the settings of rank 0 and load the initial model."""
     world = join_world(pick_device(config.trainer.device).type)
     catalog = PolicyCatalog(checkpoints)
     schedule, folder = Schedule.from_config(config), model_folder(config, checkpoints)
+    most = schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None
+    section, max_token_staleness = _settings_of_rank_0(config.trainer, most, world)
     try:
         trainer = PolicyTrainer.from_folder(
             folder,
-            config.trainer,
+            section,
             dtype=config.model.dtype,
             adapter=config.model.adapter,
             world=world,
-            max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
+            max_token_staleness=max_token_staleness,
             policy_folder=catalog.folder,
             longest=config.generator.max_context_tokens,
         )
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return RankCoordinator(trainer, world, checkpoints, catalog)
+
+
+def _settings_of_rank_0(
+    own: TrainerConfig, max_token_staleness: int | None, world: World
+) -> tuple[TrainerConfig, int | None]:
+    """Return the trainer section and the staleness above which tokens are masked, both of rank 0, for every rank.
+
+    While a rolling upgrade replaces the trainer's pods, ranks read different run files. With settings of its own, a
+    rank would split a batch in another way: some trajectories would be trained twice, others never, or the ranks would
+    wait for each other. Only the device is the rank's own.
+    """
+    if world.size == 1:
+        return own, max_token_staleness
+    settings = {"trainer": own.model_dump(mode="json"), "max_token_staleness": max_token_staleness}
+    sent = json.loads(broadcast_bytes(json.dumps(settings).encode() if world.leads else None, world))
+    return TrainerConfig.model_validate(sent["trainer"] | {"device": own.device}), sent["max_token_staleness"]
 
 
 async def _lead(
