@@ -129,10 +129,10 @@ _SET_BY_CHART = frozenset({"folder", "network", "security"})
 _READ_BY_SERVICES = frozenset({"torch_threads", "start_timeout_seconds"})
 """Fields of the launcher section that services read too; only a local launcher reads the others."""
 _FIELDS_SET_BY_CHART = {
-    "store": ("url", "password", "sentinel_password"),
+    "store": ("url", "password", "sentinel_password", "maxmemory_bytes", "appendfsync"),
     "checkpoints": ("folder", "secret", "cache_folder"),
     "reward": ("address",),
-    "gateway": ("host", "port", "token"),
+    "gateway": ("enabled", "host", "port", "token"),
     "agents": ("enabled", "host", "port"),
     "launcher": tuple(name for name in LauncherConfig.model_fields if name not in _READ_BY_SERVICES),
 }
@@ -194,7 +194,9 @@ def _run_section(description: str) -> Schema:
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
     for section, names in _FIELDS_SET_BY_CHART.items():
         properties[section] = _without(*names)
-    properties["generator"] = {"type": "object", "properties": {"sglang": _without("admin_key")}}
+    properties["generator"] = {"type": "object", "properties": {"replicas": False, "sglang": _without("admin_key")}}
+    # Only `rollmesh up` makes these evaluations; false, as in a resolved run file, asks for nothing.
+    properties["evaluation"] = {"type": "object", "properties": {"before_and_after": {"const": False}}}
     properties["name"] = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"}
     properties["seed"] = {"type": "integer"}
     properties["model"] = {"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}

@@ -59,6 +59,11 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("run.checkpoints.folder=/elsewhere", "folder"),
         ("run.reward.address=elsewhere:7070", "address"),
         ("run.gateway.port=81", "port"),
+        ("run.gateway.enabled=false", "enabled"),
+        ("run.generator.replicas=4", "replicas"),
+        ("run.store.appendfsync=always", "appendfsync"),
+        ("run.store.maxmemory_bytes=1073741824", "maxmemory_bytes"),
+        ("run.evaluation.before_and_after=true", "before_and_after"),
         ("podSecurityContext.runAsUser=0", "runAsUser"),
         ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
         ("redis.externalUrl=redis://host:6379/0?db=1&password=word", "externalUrl"),
@@ -199,13 +204,13 @@ def test_a_part_of_a_run_file_is_refused_with_what_it_lacks(helm: Helm, missing:
 
 
 def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_path: Path) -> None:
-    sets = ["run.store.maxmemory_bytes=12884901888", "run.trainer.learning_rate=0.0000004", "run.seed=20000000"]
+    sets = ["run.generator.kv_token_capacity=12884901888", "run.trainer.learning_rate=0.0000004", "run.seed=20000000"]
     file = tmp_path / "run.yaml"
     file.write_text(helm.template(CHART, [KIND], sets).one("ConfigMap", "-run")["data"]["run.yaml"])
 
     config = load_run_config(file, environ={})
 
-    assert config.store.maxmemory_bytes == 12_884_901_888
+    assert config.generator.kv_token_capacity == 12_884_901_888
     assert config.trainer.learning_rate == 4e-7
     assert config.seed == 20_000_000
 
