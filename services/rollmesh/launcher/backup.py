@@ -67,11 +67,11 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     (target / LINEAGE_FILE).write_text(lineage)
     if (folder.path / SECRET_FILE).exists():
         _copy(folder.path / SECRET_FILE, destination / SECRET_FILE, report)
-    # What this copy adds stays in the backup until the next one, even if the run prunes it meanwhile.
-    pruned = [path for kind in (STATES, POLICIES) for path in _pruned(root / kind, target / kind)]
     copied = checkpoints.at(target)
     for name in copied.judged_states().unsound:  # damaged copies of an earlier backup
         shutil.rmtree(target / STATES / name)
+    # What this copy adds stays in the backup until the next one, even if the run prunes it meanwhile.
+    pruned = [path for kind in (STATES, POLICIES) for path in _pruned(root / kind, target / kind)]
     for _ in range(_ATTEMPTS):
         # The newest first: the run prunes the oldest one next.
         _copy_folders(reversed(_folders(root / STATES)), target / STATES, COMMITTED_FILE, report)

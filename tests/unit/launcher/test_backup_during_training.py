@@ -91,3 +91,18 @@ def test_a_damaged_state_of_an_earlier_backup_is_copied_again(store: CheckpointS
     assert copied.committed_states() == []
     assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 1
     copied.verify_state(state)
+
+
+def test_a_damaged_state_of_an_earlier_backup_that_the_run_has_pruned_is_removed(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
+    copied = store.at(tmp_path / "copy" / "checkpoints")
+    (state,) = copied.committed_states()
+    (state.folder / state.record.files[0].path).write_bytes(b"")
+    for step in (2, 3):
+        store.write_batch(make_batch(step), CURSOR)
+        save(store, step)
+    store.prune_states(keep_last=2, session="abc")
+    assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 3
+    assert [s.train_step for s in copied.committed_states()] == [3, 2]
