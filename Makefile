@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CONSTRAINTS := deploy/constraints.txt
 # A file stays in one process; files that are marked slow come first (tests/conftest.py), so that none is left for last.
+# `make test` leaves the long tests out; `make integration LANE=` and the like run all of their part.
+LANE ?= --skip-long
 BY_FILE := --dist loadfile --no-loadscope-reorder --numprocesses
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
@@ -17,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules methods sim-recommend test lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
+.PHONY: help setup demo demo-seeds schedules methods sim-recommend test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -60,7 +62,10 @@ methods: $(VENV)/.local ## The demo's task with every method of `rollmesh method
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
 	$(BIN)/rollmesh recommendation-document docs
 
-test: lint-and-unit integration contract deploy e2e ## Set up what is needed and run all checks and tests
+test: lint-and-unit integration contract deploy e2e ## Set up what is needed, run all checks and the tests of every promise
+
+test-all: ## All checks and tests, the long ones too: hours on two cores
+	@$(MAKE) test LANE=
 
 lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/ruff check .
@@ -74,17 +79,17 @@ lint-and-unit: $(VENV)/.dev
 	@$(MAKE) lint & lint=$$!; $(MAKE) unit; unit=$$?; wait $$lint && exit $$unit
 
 unit: $(VENV)/.dev ## Unit tests
-	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
+	$(BIN)/pytest $(LANE) tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
 # Three processes on two cores: tests wait for the processes that they start half of the time.
-	$(BIN)/pytest tests/integration -m "not alone" $(BY_FILE) 3
+	$(BIN)/pytest $(LANE) tests/integration -m "not alone" $(BY_FILE) 3
 # Only the files that have such tests: to collect all the others takes ten seconds.
-	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
+	$(BIN)/pytest $(LANE) $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
 contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the behaviour of SGLang's server that we rely on
 # By server, each of which takes eleven seconds of a core to start. Three processes: a test waits for its server half of the time.
-	$(BIN)/pytest tests/sglang_cpu tests/contract --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest $(LANE) tests/sglang_cpu tests/contract --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
@@ -95,7 +100,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest tests/deploy $(BY_FILE) 3
+	$(BIN)/pytest $(LANE) tests/deploy $(BY_FILE) 3
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
@@ -136,9 +141,9 @@ chromium-try:
 
 e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
 # Three processes on two cores: a test of a mesh waits for a third of its time, and one of the page for two thirds.
-	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway $(BY_FILE) 3
+	$(BIN)/pytest $(LANE) tests/e2e --ignore tests/e2e/gateway $(BY_FILE) 3
 # Processes of their own: the browser's driver keeps an event loop running, in which no other test could start one.
-	$(BIN)/pytest tests/e2e/gateway $(BY_FILE) 3
+	$(BIN)/pytest $(LANE) tests/e2e/gateway $(BY_FILE) 3
 
 chaos: $(VENV)/.dev ## 35 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos

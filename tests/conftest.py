@@ -49,8 +49,16 @@ def no_code_folder() -> Iterator[None]:
     os.environ.pop(CODE_FOLDER, None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start files with slow tests first: two processes that share the files then end at about the same time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skip-long", action="store_true", help="leave out the tests of `make test-all`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests where asked, and start files with slow tests first: processes then end at the same time."""
+    if config.getoption("skip_long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -17,7 +17,13 @@ from .conftest import environment
 pytestmark = pytest.mark.slow
 
 UPDATES = 2
-GROUPS = [tuple(PRESETS)[first : first + 8] for first in range(0, len(PRESETS), 8)]
+FATES = ("sorted", "rollpacker", "kimi")
+"""One preset for each fate of a stale group that loses tokens or blocks nothing; the demo's is ``pace``."""
+OTHERS = tuple(preset for preset in PRESETS if preset not in FATES)
+GROUPS = [
+    FATES,
+    *(pytest.param(OTHERS[first : first + 7], marks=pytest.mark.long) for first in range(0, len(OTHERS), 7)),
+]
 """Presets by test: each test has a deadline of its own, and one start of Python."""
 SMALL = {
     "schedule.groups_per_batch": 8,
