@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules methods sim-recommend test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check publish-contract clean
+.PHONY: help setup demo demo-seeds schedules methods sim-recommend test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -154,10 +154,6 @@ bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an
 # SIM_CHECK=--quick: one seed, three train steps.
 sim-check: $(VENV)/.local ## Real runs of the demo's mesh beside the simulator, which is calibrated on sync alone
 	$(BIN)/rollmesh bench sim-check $(SIM_CHECK)
-
-publish-contract: $(VENV)/.dev ## Publish new fields of proto/: from then on they cannot be broken
-	$(BIN)/buf breaking proto --against proto/published.binpb
-	$(BIN)/buf build proto --exclude-source-info --output proto/published.binpb
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

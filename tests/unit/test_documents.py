@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ def test_links_lead_to_files_and_headings() -> None:
 
 def test_paths_exist() -> None:
     path_like = r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|lua|md|yaml|yml|txt|sh|proto|tpl|json|js))?)`"
-    assert [(file, path) for file, path in found_in_documents(path_like, current) if not exists(path)] == []
+    assert [(file, path) for file, path in found_in_documents(path_like) if not exists(path)] == []
 
 
 def test_classes_exist() -> None:
     words = set(re.findall(r"\w+", source()))
-    names = found_in_documents(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`", current)
+    names = found_in_documents(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`")
     assert [(file, name) for file, name in names if name not in words] == []
 
 
@@ -96,14 +96,9 @@ def table(document: str, heading: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in row.split("|")]
 
 
-def found_in_documents(pattern: str, text_of: Callable[[Path], str] = Path.read_text) -> Iterator[tuple[Path, str]]:
+def found_in_documents(pattern: str) -> Iterator[tuple[Path, str]]:
     """Every match of the pattern's group, with its document."""
-    return ((file, found) for file in DOCUMENTS for found in re.findall(pattern, text_of(file)))
-
-
-def current(file: Path) -> str:
-    """The text without the column of old names in the walk of a trajectory."""
-    return re.sub(r"<!-- old names -->.*?<!-- /old names -->", "", file.read_text(), flags=re.DOTALL)
+    return ((file, found) for file in DOCUMENTS for found in re.findall(pattern, file.read_text()))
 
 
 def exists(path: str) -> bool:

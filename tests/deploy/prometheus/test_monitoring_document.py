@@ -28,12 +28,6 @@ def test_every_dashboard_is_listed() -> None:
         assert f"| {load(file)['title'].removeprefix('rollmesh: ')} |" in TEXT
 
 
-def test_removed_metrics_are_gone() -> None:
-    removed = TEXT.partition("### Removed metrics")[2].partition("\n## ")[0]
-    listed = (Path(__file__).parent / "stable_metrics.txt").read_text().split()
-    assert not set(re.findall(r"`(rollmesh_\w+)`", removed)) & set(listed)
-
-
 def test_the_documented_and_the_shipped_configuration_are_valid(promtool: str, tmp_path: Path) -> None:
     (documented,) = [block for block in code_blocks(TEXT) if "scrape_configs" in block]
     for number, text in enumerate((documented, (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())):

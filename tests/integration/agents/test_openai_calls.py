@@ -58,9 +58,9 @@ async def test_the_official_client_gets_models_chat_and_completions(make_mesh: C
             assert same.choices[0].logprobs.token_logprobs == pytest.approx(
                 [t.logprob for t in chat.choices[0].logprobs.content]  # type: ignore[union-attr]
             )
-        assert api.value("rollmesh_gateway_openai_calls_total", endpoint="chat", recorded="no", outcome="answered") == 1
-        assert api.value("rollmesh_gateway_openai_running_calls") == 0
-        assert api.value("rollmesh_gateway_openai_answer_tokens_total", recorded="no") > 0
+        assert api.value("rollmesh_agents_calls_total", endpoint="chat", recorded="no", outcome="answered") == 1
+        assert api.value("rollmesh_agents_running_calls") == 0
+        assert api.value("rollmesh_agents_answer_tokens_total", recorded="no") > 0
 
 
 async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[..., Any]) -> None:
@@ -325,11 +325,11 @@ async def test_a_client_that_hangs_up_frees_the_generator(make_mesh: Callable[..
 
         def cancelled() -> float:
             labels = {"endpoint": "chat", "recorded": "no", "outcome": "cancelled"}
-            return api.value("rollmesh_gateway_openai_calls_total", **labels)
+            return api.value("rollmesh_agents_calls_total", **labels)
 
         for _ in range(20):  # an answer may be over before its client hangs up
             await hang_up(mesh, client, stream)
-            await mesh.until("the end", lambda: api.value("rollmesh_gateway_openai_running_calls") == 0)
+            await mesh.until("the end", lambda: api.value("rollmesh_agents_running_calls") == 0)
             if cancelled():
                 break
         assert cancelled() == 1

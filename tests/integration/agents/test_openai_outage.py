@@ -124,6 +124,6 @@ async def _refused(api: Api, http: httpx.AsyncClient, run: str) -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
         assert int(answer.headers["retry-after"]) >= 1
     assert time.monotonic() - begun < 45
-    assert api.value("rollmesh_gateway_openai_running_calls") == 0
+    assert api.value("rollmesh_agents_running_calls") == 0
     models = (await http.get("/models")).json()
     assert [m["id"] for m in models["data"]] == [run]

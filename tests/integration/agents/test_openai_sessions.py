@@ -64,7 +64,7 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
             assert trajectory.shaped_reward == float(agents.index(agent))
         counts = await mesh.store.mesh.counts()
         assert counts.totals.get("forks_total", 0) == 0
-        assert api.value("rollmesh_gateway_openai_sessions_ended_total", how="rewarded") == 4
+        assert api.value("rollmesh_agents_sessions_ended_total", how="rewarded") == 4
         for agent in agents:
             await agent.aclose()
 
@@ -113,7 +113,7 @@ async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: C
         assert goes_on.model_extra["rollmesh"]["trajectory"] == drifted.model_extra["rollmesh"]["trajectory"]
         seen = await state(http, agent.id)
         assert (seen["drift_count"], len(seen["trajectories"])) == (1, 2)
-        assert api.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 1
+        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 1
         await other.turn()
         for each, reward in ((agent, 1.0), (other, 0.0)):
             assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
@@ -139,8 +139,8 @@ async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(ma
         seen = await state(http, agent.id)
         assert seen["drift_count"] == 4
         assert len(seen["trajectories"]) == 3, "a group of two has at most two more"
-        assert api.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 2
-        assert api.value("rollmesh_gateway_openai_drift_total", outcome="restarted") == 2
+        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 2
+        assert api.value("rollmesh_agents_drift_total", outcome="restarted") == 2
         assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
         await agent.aclose()
