@@ -17,18 +17,25 @@ from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
-from rollmesh.errors import StoreUnavailable
+from rollmesh.errors import StoreError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
 from rollmesh.store.keys import Keys
 from rollmesh.store.redis_client import tls_failure
-from rollmesh.store.scripts import RunUnknown, load_scripts, refuses_credentials, store_error
+from rollmesh.store.scripts import (
+    RunUnknown,
+    cannot_write,
+    is_no_master,
+    load_scripts,
+    refuses_credentials,
+    store_error,
+)
 from rollmesh.store.store_metrics import StoreCallMetrics
 
 Argument = str | bytes | int | float
 Reply = Any
 
-_TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
+_UNREACHABLE = (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError)
 _MINIMUM_VERSION = (7, 0)
 _BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
 _CALL_SECONDS = 15.0
@@ -189,10 +196,20 @@ class Connection:
 
     async def _discard(self, connection: AbstractConnection) -> None:
         """Close a connection that failed in progress, and the idle ones: their server is probably down too."""
+        await self._disconnect_idle(connection)
+
+    async def _disconnect_idle(self, *others: AbstractConnection) -> None:
+        """Close all idle connections, and ``others``.
+
+        The pool's own ``disconnect`` waits for each, and another task may take one meanwhile.
+        """
+        pool = self.client.connection_pool
         idle, self._idle = self._idle, []
-        for each in (connection, *idle):
+        for each in (*others, *idle):
             await each.disconnect(nowait=True)
-            await self.client.connection_pool.release(each)
+            await pool.release(each)
+        for each in tuple(pool._available_connections):
+            await each.disconnect(nowait=True)
 
     async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:
         """Wait until a stream has an entry after an id; False after ``timeout`` seconds."""
@@ -221,26 +238,35 @@ class Connection:
                 if observer is not None:
                     observer.answered(time.monotonic() - start)
                 return reply
-            except _TRANSIENT as error:
-                if observer is not None:
+            except (redis_errors.RedisError, OSError) as error:
+                failure = _failure(error, label)
+                # A rejection by a script is an answer; a server that is full or cannot write is a failure.
+                if observer is not None and (failure is None or isinstance(failure, StoreUnavailable)):
                     observer.failed()
-                if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
-                    raise store_error(error, label) from error
-                if (failure := tls_failure(error)) is not None:
-                    raise StoreUnavailable(f"{label}: {failure}") from error
+                if is_no_master(error) or cannot_write(error):
+                    # Its connections stay open after a failover: only a new one resolves the address again.
+                    await self._disconnect_idle()
+                if failure is not None:
+                    raise failure from error
                 failure_count += 1
                 delay = _BACKOFF.seconds(failure_count)
                 if time.monotonic() + delay > deadline:
+                    if is_no_master(error) and isinstance(error, redis_errors.RedisError):
+                        raise store_error(error, label) from error
                     raise StoreUnavailable(
                         f"{label}: Redis was unreachable for {self._retry_seconds:g} s: {_reason(error)}"
                     ) from error
-            except redis_errors.RedisError as error:
-                converted = store_error(error, label)
-                # A rejection by a script is an answer; a server that is full or cannot write is a failure.
-                if observer is not None and isinstance(converted, StoreUnavailable):
-                    observer.failed()
-                raise converted from error
             await asyncio.sleep(delay)
+
+
+def _failure(error: redis_errors.RedisError | OSError, label: str) -> StoreError | None:
+    """Return the error to raise at once; None if the same call may succeed over a new connection."""
+    if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
+        return store_error(error, label)
+    if isinstance(error, _UNREACHABLE):
+        failure = tls_failure(error)
+        return None if failure is None else StoreUnavailable(f"{label}: {failure}")
+    return None if is_no_master(error) else store_error(error, label)
 
 
 def _reason(error: BaseException) -> str:

@@ -39,8 +39,15 @@ A group of more than 100 members leaves the queue in one step; its records are d
 
 _USES = "-- uses:"
 _REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED|RUN_UNKNOWN) (.*)", re.DOTALL)
-_TEMPORARY_ERRORS = ("MISCONF ", "NOREPLICAS ", "BUSY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ")
-"""Temporary errors of a server: the disk is full, replicas are unreachable, or a failover is in progress."""
+_TEMPORARY_CODES = ("MISCONF ", "NOREPLICAS ", "BUSY ")
+"""Codes of a server that cannot write for now: its disk is full, its replicas are unreachable, or it is busy."""
+_NO_MASTER = (
+    redis_errors.ReadOnlyError,
+    redis_errors.ClusterDownError,  # and MASTERDOWN
+    redis_errors.TryAgainError,
+    redis_errors.AskError,  # and MOVED
+)
+"""Errors of a server that is not the master of the run's keys. redis-py strips their codes from the texts."""
 _SCRIPT_LOCATION = re.compile(r"\s*script: (\w+, )?on @user_script.*$", re.DOTALL)
 
 
@@ -113,6 +120,16 @@ def refuses_credentials(error: Exception) -> bool:
     return any(message in text for message in redis_py_messages)
 
 
+def is_no_master(error: Exception) -> bool:
+    """Tell whether the server is not the master of the run's keys ; its address may lead elsewhere now."""
+    return isinstance(error, _NO_MASTER) or str(error).startswith("UNBLOCKED ")
+
+
+def cannot_write(error: Exception) -> bool:
+    """Tell whether the server is the master, but cannot write for now."""
+    return str(error).startswith(_TEMPORARY_CODES)
+
+
 def _lua_files(folder: Traversable) -> dict[str, str]:
     return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
 
@@ -139,6 +156,12 @@ def store_error(error: redis_errors.RedisError, label: str) -> StoreError:
         )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
         return StoreUnavailable(f"{label}: Redis is unreachable: {text or type(error).__name__}")
-    if text.startswith(_TEMPORARY_ERRORS):
+    if is_no_master(error):
+        return StoreUnavailable(
+            f"{label}: the server is not the master of the run's keys ({type(error).__name__}: "
+            f"{_SCRIPT_LOCATION.sub('', text)}): store.url must lead to the master, not to a replica or "
+            "another node of a Redis Cluster"
+        )
+    if cannot_write(error):
         return StoreUnavailable(f"{label}: Redis reports a temporary error: {_SCRIPT_LOCATION.sub('', text)}")
     return StoreError(f"{label}: Redis reports: {text}")

@@ -51,6 +51,11 @@ def test_servers_before_version_7_and_versions_that_cannot_be_read_are_refused(
             StoreUnavailable,
             "space",
         ),
+        (
+            redis_errors.TryAgainError("Multiple keys request"),
+            StoreUnavailable,
+            "not the master",
+        ),
         (redis_errors.ResponseError("BUSYGROUP Consumer Group name exists"), StoreError, "BUSYGROUP"),
         (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis reports: WRONGTYPE"),
     ],
