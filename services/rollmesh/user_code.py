@@ -6,15 +6,55 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import ConfigError
+from rollmesh.errors import ConfigError, DataError, RollmeshError
 
 CODE_FOLDER = "ROLLMESH_CODE_FOLDER"
 """Environment variable with the folder of the run file, for the services of the run and their processes."""
 _RECORD = "code-folder"
+_PATHS = sysconfig.get_paths()
+_INSTALLED = (_PATHS["purelib"], _PATHS["platlib"])
+_NEVER_OWN = (str(Path(__file__).parent) + os.sep, "<frozen ")
+
+
+@contextmanager
+def own_code(where: str, kind: type[RollmeshError] = DataError) -> Iterator[None]:
+    """Turn an exception of a user's code into ``kind``, a final error with ``where``, the file and the line.
+
+    A restart of the service would meet the same error. Errors of rollmesh pass.
+    """
+    try:
+        yield
+    except RollmeshError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{where}: raised {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """Return the class and the text of an error, with the file and the line of the user's code that raised it."""
+    place = _place_of(error)
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+
+
+def _place_of(error: BaseException) -> str:
+    """Return ``file:line`` of the user's code: the innermost frame outside libraries, or the first of a library."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [place for place in frames if not place[0].startswith(_NEVER_OWN)]
+    standard = (_PATHS["stdlib"], _PATHS["platstdlib"])
+    own = [place for place in outside if not place[0].startswith((*_INSTALLED, *standard))]
+    installed = [place for place in outside if place[0].startswith(_INSTALLED)]
+    for found in (*own[-1:], *installed[:1]):
+        return f"{found[0]}:{found[1]}"
+    return ""
 
 
 def search_beside(run_file: Path) -> None:
@@ -40,20 +80,21 @@ def load_target(target: str, field: str) -> Any:
 
     The folder of the run file and the working directory, where ``rollmesh up`` was started, are searched for modules
     that are not installed.
-    Raises ConfigError if the module or the attribute does not exist. Errors inside the module propagate.
+    Raises ConfigError if the module or the attribute does not exist, or if the module raises an error.
     """
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(f"{field}: {target!r} must have the form module:name")
-    try:
-        module = _import(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise
-        raise ConfigError(
-            f"{field}: no module {error.name!r} (installed, on PYTHONPATH or in {' or '.join(_folders())}) for "
-            f"{target!r}"
-        ) from error
+    with own_code(f"{field}: {target}", ConfigError):
+        try:
+            module = _import(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                raise
+            raise ConfigError(
+                f"{field}: no module {error.name!r} (installed, on PYTHONPATH or in {' or '.join(_folders())}) for "
+                f"{target!r}"
+            ) from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:
@@ -79,6 +120,18 @@ def load_function(
         raise ConfigError(f"{field}: {target} cannot be called as f({called}): {error}") from error
     found: Callable[..., Any] = function
     return found
+
+
+def call_target(found: Any, target: str, field: str, options: Mapping[str, Any], options_field: str) -> Any:
+    """Call a user's class or function with its options. Raises ConfigError if it takes others, or raises an error."""
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{options_field}: {target} rejects {dict(options)!r}: {error}") from error
+    except ValueError:
+        pass  # a function of a compiled library has no signature
+    with own_code(f"{field}={target}", ConfigError):
+        return found(**options)
 
 
 def _folders() -> list[str]:

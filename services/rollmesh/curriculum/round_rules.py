@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Self
 
 from rollmesh.config import RunConfig
 from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
@@ -15,8 +15,7 @@ from rollmesh.curriculum.shapers.shaper_registry import load_shaper
 from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
-
-T = TypeVar("T")
+from rollmesh.user_code import own_code
 
 Records = Mapping[str, PromptRecord]
 
@@ -118,7 +117,8 @@ class RoundRules:
 
     def _of_planner(self, call: Callable[[], object]) -> Round | None:
         field = f"curriculum.planner={self.planner_name}"
-        found = _called(field, call)
+        with own_code(field):
+            found = call()
         if found is None:
             return None
         if not isinstance(found, Round):
@@ -126,14 +126,5 @@ class RoundRules:
         return found
 
     def _closing(self, group: GroupOutcome, records: Records) -> Closing:
-        field = f"curriculum.group_shaper={self.shaper_name}"
-        return _called(field, lambda: self.shaper(group, records))
-
-
-def _called(field: str, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{field}: raised {type(error).__name__}: {error}") from error
+        with own_code(f"curriculum.group_shaper={self.shaper_name}"):
+            return self.shaper(group, records)

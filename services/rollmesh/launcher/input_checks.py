@@ -46,7 +46,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     else:
         notes = _port_notes(config)
         _check_redis(config)
-    built_in = config.reward.verifier in BUILT_IN and config.rollout.program != "environment"
+    # A part of a composite verifier may be the user's.
+    built_in = config.reward.verifier in BUILT_IN.keys() - {"composite"} and config.rollout.program != "environment"
     built_in = built_in and not has_own_methods(config)
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
         return [*notes, *try_inputs(config)]

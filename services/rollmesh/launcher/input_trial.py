@@ -1,4 +1,4 @@
-"""Trial of a run's inputs: load the user's methods, open the prompts, build the verifier, score one row.
+"""Trial of a run's inputs: open the prompts, call the user's methods, build the verifier, score one row.
 
 User code may hang, exit or take gigabytes, so the launcher runs ``python -m rollmesh.launcher.input_trial RUN_FILE
 RESULT`` as a process of its own, with the secrets in the environment, and reads error and hints from the file RESULT.
@@ -11,46 +11,63 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError, RollmeshError
-from rollmesh.launcher.method_trial import try_methods
+from rollmesh.launcher.method_trial import is_unreachable, try_environment, try_methods
 from rollmesh.reward.pool.worker_process import prompt_metadata
-from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.sources.source_protocol import Split
+from rollmesh.tasks.sources.source_protocol import RowSource, Split
 from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
+from rollmesh.user_code import described
 
 FIRST_ROWS = 1024
 """Rows of a table that the trial checks; the rollout worker checks the others when it starts."""
-_NOT_SCORED = frozenset({"http_judge", "composite", "python_code"})
+_NOT_SCORED = frozenset({"http_judge", "python_code"})
 """Built-in verifiers that may call a server or a sandbox; only their options are checked."""
 
 
 def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> list[str]:
-    """Load the methods, open the prompts, build the verifier, and score answers to the first row; return hints.
+    """Open the prompts, call the methods, build the verifier, and score answers to the first row; return hints.
 
     Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
     error of a verifier that does not return. A verifier is refused only if every trial answer
     fails: some verifiers reject some answers on purpose.
     """
-    try_methods(config)
     tokenizer = Tokenizer(resolve_model(config.model.path))
-    prompt = _first_prompt(config, tokenizer, "train")
+    source, prompt = _opened(config, tokenizer, "train")
+    try_methods(config, source)
     if config.evaluation.before_and_after or config.evaluation.every_versions:
-        _first_prompt(config, tokenizer, "eval")
-    _check_environment(config)
-    verifier = _built(config, prompt.verifier or config.reward.verifier)
-    # The rewards of agents and environments may come from elsewhere.
-    if config.rollout.program == "single_turn" and config.reward.on_error != "fixed":
-        _score(late, config, prompt.verifier or config.reward.verifier, verifier, prompt, tokenizer)
+        _opened(config, tokenizer, "eval")
+    if config.rollout.program == "environment":
+        try_environment(config, prompt, ["", str(prompt.metadata.get("answer", "1"))])
+    name = prompt.verifier or config.reward.verifier
+    options = config.reward.options if name == config.reward.verifier else {}
+    built = build_verifier(name, options)
+    for part, part_options in _scored_parts(name, options):
+        # The rewards of agents and environments may come from elsewhere, unless the user wrote a verifier for them.
+        program = config.rollout.program
+        scored = program == "single_turn" or (program == "environment" and part not in BUILT_IN)
+        if scored and config.reward.on_error != "fixed":
+            verifier = built if part == name else build_verifier(part, part_options)
+            _score(late, config, part, verifier, prompt, tokenizer)
     return _unknown_words(config, tokenizer, prompt)
+
+
+def _scored_parts(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield name and options of a verifier, or of the parts of a composite one, without those that call others."""
+    if name == "composite":
+        for part in options["parts"].values():
+            yield from _scored_parts(part["verifier"], part.get("options") or {})
+    elif name not in _NOT_SCORED:
+        yield name, options
 
 
 def _unknown_words(config: RunConfig, tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
@@ -64,37 +81,18 @@ def _unknown_words(config: RunConfig, tokenizer: Tokenizer, prompt: Prompt) -> l
     ]
 
 
-def _first_prompt(config: RunConfig, tokenizer: Tokenizer, split: Split) -> Prompt:
-    source = "evaluation_source" if split == "eval" and config.data.evaluation_source is not None else "source"
+def _opened(config: RunConfig, tokenizer: Tokenizer, split: Split) -> tuple[RowSource, Prompt]:
+    """Open the prompts of a split, and return them with the first one."""
+    field = "evaluation_source" if split == "eval" and config.data.evaluation_source is not None else "source"
     try:
-        return build_prompt_source(config.data, tokenizer, config.seed, split, first_rows=FIRST_ROWS).prompt(0, 0)
+        source = build_prompt_source(config.data, tokenizer, config.seed, split, first_rows=FIRST_ROWS)
+        return source, source.prompt(0, 0)
     except RollmeshError as error:
         if str(error).startswith("data."):
             raise
-        raise type(error)(f"data.{source}: {error}") from error
+        raise type(error)(f"data.{field}: {error}") from error
     except Exception as error:
-        raise DataError(f"data.{source}: {type(error).__name__}: {error}") from error
-
-
-def _check_environment(config: RunConfig) -> None:
-    if config.rollout.program != "environment":
-        return
-    name = config.rollout.environment
-    try:
-        environment_factory(name, config.rollout.environment_options)
-    except RollmeshError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"rollout.environment: {name}: {type(error).__name__}: {error}") from error
-
-
-def _built(config: RunConfig, name: str) -> Verifier:
-    try:
-        return build_verifier(name, config.reward.options if name == config.reward.verifier else {})
-    except RollmeshError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"reward.verifier: {name}: {type(error).__name__}: {error}") from error
+        raise DataError(f"data.{field}: {described(error)}") from error
 
 
 def _score(
@@ -105,8 +103,6 @@ def _score(
     prompt: Prompt,
     tokenizer: Tokenizer,
 ) -> None:
-    if name in _NOT_SCORED:
-        return
     metadata = prompt_metadata(prompt, verifier, tokenizer)
     errors: list[str] = []
     for answer in _trial_answers(prompt, tokenizer):
@@ -115,10 +111,10 @@ def _score(
                 checked_reward(verifier.verify(answer, metadata), name)
             return
         except (Exception, SystemExit) as error:
-            if name not in BUILT_IN and _is_unreachable(error):
+            if name not in BUILT_IN and is_unreachable(error):
                 return
             # VerifierError is a sentence; any other exception needs its class.
-            errors.append(str(error) if isinstance(error, RollmeshError) else f"{type(error).__name__}: {error}")
+            errors.append(str(error) if isinstance(error, RollmeshError) else described(error))
     own = "" if name in BUILT_IN else "; call it with these arguments in Python to debug it"
     raise ConfigError(
         f"reward.verifier={name}: scores none of {len(errors)} trial answers to {prompt.prompt_id}, whose metadata has "
@@ -146,13 +142,6 @@ def _watched(late: Callable[[str], None] | None, config: RunConfig, name: str, p
     finally:
         if timer is not None:
             timer.cancel()
-
-
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Tell whether a service that the user's code calls could not be reached: it may start later."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 def _trial_answers(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:

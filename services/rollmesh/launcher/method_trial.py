@@ -1,59 +1,132 @@
-"""Trial of a user's methods: import the code that curriculum and trainer.algorithm name, and check how it is called."""
+"""Trial of a user's methods: each is loaded, and called once or twice with small real inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Iterable
 
 from rollmesh.config import RunConfig
 from rollmesh.config.methods import is_own
 from rollmesh.curriculum.budgets.budget_registry import load_budget
-from rollmesh.curriculum.planners.planner_registry import load_planner
-from rollmesh.curriculum.shapers.shaper_registry import load_shaper
-from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.curriculum.history_table import HistoryTable, prompt_table
+from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.sampler_protocol import Draw
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.group_outcome import GroupOutcome, MemberOutcome
+from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.rollout.sampler_binding import bind_sampler
+from rollmesh.scheduling import Schedule
+from rollmesh.tasks.environments.environment_factory import environment_factory
+from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
+from rollmesh.tasks.sources.source_protocol import RowSource
+from rollmesh.types import Prompt
+from rollmesh.user_code import own_code
+
+_SEEN = PromptRecord(groups=1, members=4, solved=1, reward_sum=1.0, token_sum=400, longest=200, train_step=0)
 
 
 def has_own_methods(config: RunConfig) -> bool:
     """Tell whether a run has a method of the user's own code."""
-    return any(True for _ in _trials(config))
+    section = config.curriculum
+    names = (section.sampler, section.planner, section.group_shaper, section.token_budget, section.turn_budget)
+    return any(map(is_own, (*names, *_algorithm_names(config))))
 
 
-def try_methods(config: RunConfig) -> None:
-    """Load every method of the user's own code. Raises ConfigError that names its field."""
-    for field, name, load in _trials(config):
+def try_methods(config: RunConfig, source: RowSource) -> None:
+    """Call every method of the user's own code. Raises ConfigError or DataError with field, file and line."""
+    section = config.curriculum
+    if is_own(section.sampler):
+        _try_sampler(config, source)
+    if is_own(section.planner) or is_own(section.group_shaper):
+        _try_rounds(config)
+    for field in ("token_budget", "turn_budget"):
+        if is_own(name := getattr(section, field)):
+            most, steps = config.rollout.max_new_tokens, config.trainer.train_steps
+            load_budget(field, name, getattr(section, f"{field}_options"), most=most, train_steps=steps)
+    if any(map(is_own, _algorithm_names(config))):
+        # It imports torch, which takes seconds.
+        from rollmesh.trainer.learner.algorithm_trial import try_algorithm
+
+        try_algorithm(config)
+
+
+def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> None:
+    """Play one turn with each text in an environment of its own. Raises ConfigError with field, file and line.
+
+    A service that the environment cannot reach yet is no error.
+    """
+    name = config.rollout.environment
+    make = environment_factory(name, config.rollout.environment_options)
+    if not is_own(name):
+        return
+    where = f"rollout.environment={name}"
+    for turn, text in enumerate(texts):
         try:
-            load()
-        except RollmeshError:
+            with own_code(where, ConfigError):
+                reply = asyncio.run(_play(make(), prompt, text, f"trial:{turn}"))
+        except ConfigError as error:
+            if is_unreachable(error):
+                return
             raise
-        except Exception as error:
-            raise ConfigError(f"{field}: {name}: {type(error).__name__}: {error}") from error
+        if not isinstance(reply, EnvironmentReply):
+            raise ConfigError(f"{where}: step returned {type(reply).__name__} instead of an EnvironmentReply")
 
 
-def _trials(config: RunConfig) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield field, name and loader of each method of the user's own code."""
-    own, algorithm = config.curriculum, config.trainer.algorithm
-    trials: list[tuple[str, str, Callable[[], object]]] = [
-        ("curriculum.sampler", own.sampler, lambda: bind_sampler(own)),
-        ("curriculum.planner", own.planner, lambda: load_planner(own.planner, own.planner_options)),
-        ("curriculum.group_shaper", own.group_shaper, lambda: load_shaper(own.group_shaper, own.group_shaper_options)),
-        ("curriculum.token_budget", own.token_budget, lambda: _budget(config, "token_budget")),
-        ("curriculum.turn_budget", own.turn_budget, lambda: _budget(config, "turn_budget")),
-        ("trainer.algorithm", algorithm.advantage, lambda: _bind_algorithm(config)),
-        ("trainer.algorithm", algorithm.loss, lambda: _bind_algorithm(config)),
-        *(("trainer.algorithm.masks", mask.name, lambda: _bind_algorithm(config)) for mask in algorithm.masks),
-    ]
-    yield from (trial for trial in trials if is_own(trial[1]))
+def is_unreachable(error: BaseException | None) -> bool:
+    """Tell whether a service that the user's code calls could not be reached: it may start later."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
-def _budget(config: RunConfig, field: str) -> None:
-    name, options = getattr(config.curriculum, field), getattr(config.curriculum, f"{field}_options")
-    load_budget(field, name, options, most=config.rollout.max_new_tokens, train_steps=config.trainer.train_steps)
+async def _play(environment: Environment, prompt: Prompt, text: str, key: str) -> object:
+    try:
+        await environment.reset(prompt)
+        reply = await environment.step(text, key)
+        if not environment.replayable and isinstance(environment, SnapshotEnvironment):
+            environment.snapshot()
+        return reply
+    finally:
+        await environment.aclose()
 
 
-def _bind_algorithm(config: RunConfig) -> None:
-    # It imports torch, which takes seconds.
-    from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks
+def _algorithm_names(config: RunConfig) -> list[str]:
+    algorithm = config.trainer.algorithm
+    return [algorithm.advantage, algorithm.loss, *(mask.name for mask in algorithm.masks)]
 
-    bind_advantage(config.trainer.algorithm)
-    bind_loss(config.trainer.algorithm)
-    bind_masks(config.trainer.algorithm)
+
+def _try_sampler(config: RunConfig, source: RowSource) -> None:
+    """Draw without a history and with one. The trial's table may be the first rows only, so any row is accepted."""
+    sampler, rows = bind_sampler(config.curriculum), source.rows()
+    assert sampler is not None
+    table = prompt_table(rows.names, rows.domains, rows.endless, rows.weights)
+    history = HistoryTable(table)
+    for index in range(2):
+        if sampler.number(Draw(epoch=0, index=index, seed=config.seed), table, history.columns, index) < 0:
+            raise DataError(f"curriculum.sampler={sampler.name} named a row below 0")
+        history.update(dict.fromkeys((*rows.names[:1], *map(domain_record, table.domains)), _SEEN))
+
+
+def _try_rounds(config: RunConfig) -> None:
+    """Begin a group with and without a record, and end it with its members scored."""
+    schedule = Schedule.from_config(config)
+    size = schedule.group_size
+    rules = RoundRules.from_config(config, group_size=size, spare_members=schedule.spare_members)
+    assert rules is not None
+    rules.first(_SEEN)
+    first = rules.first(None)
+    rules.encode_plan(first)
+    members = tuple(
+        MemberOutcome(
+            member_index=i, round=0, outcome=i % 2, shaped_reward=i % 2, token_count=10 + i, truncated=i % 4 == 3
+        )
+        for i in range(first.needed)
+    )
+    group = GroupOutcome(
+        group_id="trial", prompt_id="trial", domain="", train_step=1, round=0, launched=first.launched, members=members
+    )
+    for records in ({}, {"trial": _SEEN}):
+        rules.decide(group, records)
+        if rules.planner is not None:  # its next round may have put off the shaper
+            with own_code(f"curriculum.group_shaper={rules.shaper_name}"):
+                rules.shaper(group, records)

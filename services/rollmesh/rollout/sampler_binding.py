@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +12,8 @@ from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.sampler_methods import ORDER, SAMPLER_METHODS
 from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
 from rollmesh.curriculum.samplers.sampler_registry import SAMPLERS
-from rollmesh.errors import ConfigError, DataError
-from rollmesh.user_code import load_target
+from rollmesh.errors import DataError
+from rollmesh.user_code import load_function, own_code
 
 _INPUTS = ("draw", "prompts", "history", "train_step")
 
@@ -28,20 +27,21 @@ class BoundSampler:
 
     def choose(self, draw: Draw, prompts: PromptTable, history: History, train_step: int) -> int:
         """Return the row of a draw. Raises DataError if the sampler fails, or names no row of the data."""
-        try:
-            row = self.function(draw, prompts, history, train_step)
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(f"curriculum.sampler={self.name} raised {type(error).__name__}: {error}") from error
-        if hasattr(row, "__index__") and not isinstance(row, bool):
-            row = row.__index__()
-        if type(row) is not int:
-            raise DataError(f"curriculum.sampler={self.name} returned {row!r} instead of the number of a row")
+        row = self.number(draw, prompts, history, train_step)
         if not 0 <= row < prompts.row_count:
             raise DataError(
                 f"curriculum.sampler={self.name} named row {row}; the data has {prompts.row_count} rows, from 0"
             )
+        return row
+
+    def number(self, draw: Draw, prompts: PromptTable, history: History, train_step: int) -> int:
+        """Return the number that the sampler chooses, which may be outside the table."""
+        with own_code(f"curriculum.sampler={self.name}"):
+            row = self.function(draw, prompts, history, train_step)
+        if hasattr(row, "__index__") and not isinstance(row, bool):
+            row = row.__index__()
+        if type(row) is not int:
+            raise DataError(f"curriculum.sampler={self.name} returned {row!r} instead of the number of a row")
         return row
 
 
@@ -54,21 +54,6 @@ def bind_sampler(config: CurriculumConfig) -> BoundSampler | None:
     if name == ORDER:
         return None
     options = complete_options(name, config.sampler_options, SAMPLER_METHODS, "curriculum.sampler_options")
-    return BoundSampler(name=name, function=partial(_function(name, options), **options))
-
-
-def _function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    if not is_own(name):
-        return SAMPLERS[name]
-    function: Any = load_target(name, "curriculum.sampler")
-    if not callable(function):
-        raise ConfigError(f"curriculum.sampler: {name} must be a function of ({', '.join(_INPUTS)})")
-    try:
-        inspect.signature(function).bind(*_INPUTS, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"curriculum.sampler: {name} cannot be called as f({', '.join(_INPUTS)}, **curriculum.sampler_options): "
-            f"{error}"
-        ) from error
-    found: Callable[..., Any] = function
-    return found
+    own = is_own(name)
+    function = load_function(name, "curriculum.sampler", _INPUTS, options) if own else SAMPLERS[name]
+    return BoundSampler(name=name, function=partial(function, **options))

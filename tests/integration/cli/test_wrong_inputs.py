@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "chat without template": (table(json.dumps(ROW), chat=True), "rows.jsonl:1: field 'prompt'"),
     "no module": (verifier("absent_module:reward"), "reward.verifier: no module 'absent_module'"),
     "no function": (verifier("checks:absent"), "module 'checks' has no 'absent'"),
-    "syntax": (verifier("broken:reward"), "reward.verifier: broken:reward: SyntaxError"),
+    "syntax": (verifier("broken:reward"), "reward.verifier: broken:reward: raised SyntaxError"),
     "signature": (verifier("checks:one_argument"), "cannot be called as f(response, prompt_metadata"),
     "raises": (verifier("checks:no_name"), "scores none of 4 trial answers to rows.jsonl:"),
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
@@ -212,7 +212,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
             **verifier("exact")(folder),
             "data": {"source": {"type": "python", "target": "checks:no_rows"}},
         },
-        "data.source: KeyError: 'split'",
+        "data.source.target=checks:no_rows: raised KeyError: 'split' (",
     ),
     "sampler without inputs": (own_sampler("checks:no_inputs"), "curriculum.sampler: checks:no_inputs cannot"),
     "sampler not there": (own_sampler("checks:nope"), "curriculum.sampler: module 'checks' has no"),
@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
     "budget raises": (
         method(token_budget="checks:fails"),
-        "curriculum.token_budget=checks:fails: train step 0: KeyError",
+        "curriculum.token_budget=checks:fails: train step 0: raised KeyError",
     ),
     "advantage without inputs": (
         algorithm(advantage="checks:no_inputs"),

@@ -158,7 +158,7 @@ async def test_a_planner_that_fails_stops_the_run_and_its_group_waits(store: Tra
         while not (failure := await store.leadership.failure()):
             await cluster.register()
             await asyncio.sleep(0.02)
-    assert failure == "curriculum.planner=mine:two_rounds: raised ZeroDivisionError: no answer was right"
+    assert failure.startswith("curriculum.planner=mine:two_rounds: raised ZeroDivisionError: no answer was right (")
     view = await store.mesh.view()
     assert view.undecided_groups > 0 and view.open_groups >= view.undecided_groups
     async with running(store, cluster, ScriptedReward(), plan, index=1, rounds=rules(plan)):

@@ -64,7 +64,7 @@ def draws(store: TrajectoryStore, function: Callable[..., int]) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises_later, r"curriculum\.sampler=mine:raises_later raised IndexError: index \d+ is out of bounds"),
+        (raises_later, r"curriculum\.sampler=mine:raises_later: raised IndexError: index \d+ is out of bounds"),
         (misses_later, r"curriculum\.sampler=mine:misses_later named row \d+; the data has 7 rows, from 0"),
     ],
 )

@@ -89,5 +89,5 @@ def test_an_error_of_the_sampler_keeps_its_words() -> None:
         raise KeyError("math")
 
     table, history = tables([None])
-    with pytest.raises(DataError, match="own:choose raised KeyError: 'math'"):
+    with pytest.raises(DataError, match="own:choose: raised KeyError: 'math'"):
         BoundSampler(name="own:choose", function=choose).choose(DRAW, table, history, 0)

@@ -13,7 +13,7 @@ from rollmesh.curriculum.budget_protocol import Budget
 from rollmesh.curriculum.budgets.siri import cosine, stair, stair_cosine
 from rollmesh.curriculum.budgets.steps import steps
 from rollmesh.errors import ConfigError
-from rollmesh.user_code import load_function
+from rollmesh.user_code import load_function, own_code
 
 BUDGETS: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"cosine": cosine, "stair_cosine": stair_cosine, "stair": stair, "steps": steps}
@@ -33,10 +33,8 @@ def load_budget(field: str, name: str, options: Mapping[str, Any], *, most: int,
     function = load_function(name, field, ("train_step",), options) if is_own(name) else BUDGETS[name]
     bound = partial(function, **options)
     for step in range(train_steps if is_own(name) else 0):
-        try:
+        with own_code(f"{field}={name}: train step {step}", ConfigError):
             found = bound(step)
-        except Exception as error:
-            raise ConfigError(f"{field}={name}: train step {step}: {type(error).__name__}: {error}") from error
         if type(found) is not int or found < 1:
             raise ConfigError(f"{field}={name}: returned {found!r} for train step {step}; expected a number above 0")
     return lambda train_step: min(bound(train_step), most)

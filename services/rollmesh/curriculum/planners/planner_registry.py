@@ -16,7 +16,7 @@ from rollmesh.curriculum.planners.one_round import OneRoundPlanner
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
-from rollmesh.user_code import load_function
+from rollmesh.user_code import load_function, own_code
 
 PLANNERS: Mapping[str, Callable[[Any], RolloutPlanner]] = MappingProxyType(
     {"single": OneRoundPlanner, "dars": DarsPlanner, "quorum": OneRoundPlanner, "spare": OneRoundPlanner}
@@ -34,7 +34,9 @@ def load_planner(name: str, options: Mapping[str, Any]) -> RolloutPlanner:
     options = complete_options(name, options, PLANNER_METHODS, f"{_FIELD}_options")
     if not is_own(name):
         return PLANNERS[name](PLANNER_METHODS[name].options.model_validate(options))
-    planner = load_function(name, _FIELD, (), options)(**options)
+    make = load_function(name, _FIELD, (), options)
+    with own_code(f"{_FIELD}={name}", ConfigError):
+        planner = make(**options)
     for method, inputs in (("first", ("seen", "group_size")), ("next", ("group",))):
         try:
             inspect.signature(getattr(planner, method)).bind(*inputs)

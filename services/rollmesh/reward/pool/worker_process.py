@@ -16,6 +16,7 @@ from rollmesh.tasks.sources.agent import plain_text_of
 from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, Prompt, RewardOutcome
+from rollmesh.user_code import described
 from rollmesh.wire.reward_messages import ScoreItem, outcome_to_bytes, score_item_from_bytes
 
 SCORE = b"S"
@@ -63,7 +64,7 @@ class RewardHandler:
         except MemoryError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a verifier becomes an outcome
-            return verifier_error(f"{name}: {type(error).__name__}: {error}")
+            return verifier_error(f"{name}: {described(error)}")
         return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.calculator import CalculatorEnvironment
 from rollmesh.tasks.environments.environment_protocol import Environment
-from rollmesh.user_code import load_target
+from rollmesh.user_code import call_target, load_target
 
 BUILT_IN: Mapping[str, Callable[..., Environment]] = {"calculator": CalculatorEnvironment}
 
@@ -25,10 +25,7 @@ def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], E
         make = load_target(name, "rollout.environment")
     else:
         raise ConfigError(f"rollout.environment: {name!r} is not one of {', '.join(BUILT_IN)}, and not module:Class")
-    try:
-        environment = make(**options)
-    except TypeError as error:
-        raise ConfigError(f"rollout.environment_options: {name} rejects {dict(options)!r}: {error}") from error
+    environment = call_target(make, name, "rollout.environment", options, "rollout.environment_options")
     missing = [m for m in ("reset", "step", "aclose") if not inspect.iscoroutinefunction(getattr(environment, m, None))]
     if missing or not isinstance(getattr(environment, "replayable", None), bool):
         raise ConfigError(

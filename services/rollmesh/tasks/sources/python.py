@@ -10,7 +10,7 @@ from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.sources.row import Row, RowFormat
 from rollmesh.tasks.sources.rows import RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
-from rollmesh.user_code import load_target
+from rollmesh.user_code import call_target, load_target, own_code
 
 
 class PythonRows:
@@ -26,14 +26,12 @@ class PythonRows:
         function = load_target(target, "data.source.target")
         if not callable(function):
             raise ConfigError(f"data.source.target: {target!r} is not callable")
-        try:
-            rows = function(**options)
-        except TypeError as error:
-            raise ConfigError(f"data.source.options: {target} rejects {dict(options)!r}: {error}") from error
+        rows = call_target(function, target, "data.source.target", options, "data.source.options")
         if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
             if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
                 raise ConfigError(f"data.source.target: {target} must return rows, got {type(rows).__name__}")
-            rows = list(rows)
+            with own_code(f"data.source.target={target}", ConfigError):
+                rows = list(rows)
         self._rows = rows
 
     def __len__(self) -> int:
@@ -42,7 +40,8 @@ class PythonRows:
     def row(self, number: int) -> Row:
         """Return one row. Raises DataError if it is not a mapping."""
         where = self.prompt_id(number)
-        fields = self._rows[number]
+        with own_code(f"data.source.target={where}"):
+            fields = self._rows[number]
         if not isinstance(fields, Mapping):
             raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
         return Row(fields=fields, where=where, prompt_id=where)

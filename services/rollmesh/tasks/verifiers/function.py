@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier
-from rollmesh.user_code import load_target
+from rollmesh.user_code import call_target, load_target
 
 
 class FunctionVerifier:
@@ -35,10 +35,7 @@ def build_custom_verifier(target: str, options: Mapping[str, Any]) -> Verifier:
     """
     found = load_target(target, "reward.verifier")
     if inspect.isclass(found):
-        try:
-            instance: Any = found(**options)
-        except TypeError as error:
-            raise ConfigError(f"reward.options: {target} rejects {dict(options)!r}: {error}") from error
+        instance = call_target(found, target, "reward.verifier", options, "reward.options")
         if not callable(getattr(instance, "verify", None)) or not isinstance(
             getattr(instance, "timeout_means_wrong", None), bool
         ):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from rollmesh.errors import VerifierError
 
 
@@ -62,7 +64,7 @@ def checked_reward(result: object, verifier: str) -> RewardParts:
 
 
 def _finite(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real | np.bool_):
         raise VerifierError(f"{where}: returned {short_repr(value)} ({type(value).__name__}), expected a finite number")
     try:
         number = float(value)

@@ -24,7 +24,7 @@ from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import EssOptions
 from rollmesh.errors import DataError
-from rollmesh.user_code import load_function
+from rollmesh.user_code import load_function, own_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,8 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
     function = load_function(name, field, ("TrajectoryColumns",), options)
 
     def compute(data: TrajectoryColumns) -> Tensor:
-        result: Tensor = function(data, **options)
+        with own_code(f"{field}={name}"):
+            result: Tensor = function(data, **options)
         _check_column(result, data.rewards, field, name, "trajectory")
         if not result.is_floating_point() or not torch.isfinite(result).all():
             raise DataError(f"{field}={name}: returned an advantage that is not a finite number")
@@ -89,11 +90,14 @@ def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     function = load_function(name, field, ("LossInput", "LossOptions"), options)
 
     def loss(data: LossInput, shared: LossOptions) -> TokenLoss:
-        result = function(data, shared, **options)
+        with own_code(f"{field}={name}"):
+            result = function(data, shared, **options)
         if not isinstance(result, TokenLoss):
             raise DataError(f"{field}={name}: returned {type(result).__name__} instead of TokenLoss")
         for column in ("loss", "ratio", "weight", "clip"):
             _check_column(getattr(result, column), data.logprobs, f"{field}={name}", column, "token")
+        if torch.is_grad_enabled() and data.logprobs.requires_grad and not result.loss.requires_grad:
+            raise DataError(f"{field}={name}: returned a loss without a gradient; compute it from LossInput.logprobs")
         # A policy that has diverged has log-probabilities that are not finite: that is not the function's fault.
         if (data.mask & torch.isfinite(data.logprobs) & ~torch.isfinite(result.loss.detach())).any():
             raise DataError(f"{field}={name}: returned a loss that is not a finite number for a token in the loss")
@@ -123,7 +127,8 @@ def _bind_mask(name: str, given: Mapping[str, Any], index: int) -> BoundMask:
     function = load_function(name, field, ("MaskInput",), options, f"{field}.options")
 
     def keep(data: MaskInput) -> Tensor:
-        result: Tensor = function(data, **options)
+        with own_code(f"{field}={name}"):
+            result: Tensor = function(data, **options)
         _check_column(result, data.mask, field, name, "token")
         if result.dtype is not torch.bool:
             raise DataError(f"{field}={name}: returned {result.dtype} instead of torch.bool")

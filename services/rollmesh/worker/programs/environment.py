@@ -26,6 +26,7 @@ from rollmesh.runtime.tasks import cancelled_awaits_as_errors
 from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import Parked
 from rollmesh.worker.program import RolloutContext, RolloutResult
 from rollmesh.worker.programs.snapshots import Snapshot
@@ -88,7 +89,7 @@ class _Episode:
         try:
             state = environment.snapshot()
         except Exception as error:  # as in _guarded
-            raise EnvironmentFailed(f"environment: snapshot: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"environment: snapshot: {described(error)}") from error
         return Snapshot(turn_count=self.turn_count, reply=reply, reward=self._reward, state=state).to_bytes()
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -97,7 +98,7 @@ class _Episode:
         try:
             self._environment.restore(snapshot.state)
         except Exception as error:  # as in _guarded
-            raise EnvironmentFailed(f"environment: restore: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"environment: restore: {described(error)}") from error
         self.turn_count, self._reward = snapshot.turn_count, snapshot.reward
 
     async def aclose(self) -> None:
@@ -127,7 +128,7 @@ class _Episode:
         except RollmeshError:
             raise
         except Exception as error:  # an error in a user's environment fails the attempt, not the worker
-            raise EnvironmentFailed(f"environment: {operation}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"environment: {operation}: {described(error)}") from error
 
 
 class EnvironmentProgram:
@@ -173,7 +174,7 @@ class EnvironmentProgram:
         try:
             return self._make()
         except Exception as error:  # as in _guarded
-            raise EnvironmentFailed(f"environment: creation: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"environment: creation: {described(error)}") from error
 
     def _resumable(self, environment: Environment, rollout: RolloutContext) -> bool:
         """Tell whether the trajectory can continue from its saved turns."""

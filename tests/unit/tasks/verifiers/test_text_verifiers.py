@@ -440,7 +440,7 @@ def test_wrong_options_name_the_option_and_what_is_allowed(name: str, options: d
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, math.inf, -math.inf, "1", "", None, True, False, np.bool_(True), 1j, [1.0], {"value": 1}, 10**400, b"1"],
+    [math.nan, math.inf, -math.inf, "1", "", None, 1j, [1.0], {"value": 1}, 10**400, b"1"],
 )
 def test_a_result_that_is_no_finite_number_is_an_error_never_a_zero(result: object) -> None:
     with pytest.raises(VerifierError, match="mine: "):
@@ -449,8 +449,8 @@ def test_a_result_that_is_no_finite_number_is_an_error_never_a_zero(result: obje
         checked_reward(RewardParts(value=1.0, parts={"a": result}), "mine")  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("result", [1, 0.5, np.float32(0.5), np.int64(3), -2])
-def test_every_kind_of_real_number_is_a_reward(result: Any) -> None:
+@pytest.mark.parametrize("result", [1, 0.5, np.float32(0.5), np.int64(3), -2, True, False, np.bool_(True)])
+def test_every_kind_of_real_number_and_a_truth_value_is_a_reward(result: Any) -> None:
     assert checked_reward(result, "mine").value == float(result)
 
 
