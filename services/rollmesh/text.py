@@ -5,27 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message
 from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
-
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
-
-_TODAY = datetime(2024, 7, 26)
-"""Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
 
 
 class Tokenizer:
@@ -56,13 +47,14 @@ class Tokenizer:
         self._settings = _read_json(self._folder / "tokenizer_config.json")
         self._model_config = _read_json(self._folder / "config.json")
         self._special_tokens = {
-            name: text for name in _SPECIAL_TOKEN_NAMES if (text := _token_text(self._settings.get(name))) is not None
+            name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(self._settings.get(name))) is not None
         }
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self._token_count = max(known.values(), default=-1) + 1
         self._vocab_size = int(_text_config(self._model_config).get("vocab_size") or self._token_count)
         self._eos_token_ids = self._find_eos_token_ids()
-        self._chat_template = _read_chat_template(self._folder, self._settings)
+        template = _read_chat_template(self._folder, self._settings)
+        self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
         self._digest = hashlib.sha256(content).hexdigest()
 
     @property
@@ -92,18 +84,23 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
 
-        ``special_tokens`` adds the tokens that the tokenizer puts around a sequence (for example a begin token). Use
-        it for the start of a context, never for its middle. Raises DataError for an id without an embedding.
+        ``special_tokens`` adds the tokens that the tokenizer puts around a sequence (for example a begin token, unless
+        the text begins with it). Use it for the start of a context, never for its middle. Raises DataError for an id
+        without an embedding.
         """
-        ids = np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
-        self._check_range(ids)
-        return ids
+        return self._ids(self._tokenizer.encode(text, add_special_tokens=special_tokens))
 
     def encode_aside(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Do the same as ``encode`` for a long text in a worker thread, without blocking other threads."""
         # Only the tokenizer's batch calls release the interpreter's lock.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)
+        return self._ids(encoding)
+
+    def _ids(self, encoding: tokenizers.Encoding) -> Int32Array:
         ids = np.array(encoding.ids, np.int32)
+        added = sum(1 for _ in takewhile(bool, encoding.special_tokens_mask))
+        if added and np.array_equal(ids[:added], ids[added : 2 * added]):
+            ids = ids[added:]
         self._check_range(ids)
         return ids
 
@@ -134,64 +131,20 @@ class Tokenizer:
                 pieces.append(str(self._tokenizer.decode([token_id], skip_special_tokens=False)))
         return pieces
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Int32Array:
-        """Render chat messages ({role, content} mappings) with the model's template to int32 [tokens].
+    def render_chat(self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None) -> Int32Array:
+        """Render chat messages with the model's template to int32 [tokens]; raises DataError like ``chat_text``."""
+        return self.encode(self.chat_text(messages, variables=variables))
 
-        ``variables`` are further variables of the template. Raises DataError if the model has no template or the
-        template rejects the messages.
+    def chat_text(self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None) -> str:
+        """Render chat messages with the model's template and further variables of it to text (``ChatTemplate.text``).
+
+        Raises DataError if the model has no template, or if the template refuses or loses a message.
         """
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-        return self.encode(text)
-
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render chat messages with the model's template to text; raises DataError like ``render_chat``."""
-        if not self._chat_template:
-            raise DataError(
-                f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
-            )
-        try:
-            template = _template_environment().from_string(self._chat_template)
-            return template.render(
-                dict(variables or {}),
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{self._folder}: the chat template refuses the messages: {error}") from error
+        return self._chat_template.text(messages, variables or {})
 
     def check_template_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the chat template does not read, or that is not the caller's to set."""
-        names = list(names)
-        if not names or not self._chat_template:
-            return
-        try:
-            read = meta.find_undeclared_variables(_template_environment().parse(self._chat_template))
-        except TemplateError as error:
-            raise DataError(f"{self._folder}: the chat template is not valid: {error}") from error
-        own = {*_RENDERED_VARIABLES, *_SPECIAL_TOKEN_NAMES, "raise_exception", "strftime_now"}
-        for name in names:
-            if name in own:
-                raise DataError(f"{field}.{name}: set by rollmesh itself; leave it out")
-            if name not in read:
-                known = ", ".join(sorted(read - own)) or "none"
-                raise DataError(
-                    f"{field}.{name}: the chat template of {self._folder} reads no such variable; it reads {known}"
-                )
+        self._chat_template.check_variables(names, field)
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         generation = _read_json(self._folder / "generation_config.json")
@@ -208,40 +161,6 @@ class Tokenizer:
             at = int(wrong[0])
             limits = f"[0, {self._vocab_size})"
             raise DataError(f"token_ids[{at}]: id {int(ids[at])} is outside the vocabulary {limits} of {self._folder}")
-
-
-class _GenerationTag(Extension):
-    """Template tag ``{% generation %}``, which marks assistant text for training masks; only its body is rendered."""
-
-    tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _today
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Templates print tool schemas for a model: jinja's own filter would escape HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _today(pattern: str) -> str:
-    return _TODAY.strftime(pattern)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -54,6 +54,16 @@ def test_text_survives_encode_and_decode(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello world 12"
 
 
+def test_a_text_that_begins_with_the_begin_token_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    for encode in (tokenizer.encode, tokenizer.encode_aside):
+        assert encode("<s> hello", special_tokens=True).tolist() == [2, 4]
+        assert encode("<s> <s> hello", special_tokens=True).tolist() == [2, 2, 4]
+        assert encode("hello <s>", special_tokens=True).tolist() == [2, 4, 2]
+        assert encode("<s> hello").tolist() == [2, 4]
+        assert encode("", special_tokens=True).tolist() == [2]
+
+
 def test_special_tokens_are_added_and_shown_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path))
     assert tokenizer.encode("hello", special_tokens=True).tolist() == [2, 4]
@@ -131,15 +141,17 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
     }
     folder = make_folder(tmp_path, settings=settings)
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    for prompt in (True, False):
-        expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=prompt, return_dict=False)
-        assert Tokenizer(folder).render_chat(MESSAGES, add_generation_prompt=prompt).tolist() == expected
+    tokenizer = Tokenizer(folder)
+    expected = reference.apply_chat_template(MESSAGES[:1], add_generation_prompt=True, return_dict=False)
+    assert tokenizer.render_chat(MESSAGES[:1]).tolist() == expected
+    expected = reference.apply_chat_template(MESSAGES, continue_final_message=True, return_dict=False)
+    assert tokenizer.render_chat(MESSAGES).tolist() == expected
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day(tmp_path: Path) -> None:
-    template = "{{ 'hello' if strftime_now('%d %b %Y %H:%M') == '26 Jul 2024 00:00' else 'world' }}"
+    template = "{{ messages[0].content if strftime_now('%d %b %Y %H:%M') == '26 Jul 2024 00:00' }}"
     folder = make_folder(tmp_path, settings={"chat_template": template})
-    assert Tokenizer(folder).render_chat([{"role": "user", "content": "?"}]).tolist() == [4]
+    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
 
 
 def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class AgentSession:
     reward: float | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock of the call or reward in progress."""
+    refused_calls: Counter[str] = field(default_factory=Counter)
+    """Calls that were refused while another was in progress and are not retried yet, by digest of their context."""
     last_use: float = field(default_factory=time.monotonic)
 
     @property

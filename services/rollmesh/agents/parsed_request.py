@@ -78,7 +78,7 @@ def parse_request(
         params=SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
+            top_k=max(request.top_k or 0, 0),
             seed=0 if request.seed is None else request.seed % 2**63,
             stop_token_ids=tokenizer.eos_token_ids,
         ),
@@ -110,7 +110,7 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
             f"{temperature:g}; omit it or send {temperature:g}",
             "temperature",
         )
-    for name, value, off in (("top_p", request.top_p, 1.0), ("top_k", request.top_k, 0)):
+    for name, value, off in (("top_p", request.top_p, 1.0), ("top_k", max(request.top_k or 0, 0), 0)):
         if value not in (None, off):
             raise invalid(
                 f"{name}: {value:g} in a session, whose tokens are trained on: they must be sampled from the full "

@@ -14,7 +14,17 @@ from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream, Delta, policy_segments
 from rollmesh.agents.answer_turn import AnswerTurn
-from rollmesh.agents.context_match import Differs, Fits, Match, Repeats, mark_turn, match_first, match_next, tail_of
+from rollmesh.agents.context_match import (
+    Differs,
+    Fits,
+    Match,
+    Repeats,
+    digest_of,
+    mark_turn,
+    match_first,
+    match_next,
+    tail_of,
+)
 from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
@@ -71,8 +81,16 @@ class RecordedCalls:
         The session stays locked until the answer is closed.
         """
         session.check()
+        context = digest_of(request.context.text)
         if session.lock.locked():
+            session.refused_calls[context] += not is_retry
             raise busy(f"session {session.session_id}: another of its calls is in progress", "session_busy")
+        if session.refused_calls[context] and is_retry:
+            # The retry of a call that was refused: the recorded answer to the same context is another call's.
+            session.refused_calls[context] -= 1
+            is_retry = False
+        elif not is_retry:
+            session.refused_calls.clear()
         await session.lock.acquire()
         try:
             return await self._start(session, request, is_retry)

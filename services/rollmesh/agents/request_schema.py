@@ -41,6 +41,11 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ignore_eos": (_NOTHING, "omit it: an answer ends at the model's end token"),
     "stop_token_ids": (_NOTHING, "send the texts that end the answer in stop"),
     "best_of": ((None, 1), "request n choices"),
+    "skip_special_tokens": ((None, True), "send return_token_ids: the text of an answer has no special tokens"),
+    "spaces_between_special_tokens": ((None, True, False), "omit it: the text of an answer has no special tokens"),
+    "include_stop_str_in_output": ((None, False), "omit it: an answer ends before its stop text"),
+    "use_beam_search": ((None, False), "request n choices"),
+    "length_penalty": ((None, 1), "it belongs to beam search"),
     "echo": (_NOTHING, "the client already has the prompt"),
     "suffix": (_NOTHING, "only continuation of a text is supported"),
 }
@@ -84,9 +89,15 @@ TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
 
 
 class Closed(BaseModel):
-    """Request that rejects unknown fields; its docstrings become the OpenAPI text."""
+    """Request that rejects unknown fields, unless they are null; its docstrings become the OpenAPI text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Drop null fields: a client sends one for a field that it does not set."""
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
 class TextPart(Closed):
@@ -137,6 +148,8 @@ class StreamOptions(Closed):
 
     include_usage: bool = False
     """Send the token counts in a last event."""
+    include_obfuscation: bool = False
+    """Ignored: events are not padded."""
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
@@ -151,9 +164,9 @@ class SamplingRequest(Closed):
     """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus mass; not supported in a session."""
-    top_k: int | None = Field(default=None, ge=0, le=MOST_INT32)
-    """Number of most likely tokens to sample from; 0 keeps all. Not supported in a session. (Not part of OpenAI's API.)
-    """
+    top_k: int | None = Field(default=None, ge=-1, le=MOST_INT32)
+    """Number of most likely tokens to sample from; 0 and -1 keep all. Not supported in a session. (Not part of OpenAI's
+    API.)"""
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     """Number of answers; 1 in a session."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None

@@ -50,6 +50,9 @@ def config(tmp_path: Path) -> Any:
         {"service_tier": "auto"}, {"user": "me"}, {"metadata": {"a": 1}}, {"stream": None}, {"stop": None}, {"n": 1},
         {"min_p": 0}, {"min_p": 0.0}, {"prompt_cache_key": "run-1"}, {"safety_identifier": "me"}, {"min_tokens": 0},
         {"repetition_penalty": 1.0}, {"ignore_eos": False}, {"stop_token_ids": []}, {"top_logprobs": 0},
+        {"skip_special_tokens": True}, {"stream_options": {"include_obfuscation": False}}, {"min_p": None},
+        {"stream_options": {"include_usage": None}}, {"return_token_ids": None}, {"a_field_of_another_server": None},
+        {"use_beam_search": False}, {"include_stop_str_in_output": False},
     ],
 )  # fmt: skip
 def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[str, Any]) -> None:
@@ -68,6 +71,8 @@ def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[st
         ({"store": True}, "store: not supported; calls are recorded in sessions"),
         ({"min_p": 0.1}, "min_p: not supported; use top_p or top_k"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: not supported; send return_token_ids"),
+        ({"top_k": -2}, "greater than or equal to -1"),
         ({"grammar": "x"}, "Extra inputs are not permitted"),
         ({"stop": ["x"] * 17}, "at most 16"),
         ({"seed": 2**63}, "less than"),
@@ -201,6 +206,9 @@ def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config:
     assert (ask.params.temperature, ask.params.top_p, ask.params.seed) == (0.5, 0.9, 2**63 - 1)
     assert ask.params.stop_token_ids == tokenizer.eos_token_ids
     ids = tokenizer.encode("hello").tolist()
+    for top_k, used in ((None, 0), (-1, 0), (0, 0), (5, 5)):
+        parsed = parse_request(ChatRequest.model_validate({**CHAT, "top_k": top_k}), config, tokenizer)
+        assert parsed.params.top_k == used
     by_ids = parse_request(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
     assert np.array_equal(by_ids.whole_ids(), ids)
     assert by_ids.context.text == "hello"
@@ -226,6 +234,32 @@ def test_variables_of_the_run_and_of_the_call_reach_the_chat_template(config: An
         assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
+def test_a_message_that_the_prompt_would_not_contain_is_refused(config: Any, tmp_path: Path) -> None:
+    """A template without a branch for a role; a developer is its system."""
+    branches = CHATML.replace(
+        "<|im_start|>{{ m.role }}", "{% if m.role in ('system', 'user') %}<|im_start|>{{ m.role }}"
+    )
+    tokenizer = make_tokenizer(tmp_path / "t", template=branches.replace("<|im_end|>\n", "<|im_end|>\n{% endif %}"))
+    user = CHAT["messages"][0]
+
+    def text(*messages: dict[str, Any]) -> str:
+        request = ChatRequest.model_validate({**CHAT, "messages": messages})
+        return parse_request(request, config, tokenizer).context.text
+
+    instruction = {"role": "developer", "content": "be brief"}
+    assert text(instruction, user).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello")
+    with pytest.raises(OpenAiError, match=r"messages: message 1 \(role 'tool'\): its content would not be") as refused:
+        text(user, {"role": "tool", "content": "4", "tool_call_id": "1"}, user)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_an_answer_that_a_call_begins_is_continued(config: Any, tokenizer: Tokenizer) -> None:
+    begun = {"role": "assistant", "content": "The sum is"}
+    request = ChatRequest.model_validate({**CHAT, "messages": [*CHAT["messages"], begun]})
+    text = parse_request(request, config, tokenizer).context.text
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe sum is"
+
+
 def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "t", template="")
     with pytest.raises(OpenAiError, match="no chat template") as refused:
@@ -244,8 +278,9 @@ def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, 
     assert refused.value.param == field
     with pytest.raises(OpenAiError, match="prompt: 2 prompts in a session"):
         check_recordable(CompletionRequest.model_validate({**TEXT, "prompt": ["a", "b"]}), config)
-    neutral = {"temperature": 0.8, "top_p": 1, "top_k": 0, "n": 1}
-    check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
+    for top_k in (0, -1):
+        neutral = {"temperature": 0.8, "top_p": 1, "top_k": top_k, "n": 1}
+        check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,22 @@ from rollmesh.tasks.sources.rows import RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "compressed with gzip; unpack it",
+    b"BZh": "compressed with bzip2; unpack it",
+    b"\xfd7zXZ": "compressed with xz; unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it",
+    b"PK\x03\x04": "compressed with zip; unpack it",
+    b"PAR1": "Parquet; set type: parquet",
+}
+"""First bytes of files that are often given instead of JSON lines, with the remedy."""
 
 
 class JsonlRows:
     """Random access to JSONL rows. Blank lines are skipped; line numbers count from 1, as in editors."""
 
     def __init__(self, path: str | Path) -> None:
-        """Index the lines; only their offsets are kept. Raises DataError if the file cannot be read."""
+        """Index the lines; only their offsets are kept. Raises DataError if the file is not readable JSON lines."""
         self._path = Path(path)
         self.name = str(path)
         starts: list[int] = []
@@ -32,6 +41,7 @@ class JsonlRows:
             with self._path.open("rb") as file:
                 self._identity = _identity(file.fileno())
                 offset = 0
+                _check_format(file.peek(), path)
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         starts.append(offset)
@@ -68,6 +78,12 @@ class JsonlRows:
 def open_jsonl(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
     """Open the file of a run; the rows are checked here."""
     return RowPrompts(JsonlRows(source.path), table_format(source), settings)
+
+
+def _check_format(begin: bytes, path: str | Path) -> None:
+    for magic, words in _OTHER_FORMATS.items():
+        if begin.startswith(magic):
+            raise DataError(f"{path}: not JSON lines: the file is {words}")
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:

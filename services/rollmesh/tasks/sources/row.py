@@ -142,12 +142,25 @@ def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
 
 
 def _messages(value: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    for number, message in enumerate(value):
+    # The columns of a table give every message all fields: those that it does not have are null.
+    messages = [_without_nulls(message) for message in value]
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            raise DataError(f"message {number}: tool_calls must be a list of objects, got {short_repr(calls)}")
+        if calls:
+            message.setdefault("content", "")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(f"message {number} needs role and content as text, got {short_repr(message)}")
-    if not any(message["content"].strip() for message in value):
+    if not any(message["content"].strip() for message in messages):
         raise DataError("the prompt is empty")
-    return value
+    return list(messages)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _given_ids(value: list[int], tokenizer: Tokenizer) -> Int32Array:

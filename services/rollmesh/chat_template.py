@@ -1,0 +1,201 @@
+"""Chat template of a model: messages to text, with a refusal of messages that the text would not contain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollmesh.errors import DataError
+
+Message = Mapping[str, Any]
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
+_OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, "raise_exception", "strftime_now"})
+
+_TODAY = datetime(2024, 7, 26)
+"""Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which data sets keep the thought of a message."""
+_MARK = "7240918355160{:06d}"
+"""Text that is appended to a part of a message to find it in the rendering: digits, which no template rewrites."""
+_END = _MARK.format(999_999)
+
+
+class ChatTemplate:
+    """Chat template of one model folder, compiled once."""
+
+    def __init__(self, source: str, folder: Path, special_tokens: Mapping[str, str]) -> None:
+        """``source`` is empty for a model without a template."""
+        self._source = source
+        self._folder = folder
+        self._special_tokens = special_tokens
+
+    def text(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Render messages ({role, content, ...} mappings) and the beginning of the answer.
+
+        An answer that the messages begin, as their last message, is continued. A template that knows no developer gets
+        those messages as system messages. Raises DataError if the model has no template, if the template refuses the
+        messages, and if a message, its tool calls or its reasoning would not be in the text.
+        """
+        known = [
+            {**m, "role": "system"} if m["role"] == "developer" and "developer" not in self._source else m
+            for m in messages
+        ]
+        last = known[-1]
+        is_begun = last["role"] == "assistant"
+        if is_begun and last.get("tool_calls"):
+            raise DataError(
+                f"message {len(messages) - 1} (role 'assistant'): a prompt cannot end with tool calls; add the tool's "
+                "message after them, or leave them out"
+            )
+        marks = _Marks()
+        marked = [marks.add(at, m, is_begun and m is last) for at, m in enumerate(known)]
+        rendered = self._render(marked, variables, answer=not is_begun)
+        for mark, (number, part) in marks.places.items():
+            if mark not in rendered:
+                raise self._lost(number, messages[number]["role"], part)
+        if not is_begun:
+            return self._render(known, variables)
+        begun = {**last, "content": last["content"] + _END}
+        return self._render([*known[:-1], begun], variables, answer=False).rpartition(_END)[0]
+
+    def check_variables(self, names: Iterable[str], field: str) -> None:
+        """Raise DataError for a variable that the template does not read, or that is not the caller's to set."""
+        if not self._source:
+            return
+        for name in names:
+            if name in _OWN_NAMES:
+                raise DataError(f"{field}.{name}: set by rollmesh itself; leave it out")
+            if name not in self._read_variables:
+                known = ", ".join(sorted(self._read_variables - _OWN_NAMES)) or "none"
+                raise DataError(
+                    f"{field}.{name}: the chat template of {self._folder} reads no such variable; it reads {known}"
+                )
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool = True) -> str:
+        if not self._source:
+            raise DataError(
+                f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
+            )
+        try:
+            return self._compiled.render(
+                dict(variables),
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=answer,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+            raise DataError(
+                f"{self._folder}: the chat template refuses the messages (roles {roles}): {error}"
+            ) from error
+
+    def _lost(self, number: int, role: str, part: str) -> DataError:
+        return DataError(
+            f"message {number} (role {role!r}): {part} would not be in the prompt, because the chat template of "
+            f"{self._folder} does not write it; use a role that the template knows (most know system, user and "
+            "assistant), leave the part out, or set another chat template"
+        )
+
+    @cached_property
+    def _compiled(self) -> Template:
+        return _environment().from_string(self._source)
+
+    @cached_property
+    def _read_variables(self) -> set[str]:
+        try:
+            return meta.find_undeclared_variables(_environment().parse(self._source))
+        except TemplateError as error:
+            raise DataError(f"{self._folder}: the chat template is not valid: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Marks in copies of messages, one in each part that the rendering must contain."""
+
+    places: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Number of the message and name of the part, by mark."""
+
+    def add(self, number: int, message: Message, is_begun: bool) -> Message:
+        """Return a copy of the message with a mark in each part; a begun answer may be empty."""
+        copy = dict(message)
+        for name in ("content", *_REASONING):
+            value = message.get(name)
+            if isinstance(value, str) and (value.strip() or (is_begun and name == "content")):
+                copy[name] = value + self._next(number, f"its {name}")
+        if message.get("tool_calls"):
+            calls = enumerate(message["tool_calls"])
+            copy["tool_calls"] = [self._add_call(call, number, f"its tool call {at}") for at, call in calls]
+        return copy
+
+    def _add_call(self, call: Message, number: int, part: str) -> Message:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._add_call(call["function"], number, part)}
+        marked = {**call, "name": f"{call.get('name')}{self._next(number, part)}"}
+        if call.get("arguments"):
+            marked["arguments"] = _with_argument(call["arguments"], self._next(number, part))
+        return marked
+
+    def _next(self, number: int, part: str) -> str:
+        mark = _MARK.format(len(self.places))
+        self.places[mark] = number, part
+        return mark
+
+
+def _with_argument(arguments: Any, mark: str) -> Any:
+    """Add an argument to those of a tool call, an object or its JSON text, as data sets write them."""
+    if isinstance(arguments, Mapping):
+        return {**arguments, "mark": mark}
+    try:
+        read = json.loads(arguments)
+    except (TypeError, ValueError):
+        return f"{arguments}{mark}"
+    return json.dumps({**read, "mark": mark}) if isinstance(read, dict) else f"{arguments}{mark}"
+
+
+class _GenerationTag(Extension):
+    """Template tag ``{% generation %}``, which marks assistant text for training masks; only its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _today
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Templates print tool schemas for a model: jinja's own filter would escape HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _today(pattern: str) -> str:
+    return _TODAY.strftime(pattern)
