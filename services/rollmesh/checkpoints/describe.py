@@ -75,7 +75,8 @@ def describe_adapter(folder: Path, base: Manifest) -> FolderDescription:
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
-    """Summarize a model config. Raises CheckpointError with the name of a missing field."""
+    """Summarize a model config. Raises CheckpointError with the name of a missing or refused field."""
+    reject_quantised(config, origin)
     try:
         heads = int(config["num_attention_heads"])
         return ModelShape(
@@ -92,6 +93,16 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
         raise CheckpointError(f"{origin}: config.json has no field {error.args[0]!r}") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{origin}: config.json: {error}") from error
+
+
+def reject_quantised(config: Mapping[str, Any], origin: str) -> None:
+    """Raise CheckpointError for quantised weights: transformers trains other weights than the config describes."""
+    if settings := config.get("quantization_config"):
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else settings
+        raise CheckpointError(
+            f"{origin}: config.json: quantization_config has quant_method={method}: quantised weights cannot be "
+            "trained; use the folder of the original weights"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
                 f"{name}: {version.over_bound} behavior_logprob(s) are up to {version.largest_gap:.3g} nats from its "
                 f"checkpoint (bound {bounds.token:g})"
             )
-        elif version.tokens >= LEAST_MEAN_TOKENS and (version.mean_gap or 0.0) > bounds.mean:
-            yield f"{name}: mean gap of {version.mean_gap:.3g} nats to its checkpoint (bound {bounds.mean:g})"
+        elif version.tokens >= LEAST_MEAN_TOKENS and (version.mean_gap or 0.0) > version.mean_bound:
+            yield f"{name}: mean gap of {version.mean_gap:.3g} nats to its checkpoint (bound {version.mean_bound:.2g})"
         elif version.unresolvable > max(FEW_EXCUSED, MOST_EXCUSED_SHARE * version.tokens):
             yield f"{name}: {_too_many_excused(version.unresolvable, version.tokens, bounds.token)}"
     if rescoring.unresolvable > MOST_EXCUSED_SHARE * rescoring.tokens:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,7 +14,10 @@ from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit_result import (
     GAP_BOUNDS,
+    LARGE_MEAN,
     RESOLUTION_FACTOR,
+    ROUNDING_FACTOR,
+    GapBounds,
     Rescoring,
     VersionGap,
 )
@@ -50,6 +53,11 @@ class Gaps:
         beyond = self.values > bound
         excused = beyond & (self.values <= RESOLUTION_FACTOR * self.resolution)
         return int((beyond & ~excused).sum()), self.values[excused]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the gaps; 0 without tokens."""
+        return float(self.values.mean()) if len(self.values) else 0.0
 
     @property
     def not_finite(self) -> int:
@@ -92,30 +100,37 @@ def rescore(
     """
     # Consecutive versions occur in the same batches.
     read_batch = lru_cache(maxsize=_CACHED_BATCHES)(store.read_batch)
-    bound = GAP_BOUNDS[dtype].token
     gaps: list[VersionGap] = []
+
+    def trajectories(version: int) -> Iterator[Trajectory]:
+        for step in sorted(trained.pure_segments[version]):
+            for group in read_batch(step).groups:
+                yield from group.trajectories
+
     for version in sorted(trained.pure_segments):
-        measured, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), ""
+        measured, bounds, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), GAP_BOUNDS[dtype], ""
         try:
             policy = published.open(version)
             if policy is None:
                 skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
-                exact = partial(_load_exact, policy) if dtype == "float32" else None
-                batches = (read_batch(step) for step in sorted(trained.pure_segments[version]))
-                trajectories = (t for batch in batches for group in batch.groups for t in group.trajectories)
-                measured = gaps_of_version(_load(policy), version, trajectories, exact)
+                exact = partial(_load, policy, "float64") if dtype == "float32" else None
+                scorer = _load(policy, "float32")
+                measured = gaps_of_version(scorer, version, trajectories(version), exact)
+                if dtype == "bfloat16" and measured.mean > LARGE_MEAN:
+                    rounding = own_rounding(scorer, _load(policy, dtype), version, trajectories(version))
+                    bounds = replace(bounds, mean=min(bounds.mean, max(LARGE_MEAN, ROUNDING_FACTOR * rounding)))
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
-        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, measured, bound, skipped))
+        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, measured, bounds, skipped))
         advance()
     scored = [gap for gap in gaps if not gap.skipped]
     skipped_gaps = [gap for gap in gaps if gap.skipped]
     announced = [published.announced(gap.policy_version) for gap in scored]
     return Rescoring(
         dtype=dtype,
-        bound=bound,
+        bound=GAP_BOUNDS[dtype].token,
         largest_gap=max((gap.largest_gap for gap in scored if gap.largest_gap is not None), default=None),
         segments=sum(gap.segments for gap in scored),
         tokens=sum(gap.tokens for gap in scored),
@@ -131,9 +146,9 @@ def rescore(
 
 
 def _version_gap(
-    version: int, train_step: int | None, segments: int, tokens: int, measured: Gaps, bound: float, skipped: str
+    version: int, train_step: int | None, segments: int, tokens: int, measured: Gaps, bounds: GapBounds, skipped: str
 ) -> VersionGap:
-    over_bound, excused = measured.over(bound)
+    over_bound, excused = measured.over(bounds.token)
     return VersionGap(
         policy_version=version,
         train_step=train_step,
@@ -141,6 +156,7 @@ def _version_gap(
         tokens=tokens,
         largest_gap=float(measured.values.max()) if len(measured.values) else None,
         mean_gap=_mean_without(measured.values, excused),
+        mean_bound=bounds.mean,
         over_bound=over_bound,
         unresolvable=len(excused),
         largest_unresolvable=float(excused.max(initial=0.0)),
@@ -166,16 +182,9 @@ def gaps_of_version(
     Trajectories with a gap over ``LARGE_GAP`` are scored again by ``exact()``, if it is given. For those that remain
     over the bound of float32, the resolution is computed. A logprob that is not finite has the gap ``NOT_FINITE_GAP``.
     """
-    by_temperature: dict[float, list[_Work]] = {}
-    for trajectory in trajectories:
-        ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]).astype(np.int32, copy=False)
-        segments = pure_segments(trajectory, version)
-        for temperature in {segment.temperature for segment in segments}:
-            selected = [segment for segment in segments if segment.temperature == temperature]
-            by_temperature.setdefault(temperature, []).append((ids[: selected[-1].end], selected))
     values: list[Float64Array] = []
     resolution: list[Float64Array] = []
-    for temperature, work in by_temperature.items():
+    for temperature, work in _by_temperature(version, trajectories).items():
         gaps = _gaps(scorer, temperature, work)
         resolved = [np.zeros_like(gap) for gap in gaps]
         large = [at for at, gap in enumerate(gaps) if gap.max() > LARGE_GAP]
@@ -191,6 +200,27 @@ def gaps_of_version(
         values += gaps
         resolution += resolved
     return Gaps(values=_joined(values), resolution=_joined(resolution))
+
+
+def own_rounding(fine: PolicyScorer, coarse: PolicyScorer, version: int, trajectories: Iterable[Trajectory]) -> float:
+    """Compute the mean gap between two dtypes of the trainer's program, over the tokens of ``gaps_of_version``."""
+    gaps: list[Float64Array] = []
+    for temperature, work in _by_temperature(version, trajectories).items():
+        ids = [sequence for sequence, _ in work]
+        pairs = zip(fine.logprobs(ids, temperature), coarse.logprobs(ids, temperature), work, strict=True)
+        gaps += [np.abs(_segment_values(one - other, segments)) for one, other, (_, segments) in pairs]
+    return float(_joined(gaps).mean())
+
+
+def _by_temperature(version: int, trajectories: Iterable[Trajectory]) -> dict[float, list[_Work]]:
+    found: dict[float, list[_Work]] = {}
+    for trajectory in trajectories:
+        ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]).astype(np.int32, copy=False)
+        segments = pure_segments(trajectory, version)
+        for temperature in {segment.temperature for segment in segments}:
+            selected = [segment for segment in segments if segment.temperature == temperature]
+            found.setdefault(temperature, []).append((ids[: selected[-1].end], selected))
+    return found
 
 
 def _gaps(scorer: PolicyScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
@@ -226,16 +256,10 @@ def pure_segments(trajectory: Trajectory, version: int) -> list[PureSegment]:
     return segments
 
 
-def _load(policy: VerifiedPolicy) -> PolicyScorer:
+def _load(policy: VerifiedPolicy, dtype: str) -> PolicyScorer:
     with many_imports():
+        import torch
+
         from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
-    return PolicyScorer.from_policy(policy)
-
-
-def _load_exact(policy: VerifiedPolicy) -> PolicyScorer:
-    import torch
-
-    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
-
-    return PolicyScorer.from_policy(policy, dtype=torch.float64)
+    return PolicyScorer.from_policy(policy, dtype=getattr(torch, dtype))

@@ -207,7 +207,7 @@ def _trajectory(
 def hf_logprobs(model: PreTrainedModel, context: Int32Array, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
     """log_softmax(z / T) of ``ids`` after ``context``, by the plain forward pass, float32 [tokens]."""
     tokens = torch.from_numpy(np.concatenate([context, ids]).astype(np.int64))
-    logits = model(tokens[None]).logits[0, len(context) - 1 : -1] / temperature
+    logits = model(tokens[None]).logits[0, len(context) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, tokens[len(context) :, None])[:, 0].numpy()
 
 

@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.ledger_counts import QueueAccount
-from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource
+from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
+
+from .made_checkpoints import hf_logprobs
 
 STEPS = 6
 
@@ -194,6 +198,45 @@ def test_bfloat16_logprobs_of_another_policy_are_red_by_their_mean(audited: Any)
     result = audit_run(audited.folder)
     assert not result.green
     assert any("policy version 3: mean gap of 0." in problem for problem in result.problems)
+
+
+def in_bfloat16(audited: Any, by: float) -> AuditResult:
+    """Audit the run as if an engine had sampled in bfloat16: Hugging Face's logprobs of that dtype, moved by ``by``."""
+    audited.change_config(model={"dtype": "bfloat16"})
+    load = AutoModelForCausalLM.from_pretrained
+    models = {v: load(the_policy(audited, v), dtype=torch.bfloat16).eval() for v in range(STEPS)}
+
+    def rounded(trajectory: Trajectory) -> Trajectory:
+        context, segments = trajectory.prompt.token_ids, []
+        for segment in trajectory.segments:
+            if segment.source is SegmentSource.POLICY:
+                scores = hf_logprobs(models[segment.policy_version], context, segment.token_ids)
+                segment = dataclasses.replace(segment, behavior_logprobs=scores + np.float32(by))
+            segments.append(segment)
+            context = np.concatenate([context, segment.token_ids])
+        return dataclasses.replace(trajectory, segments=tuple(segments))
+
+    def change(batch: Batch) -> Batch:
+        groups = (dataclasses.replace(g, trajectories=tuple(map(rounded, g.trajectories))) for g in batch.groups)
+        return dataclasses.replace(batch, groups=tuple(groups))
+
+    for step in range(1, STEPS + 1):
+        audited.replace_batch(step, change)
+    return audit_run(audited.folder)
+
+
+def test_an_engine_that_rounds_to_bfloat16_is_green(audited: Any) -> None:
+    result = in_bfloat16(audited, 0.0)
+    assert result.rescoring is not None
+    assert (result.green, result.problems) == (True, ())
+    assert result.rescoring.largest_gap > 1e-3
+
+
+@pytest.mark.parametrize("drift", [0.03, -0.1])
+def test_a_drift_that_the_rounding_of_the_same_weights_does_not_explain_is_red(audited: Any, drift: float) -> None:
+    result = in_bfloat16(audited, drift)
+    assert not result.green
+    assert any(problem.startswith("policy version 3: mean gap of 0.") for problem in result.problems)
 
 
 def torn(manifest: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -226,6 +227,10 @@ def test_a_pipe_gets_every_sentence_on_one_line(run_folder: Path) -> None:
     assert [line[0] for line in out.getvalue().splitlines() if "accuracy" in line.lower()][-1] == "-"
 
 
+def version_gap(version: int, **values: Any) -> VersionGap:
+    return VersionGap(policy_version=version, train_step=version, mean_bound=2e-5, **values)
+
+
 def audit_result(**changes: object) -> AuditResult:
     rescoring = Rescoring(
         dtype="float32",
@@ -236,16 +241,8 @@ def audit_result(**changes: object) -> AuditResult:
         skipped_impure_segments=2,
         skipped_segments=1,
         versions=(
-            VersionGap(policy_version=0, train_step=0, segments=20, tokens=450, largest_gap=3e-6, mean_gap=1e-7),
-            VersionGap(
-                policy_version=1,
-                train_step=1,
-                segments=1,
-                tokens=5,
-                largest_gap=None,
-                mean_gap=None,
-                skipped="pruned",
-            ),
+            version_gap(0, segments=20, tokens=450, largest_gap=3e-6, mean_gap=1e-7),
+            version_gap(1, segments=1, tokens=5, largest_gap=None, mean_gap=None, skipped="pruned"),
         ),
     )
     facts: dict[str, object] = {

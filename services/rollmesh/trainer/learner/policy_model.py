@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, reject_quantised
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE
 from rollmesh.checkpoints.reasons import Reason
@@ -187,6 +187,7 @@ def load_policy_model(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        reject_quantised(config.to_dict(), "model.path")
         _reject_experts(config)
         _reject_lengths(config, longest)
         _disable_dropout(config)
@@ -203,7 +204,7 @@ def load_policy_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | CheckpointError):
             raise
         if error.args == (PACKED_ATTENTION,):
             raise ConfigError(
@@ -212,6 +213,7 @@ def load_policy_model(
         raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
     causal_lm: PreTrainedModel = loaded[0]
     _reject_other_weights(folder, loaded[1])
+    _describe_head(causal_lm)
     nn.Module.to(causal_lm, device)
     return PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
 
@@ -243,13 +245,20 @@ def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
         )
 
 
+def _describe_head(causal_lm: PreTrainedModel) -> None:
+    """Set ``tie_word_embeddings`` to what is in memory: transformers unties a head of its own, whatever config says."""
+    head, embedding = output_head(causal_lm), causal_lm.get_input_embeddings()
+    if head is not None:
+        causal_lm.config.tie_word_embeddings = head.weight is embedding.weight
+
+
 def write_policy_folder(
-    folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, source: Path
+    folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, source: Path, model: PretrainedConfig
 ) -> Mapping[str, str]:
     """Write a folder for ``from_pretrained``: weights in ``dtype``, all other files from ``source``.
 
-    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once. Returns the digest of the
-    weights, by path.
+    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once. ``model`` is the config of
+    the loaded model, which decides whether they are tied. Returns the digest of the weights, by path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -258,6 +267,7 @@ def write_policy_folder(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    config["tie_word_embeddings"] = model.tie_word_embeddings
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     return write_weights(folder, tensors)

@@ -75,7 +75,7 @@ class PolicyOutput:
         return partial(score_sequences, self._scorer, self._compute, temperature=1.0)
 
     def _write_full(self, weights: Mapping[str, Tensor], folder: Path) -> Mapping[str, str]:
-        return write_policy_folder(folder, weights, self._dtype, self._source)
+        return write_policy_folder(folder, weights, self._dtype, self._source, self._model.config)
 
     def _write_adapter(self, weights: Mapping[str, Tensor], folder: Path) -> Mapping[str, str]:
         folder.mkdir(parents=True, exist_ok=True)

@@ -56,4 +56,5 @@ def write_merged(policy: VerifiedPolicy, folder: Path) -> None:
     model = load_published(policy, dtype=torch.float32, device=torch.device("cpu"))
     merge_adapter(model.causal_lm)
     weights = {name: parameter.detach() for name, parameter in model.base_parameters().items()}
-    write_policy_folder(folder, weights, _DTYPES.get(policy.base.manifest.dtype, torch.float32), policy.base.folder)
+    dtype = _DTYPES.get(policy.base.manifest.dtype, torch.float32)
+    write_policy_folder(folder, weights, dtype, policy.base.folder, model.config)
