@@ -56,6 +56,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("generated per second", count(summary.generated_per_second)),
         ("re-prefilled of prefilled tokens", percent(summary.reprefill_share)),
         ("idle slot time of generators", percent(summary.bubble_ratio)),
+        ("idle slot time during rollout", percent(summary.rollout_bubble_ratio)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
         ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),

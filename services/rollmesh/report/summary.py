@@ -69,6 +69,8 @@ class RunSummary:
     """Share of the computed context tokens that had been sampled before, 0..1."""
     bubble_ratio: float | None
     """Share of the slot time of serving generators without a running call, 0..1."""
+    rollout_bubble_ratio: float | None
+    """The same without the time of the trainer, if the schedule samples nothing meanwhile."""
     off_policy_share: float | None
     """Share of the trained tokens sampled from an older policy, 0..1."""
     mean_staleness: float | None
@@ -171,7 +173,8 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         generated_per_second=_generated_per_second(timeline),
         goodput=_known(train["mesh.goodput"][-1]) if len(train) else None,
         reprefill_share=_share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"]),
-        bubble_ratio=_bubble_ratio(train),
+        bubble_ratio=_bubble_ratio(train["mesh.engines.running_slot_seconds"], train["mesh.engines.slot_seconds"]),
+        rollout_bubble_ratio=_rollout_bubble_ratio(folder, train),
         off_policy_share=_off_policy_share(train, audit),
         mean_staleness=_of_known(train["staleness_mean"], lambda values: float(values.mean())),
         largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
@@ -240,9 +243,19 @@ def _generated_per_second(timeline: TimelineSeries) -> float | None:
     return float(tokens[busy].sum() / seconds[busy].sum()) if busy.any() and seconds[busy].sum() > 0 else None
 
 
-def _bubble_ratio(train: TrainSeries) -> float | None:
-    busy = _share(train["mesh.engines.running_slot_seconds"], train["mesh.engines.slot_seconds"])
+def _bubble_ratio(running_slot_seconds: FloatArray, slot_seconds: FloatArray) -> float | None:
+    busy = _share(running_slot_seconds, slot_seconds)
     return None if busy is None else max(0.0, 1 - busy)
+
+
+def _rollout_bubble_ratio(folder: RecordedRun, train: TrainSeries) -> float | None:
+    """Return the idle share of the slots during rollout, as ``sim/figures.py`` does, from the second train step on."""
+    if folder.schedule is None or len(train) < 2:
+        return None
+    running, slots = (train[f"mesh.engines.{name}slot_seconds"][1:] for name in ("running_", ""))
+    if folder.schedule.rests_while_training:
+        slots = slots * train["wait_seconds"][1:] / np.diff(train["time"])
+    return _bubble_ratio(running, slots)
 
 
 def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:

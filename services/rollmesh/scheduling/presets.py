@@ -8,7 +8,7 @@ copris_paper  8              9*B     2*B*n           pool         yes      pace
 april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
 sorted        0              4*B     4*B             wave         yes      restart   harvest trajectory, wave_batches 4,
                                                                                      cut_order shortest
-sorted_partial 3             4*B     4*B             wave         yes      pace      as sorted
+sorted_partial 4             5*B     4*B             wave         yes      pace      as sorted, spare_groups B
 areal         4              5*B     B*n             concurrency  no       pace
 pipeline      1              2*B     the window      pool         no       pace
 roll          1              2*B     the window      pool         no       evict     cut_order oldest
@@ -115,7 +115,8 @@ PRESETS = {
     "sorted": Preset(
         source="SortedRL (arXiv 2603.23414), on-policy: prompts are loaded a wave at a time, and an update takes the "
         "first finished answers, the shortest first; the others begin again",
-        deviation="a finished answer that misses its batch begins again too, because it is off-policy",
+        deviation="a finished answer that misses its batch begins again too, because it is off-policy. The last batch "
+        "of a wave waits for its longest answers with idle slots: more prompts would leave the longest untrained",
         goes_with="trainer.algorithm.advantage: reinforce_pp",
         harvest=Harvest.TRAJECTORY,
         admission=AdmissionRule.WAVE,
@@ -129,14 +130,17 @@ PRESETS = {
         cut_order=CutOrder.SHORTEST,
     ),
     "sorted_partial": Preset(
-        source="SortedRL (arXiv 2603.23414), partial: as sorted, but unfinished answers keep their tokens",
+        source="SortedRL (arXiv 2603.23414), partial: as sorted, but unfinished answers keep their tokens, and more "
+        "prompts than the wave needs keep the slots full",
         deviation="the log-probabilities of all versions of an answer enter the ratio as they were sampled, at most "
-        "max_staleness steps old; the paper bounds no staleness",
+        "max_staleness steps old; the paper bounds no staleness. That bound, and not the end of the wave, is what "
+        "makes long answers train",
         goes_with="trainer.algorithm.advantage: reinforce_pp",
         harvest=Harvest.TRAJECTORY,
         admission=AdmissionRule.WAVE,
         wave_batches=4,
-        max_staleness=3,
+        spare_batches=1,
+        max_staleness=4,
         pool_batches=4,
         barrier=True,
         cut_order=CutOrder.SHORTEST,

@@ -113,6 +113,11 @@ class Schedule:
         )
 
     @property
+    def rests_while_training(self) -> bool:
+        """True if no token is sampled between a cut and the policy that is trained on it."""
+        return self.barrier or self.max_staleness == 0
+
+    @property
     def predicts_lengths(self) -> bool:
         """True if an order depends on expected lengths, so that their prediction is measured."""
         return self.start_order is StartOrder.LONGEST_EXPECTED or self.resume_order is ResumeOrder.NEAREST_END

@@ -31,6 +31,8 @@ class Figures:
     generated_tokens_per_second: float
     bubble_ratio: float
     """1 - integral of running calls / (slots * time), pauses of loads included."""
+    rollout_bubble_ratio: float
+    """The same over the time of rollout: without the time of the trainer, if the schedule samples nothing meanwhile."""
     off_policy_token_share: float
     mean_staleness: float
     """Of the oldest token of a trajectory in the loss, in train steps."""
@@ -67,6 +69,7 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
     trained, trajectories = tokens.total(), sum(update.trajectories for update in updates)
     each = [later - earlier for earlier, later in pairwise([began, *(update.trained_at for update in updates)])]
     p50, p90 = _percentiles(each)
+    waits = sum(update.trainer_wait_seconds for update in updates) / seconds
     return Figures(
         updates=len(updates),
         updates_per_second=len(updates) / seconds,
@@ -76,7 +79,8 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
         update_seconds_p90=p90,
         trained_tokens_per_second=trained / seconds,
         generated_tokens_per_second=work.decoded_tokens / seconds,
-        bubble_ratio=1 - work.running_slot_seconds / work.slot_seconds if work.slot_seconds else 0.0,
+        bubble_ratio=_idle(work, 1.0),
+        rollout_bubble_ratio=_idle(work, waits if run.rests_while_training else 1.0),
         off_policy_token_share=1 - tokens[0] / trained if trained else 0.0,
         mean_staleness=sum(age * count for age, count in oldest.items()) / max(1, oldest.total()),
         staleness=dict(sorted(oldest.items())),
@@ -84,9 +88,15 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
         preemptions=work.preemptions,
         reprefill_share=work.reprefilled_tokens / work.prefilled_tokens if work.prefilled_tokens else 0.0,
         wasted_tokens=run.wasted_tokens,
-        trainer_wait_share=sum(update.trainer_wait_seconds for update in updates) / seconds,
+        trainer_wait_share=waits,
         device_hours_per_update=devices * seconds / 3600 / len(updates),
     )
+
+
+def _idle(work: FleetWork, share: float) -> float:
+    """Return the idle share of the slots in this share of the time, in which all calls ran."""
+    slot_seconds = share * work.slot_seconds
+    return max(0.0, 1 - work.running_slot_seconds / slot_seconds) if slot_seconds else 0.0
 
 
 def _work(run: SimulatedRun, first: int) -> FleetWork:

@@ -19,6 +19,7 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "p90": lambda f: f"{f.update_seconds_p90:,.0f}",
     "trained tok/s": lambda f: f"{f.trained_tokens_per_second:,.0f}",
     "bubble": lambda f: f"{f.bubble_ratio:.0%}",
+    "of rollout": lambda f: f"{f.rollout_bubble_ratio:.1%}",
     "off-policy": lambda f: f"{f.off_policy_token_share:.0%}",
     "staleness, % at 0, 1, ..": lambda f: f"{f.mean_staleness:.2f}: {_histogram(f.staleness)}",
     "version span": lambda f: f"{f.version_span:.2f}",

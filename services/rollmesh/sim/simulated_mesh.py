@@ -79,6 +79,8 @@ class SimulatedRun:
     event_count: int
     finished: int
     """Finished trajectories."""
+    rests_while_training: bool
+    """True if the schedule samples no token between a cut and the policy that is trained on it."""
 
 
 class SimulatedMesh:
@@ -226,6 +228,7 @@ class SimulatedMesh:
             dropped_groups=dict(sorted(queue.drops.items())),
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
+            rests_while_training=self._settings.schedule.rests_while_training,
         )
 
 

@@ -52,6 +52,21 @@ def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
     assert [moment(e, summary) for e in summary.evaluations] == ["before training", "after training"]
 
 
+def test_the_bubble_of_the_rollout_leaves_out_the_update_during_which_the_schedule_rests(run_folder: Path) -> None:
+    asynchronous = summarise(run_folder)
+    assert asynchronous.rollout_bubble_ratio == asynchronous.bubble_ratio == 0.25
+    config = run_folder / "config.yaml"
+    config.write_text(config.read_text().replace("preset: copris", "preset: sync").replace("max_staleness: 4", ""))
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(lines):
+        # Of ten seconds between two steps, eight wait for the batch: 640 slot seconds, 512 of them of the rollout.
+        line |= {"time": START + 10 * step, "wait_seconds": 8}
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(run_folder)
+    assert summary.rollout_bubble_ratio == pytest.approx(1 - 480 / 512)
+    assert dict(facts(summary))["idle slot time during rollout"] == "6.2%"
+
+
 def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").unlink()
     assert summarise(run_folder).dropped == {"straggler_timeout": 1}

@@ -17,7 +17,7 @@ from .views import RUN, schedule
         ("copris_paper", 8, 256, AdmissionRule.POOL, True),
         ("areal", 4, 128, AdmissionRule.CONCURRENCY, False),
         ("april", 5, 256, AdmissionRule.WAVE, True),
-        ("sorted_partial", 3, 64, AdmissionRule.WAVE, True),
+        ("sorted_partial", 4, 64, AdmissionRule.WAVE, True),
         ("ulorl", 7, 256, AdmissionRule.WAVE, True),
         ("pipeline", 1, 256, AdmissionRule.POOL, False),
         ("roll", 1, 256, AdmissionRule.POOL, False),
@@ -31,7 +31,7 @@ def test_presets_resolve_to_their_documented_numbers(preset, staleness, pool, ad
     assert resolved.on_stale is (OnStale.EVICT if preset == "roll" else OnStale.PACE)
     assert resolved.window_groups == (32 if preset == "dart" else (staleness + 1) * 16)
     assert resolved.wave_batches == (4 if preset == "sorted_partial" else 1)
-    assert resolved.spare_groups == (16 if preset in ("april", "ulorl") else 0)
+    assert resolved.spare_groups == (16 if preset in ("april", "sorted_partial", "ulorl") else 0)
     assert resolved.group_size * resolved.prompt_repeats == 8
     assert resolved.max_filtered_in_a_row == 160
     assert (resolved.longest_trajectory_tokens, resolved.partial_save_tokens) == (512, 64)

@@ -124,6 +124,16 @@ SORTED = [
     (3, 4, 3, 0, 0, 0, 0, False, True),
     (4, 4, 4, 0, 0, 0, 8, False, False),  # all are consumed: the next wave
 ]
+SORTED_PARTIAL = [
+    (0, 0, 0, 0, 0, 0, 10, False, False),  # a wave of four batches, and one batch more to keep the slots full
+    (0, 0, 0, 9, 1, 9, 0, False, False),
+    (0, 0, 0, 7, 3, 7, 0, True, True),
+    (0, 1, 0, 8, 0, 8, 0, False, True),
+    (1, 1, 1, 8, 0, 8, 0, False, False),
+    (3, 3, 3, 4, 0, 4, 0, False, False),  # the last batch of the wave: twice as many answers as it needs
+    (3, 3, 3, 2, 2, 2, 0, True, True),  # it waits for no slowest answer
+    (4, 4, 4, 2, 0, 2, 8, False, False),  # those continue in the next wave
+]
 # B groups and B spare ones; the window of 2 * B groups is open at once
 KIMI = [
     (0, 0, 0, 0, 0, 0, 4, False, False),
@@ -149,7 +159,7 @@ TRACES = [
     ("areal", {"max_staleness": 1}, AREAL),
     ("april", {}, APRIL),
     ("sorted", {}, SORTED),
-    ("sorted_partial", {}, SORTED),
+    ("sorted_partial", {}, SORTED_PARTIAL),
     ("ulorl", {}, APRIL),  # the same stages; segments: the rests below
     ("kimi", {}, KIMI),
     ("pipeline", {"window_groups": 3}, PIPELINE),
@@ -234,8 +244,8 @@ def test_sorted_takes_the_shortest_answers_first(preset):
 
 
 def test_sorted_partial_trains_an_answer_before_it_is_too_old_however_long_it_is():
-    in_last_batch = {"trained_step": 3, "cut_step": 3, "policy_version": 3, "policy_train_step": 3}
-    ended = [group(0, 0, 30), group(1, 3, 5), group(2, 3, 20)]
+    in_last_batch = {"trained_step": 4, "cut_step": 4, "policy_version": 4, "policy_train_step": 4}
+    ended = [group(0, 0, 30), group(1, 4, 5), group(2, 4, 20)]
     assert decide(schedule("sorted_partial"), view(**in_last_batch, ready=ended)).cut == ("e0-0", "e0-1")
 
 

@@ -25,6 +25,7 @@ FIGURES = Figures(
     trained_tokens_per_second=100,
     generated_tokens_per_second=100,
     bubble_ratio=0.5,
+    rollout_bubble_ratio=0.25,
     off_policy_token_share=0.5,
     mean_staleness=1.5,
     staleness={},
