@@ -38,8 +38,8 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
     """Open the prompts, call the methods, build the verifier, and score answers to the first row; return hints.
 
     Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
-    error of a verifier that does not return. A verifier is refused only if every trial answer
-    fails: some verifiers reject some answers on purpose.
+    error of a verifier that does not return. A verifier of the user's is refused only if every trial answer fails:
+    some reject some answers on purpose. A built-in one is refused at the first, because its errors are about the row.
     """
     tokenizer = Tokenizer(resolve_model(config.model.path))
     source, prompt = _opened(config, tokenizer, "train")
@@ -105,20 +105,24 @@ def _score(
 ) -> None:
     metadata = prompt_metadata(prompt, verifier, tokenizer)
     errors: list[str] = []
-    for answer in _trial_answers(prompt, tokenizer):
+    answers = list(_trial_answers(prompt, tokenizer))
+    for answer in answers:
         try:
             with _watched(late, config, name, prompt):
                 checked_reward(verifier.verify(answer, metadata), name)
-            return
+            if name not in BUILT_IN:
+                return
         except (Exception, SystemExit) as error:
             if name not in BUILT_IN and is_unreachable(error):
                 return
             # VerifierError is a sentence; any other exception needs its class.
             errors.append(str(error) if isinstance(error, RollmeshError) else described(error))
+    if not errors:
+        return
     own = "" if name in BUILT_IN else "; call it with these arguments in Python to debug it"
     raise ConfigError(
-        f"reward.verifier={name}: scores none of {len(errors)} trial answers to {prompt.prompt_id}, whose metadata has "
-        f"{', '.join(metadata) or 'no field'}; the last error: {errors[-1]}{own}"
+        f"reward.verifier={name}: fails for {len(errors)} of {len(answers)} trial answers to {prompt.prompt_id}, whose "
+        f"metadata has {', '.join(metadata) or 'no field'}; the last error: {errors[-1]}{own}"
     )
 
 
@@ -145,8 +149,12 @@ def _watched(late: Callable[[str], None] | None, config: RunConfig, name: str, p
 
 
 def _trial_answers(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a right answer where the row has one, the prompt, an empty answer, and a word."""
-    yield str(prompt.metadata.get("answer", "1"))
+    """Yield a right answer where the row has one, the same in another spelling, and wrong ones."""
+    right = prompt.metadata.get("answer", "1")
+    right = right[0] if isinstance(right, list) and right else right
+    yield str(right)
+    yield f"The answer is \\boxed{{ {right} }}."
+    yield "\\boxed{no}"
     yield tokenizer.decode(prompt.token_ids)
     yield ""
     yield "answer"

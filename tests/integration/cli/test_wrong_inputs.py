@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no function": (verifier("checks:absent"), "module 'checks' has no 'absent'"),
     "syntax": (verifier("broken:reward"), "reward.verifier: broken:reward: raised SyntaxError"),
     "signature": (verifier("checks:one_argument"), "cannot be called as f(response, prompt_metadata"),
-    "raises": (verifier("checks:no_name"), "scores none of 4 trial answers to rows.jsonl:"),
+    "raises": (verifier("checks:no_name"), "fails for 6 of 6 trial answers to rows.jsonl:"),
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
     "ends the process": (
         verifier("checks:leaves"),
@@ -316,7 +316,7 @@ def test_the_trial_of_the_inputs_uses_the_value_of_an_option_and_not_the_variabl
     validate = ["config", "validate", "run.yaml", "--set", "reward.verifier=checks:no_name"]
     done = CliRunner().invoke(app, validate)
     assert done.exit_code == 2
-    assert "reward.verifier=checks:no_name: scores none of" in done.stderr
+    assert "reward.verifier=checks:no_name: fails for 6 of" in done.stderr
 
 
 def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:

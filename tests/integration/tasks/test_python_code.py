@@ -317,6 +317,8 @@ def test_fences_without_end_are_read_in_linear_time(response: str) -> None:
         (1, 1.0, True),
         (0.1, 0.1 + 1e-9, True),
         (0.1, 0.2, False),
+        (1.6e-19, 9.1e-31, False),
+        (0.0, 1e-12, True),
         (True, 1, False),
         (1, True, False),
         (None, None, True),

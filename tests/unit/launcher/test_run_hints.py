@@ -119,6 +119,20 @@ def test_validate_prints_memory_and_hints(tmp_path: Path, monkeypatch: pytest.Mo
     assert "hint: trainer.learning_rate=1e-06 suits models of a billion parameters" in result.output
 
 
+@pytest.mark.parametrize(("answer", "problem"), [(r"\$32,\!348", None), ("$$", "not mathematics that sympy can read")])
+def test_the_trial_tries_more_than_the_reference_itself(tmp_path: Path, answer: str, problem: str | None) -> None:
+    pytest.importorskip("math_verify")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "3 7 > 4 :", "answer": answer}) + "\n")
+    data = {"source": {"type": "jsonl", "path": str(rows)}, "held_out_ratio": 0}
+    config = run(data=data, reward={"verifier": "math"})
+    if problem is None:
+        assert try_inputs(config) == []
+        return
+    with pytest.raises(ConfigError, match=problem):
+        try_inputs(config)
+
+
 def test_the_trial_counts_the_words_that_the_model_does_not_know(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
 

@@ -224,6 +224,8 @@ def _json_value(value: Any, where: str) -> Any:
         if not all(isinstance(key, str) for key in value):
             raise DataError(f"{where}: keys must be text, got {short_repr(list(value))}")
         return {key: _json_value(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, date | time | Decimal):
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if isinstance(value, date | time):
         return str(value)
     raise DataError(f"{where}: {type(value).__name__} is not a JSON value; convert or drop the field")

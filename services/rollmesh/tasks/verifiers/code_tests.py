@@ -85,14 +85,14 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
 
 
 def same_value(expected: Any, got: Any) -> bool:
-    """Compare JSON values, with a tolerance for floats (1e-6 relative, 1e-9 absolute); true is not 1."""
+    """Compare JSON values, with a tolerance for floats (1e-6 relative, or 1e-9 of an expected 0); true is not 1."""
     if isinstance(expected, bool) or isinstance(got, bool):
         return expected is got
     if isinstance(expected, int | float) and isinstance(got, int | float):
         if isinstance(expected, int) and isinstance(got, int):
             return expected == got
         try:
-            return math.isclose(expected, got, rel_tol=1e-6, abs_tol=1e-9)
+            return math.isclose(expected, got, rel_tol=1e-6, abs_tol=0 if expected else 1e-9)
         except OverflowError:  # a whole number beyond all floats
             return False
     if isinstance(expected, list) and isinstance(got, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from rollmesh.errors import ConfigError, VerifierError
@@ -55,7 +56,7 @@ _SPELLINGS = tuple(
 )
 """Spellings of TeX and print within a number, and the plain ones that replace them, in order."""
 _LONGEST_NUMBER = 400
-_BRACE = re.compile(r"\\boxed\{|[{}]")
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|(?P<escaped>\\\\(?!boxed|fbox)|\\[{}])|\{|\}")
 
 
 def make_extractor(how: str) -> Extractor:
@@ -100,13 +101,18 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` with balanced braces; an unclosed one does not count."""
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces; an unclosed one does not count.
+
+    The braces of sets, ``\{`` and ``\}``, need no partner.
+    """
     tail = response[-TAIL_CHARACTERS:]
     found = None
     openings: list[int | None] = []  # start of the content of each open \boxed{; None for a plain brace
     for match in _BRACE.finditer(tail):
+        if match["escaped"]:
+            continue
         if match[0] != "}":
-            openings.append(match.end() if len(match[0]) > 1 else None)
+            openings.append(match.end() if match["box"] else None)
         elif openings and (start := openings.pop()) is not None and (found is None or start > found[0]):
             found = (start, match.start())
     return tail[found[0] : found[1]].strip() if found is not None else None
@@ -134,12 +140,16 @@ def references(metadata: Mapping[str, Any], verifier: str) -> list[str]:
 
 
 def reference_text(answer: Any, verifier: str) -> str:
-    """Return one reference answer as text; whole numbers lose the ``.0`` that JSON added."""
+    """Return one reference answer as text."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise VerifierError(f"{verifier}: the prompt's answer must be text or a number, got {type(answer).__name__}")
-    if isinstance(answer, float) and answer.is_integer():
-        return str(int(answer))
-    return str(answer)
+    return answer if isinstance(answer, str) else number_text(repr(answer))
+
+
+def number_text(number: str) -> str:
+    """Return a number that a program printed in plain digits, which read the same everywhere: ``2.5e-06``, ``1.0``."""
+    digits = f"{Decimal(number):f}"
+    return digits.removesuffix(".0")
 
 
 def _whole(response: str) -> str:

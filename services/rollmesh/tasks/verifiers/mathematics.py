@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rollmesh.errors import ConfigError, VerifierError
@@ -16,14 +16,16 @@ TAIL_CHARACTERS = 4_000
 DEEPEST_NESTING = 32
 """Limit of nested brackets in an answer; the time of the parser grows exponentially with them."""
 
-_DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\\(.*\\\)|(?<!\\)\\\[.*\\\]", re.DOTALL)
+"""Formula within a text; the ``$`` of a price, ``\\$5``, delimits none."""
 
 
 class MathVerifier:
     r"""Reward 1 if the last answer of a response is mathematically equal to a reference, else 0.
 
-    The content of the last ``\boxed{...}`` counts; without one, the last formula or number. Equal text and unequal
-    whole numbers are decided without sympy. An answer that sympy cannot decide in time is wrong, not unscorable.
+    The content of the last ``\boxed{...}`` counts; without one, the last formula or number. Whole numbers are compared
+    without sympy. Bases count where both have one (``2010_7`` and ``2010_8`` differ); an equation of different numbers
+    (``5=7``) is wrong. An answer that sympy cannot decide in time is wrong, not unscorable.
     """
 
     timeout_means_wrong = True
@@ -31,21 +33,18 @@ class MathVerifier:
     def __init__(self, float_rounding: int = 6, strict: bool = True) -> None:
         """Create a verifier. Raises ConfigError without the extra.
 
-        ``float_rounding``: number of compared decimals. ``strict``: sets do not equal tuples, and the names of
-        variables count.
+        ``float_rounding``: number of compared decimals, for numbers below 0.1 from their first digit that is not 0.
+        ``strict``: sets do not equal tuples, and the names of variables count.
         """
         try:
-            import math_verify
+            # It needs the extra, and its import takes a second, so that only users of this verifier pay for it.
+            from rollmesh.tasks.verifiers import math_equality
         except ImportError as error:
             raise ConfigError("verifier math needs its packages: pip install 'rollmesh[reward]'") from error
-        # The package warns on every call that its time-out is off; the process pool enforces the time-out instead.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        parse = partial(math_verify.parse, parsing_timeout=None)
-        equal = partial(math_verify.verify, float_rounding=float_rounding, strict=strict, timeout_seconds=None)
-        self._parse: Callable[[str], list[Any]] = lru_cache(maxsize=4096)(parse)
-        self._equal: Callable[[list[Any], list[Any]], bool] = equal
+        self._mathematics = math_equality
+        self._equal = partial(math_equality.equal, float_rounding=float_rounding, strict=strict)
         # The first call compiles the patterns; do it here, outside the time limit of an answer.
-        self._equal(self._parse("$1$"), self._parse("\\boxed{2}"))
+        self._equal(math_equality.read("$1$", boxed=False), math_equality.read("2", boxed=True))
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
         """Score one response against ``answer``. Raises VerifierError if sympy cannot read ``answer``."""
@@ -57,14 +56,20 @@ class MathVerifier:
         return float(any(self._matches(reference, answer, boxed is not None) for reference in accepted))
 
     def _matches(self, reference: str, answer: str, boxed: bool) -> bool:
-        if answer == reference:
-            return True
         if _is_whole(reference) and _is_whole(answer):
             return int(reference) == int(answer)
-        gold = self._parse(reference if any(d in reference for d in _DELIMITERS) else f"${reference}$")
-        if not gold:
+        text, alone = _formula(reference)
+        gold = self._mathematics.read(text, boxed=alone)
+        if not gold.found:
             raise VerifierError(f"math: the prompt's answer {reference[:80]!r} is not mathematics that sympy can read")
-        return bool(self._equal(gold, self._parse(f"\\boxed{{{answer}}}" if boxed else answer)))
+        return answer == reference or self._equal(gold, self._mathematics.read(answer, boxed=boxed))
+
+
+def _formula(reference: str) -> tuple[str, bool]:
+    """Return the mathematics of a reference, and False if a formula within text has to be found first."""
+    if (boxed := last_boxed(reference)) is not None:
+        return boxed, True
+    return reference, _DELIMITED.search(reference) is None
 
 
 def _is_whole(text: str) -> bool:

@@ -1,0 +1,129 @@
+"""Reading and comparison of mathematics by math-verify, with relative tolerances (extra: reward)."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from math_verify import grader, parse, verify
+from sympy import Add, Float, Interval, Tuple
+
+from rollmesh.tasks.verifiers.extraction import number_text
+
+NOISE = 1e-12
+"""Relative error of calculations with binary floating point."""
+_MOST_ZEROS = 400
+
+_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])(?:[0-9]+\.[0-9]+[eE][-+]?[0-9]{1,2}|[0-9]+[eE][-+][0-9]{2})(?!\w|\.[0-9])")
+"""Number as programs print it; ``2e-6`` stays, because it may mean 2e - 6."""
+_CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
+_BASED = re.compile(
+    r"(?:\(\s*([0-9A-Z]+)\s*\)|\\text\s*\{\s*([0-9A-Z]+)\s*\}|\b([0-9A-Z]*[0-9]))\s*_\s*"
+    r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*(\w+)\s*\}|([0-9]+))"
+)
+"""Numeral with a base: ``2010_7``, ``(2010)_{7}``, ``2010_{\\text{seven}}``; math-verify leaves bases out."""
+_BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+# The package warns on every call that its time-out is off; the process pool enforces the time-out instead.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Mathematics:
+    """Text that math-verify has read."""
+
+    found: tuple[Any, ...]
+    """The expression of sympy, if there is one, and the text that was read; empty if nothing was found."""
+    bases: frozenset[str]
+    """Bases of the numerals in the text that was read."""
+
+    @property
+    def expression(self) -> Any:
+        """Expression of sympy; None without one."""
+        return None if not self.found or isinstance(self.found[0], str) else self.found[0]
+
+    @property
+    def text(self) -> str:
+        """Text that was read."""
+        return self.found[-1] if self.found and isinstance(self.found[-1], str) else ""
+
+
+@lru_cache(maxsize=4096)
+def read(text: str, *, boxed: bool) -> Mathematics:
+    """Read an answer, or the last formula or number of a text that contains one."""
+    text = _SCIENTIFIC.sub(lambda number: number_text(number[0]), _CURRENCY.sub("", text))
+    numerals = [(numeral, base) for _, numeral, base in _based(text)]
+    for whole, numeral, _ in _based(text):
+        text = text.replace(whole, numeral)
+    mathematics = Mathematics(tuple(parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None)), frozenset())
+    words = set(re.findall(r"[0-9A-Z]+", mathematics.text))
+    return Mathematics(mathematics.found, frozenset(base for numeral, base in numerals if numeral in words))
+
+
+def equal(gold: Mathematics, answer: Mathematics, *, float_rounding: int, strict: bool) -> bool:
+    """Tell whether an answer equals the reference."""
+    if gold.bases and answer.bases and gold.bases != answer.bases:
+        return False
+    if strict and {_brackets(gold), _brackets(answer)} == {"set", "tuple"}:
+        return False
+    if _is_false(answer.expression, float_rounding):
+        return False
+    return bool(
+        verify(list(gold.found), list(answer.found), float_rounding=float_rounding, strict=strict, timeout_seconds=None)
+    )
+
+
+def _based(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each numeral with a base: as written, the numeral, and the base in digits where it is known."""
+    for match in _BASED.finditer(text):
+        numeral, base = (next(part for part in parts if part) for parts in (match.groups()[:3], match.groups()[3:]))
+        yield match[0], numeral, str(_BASE_WORDS.index(base) + 2) if base in _BASE_WORDS else base
+
+
+def _brackets(mathematics: Mathematics) -> str | None:
+    if mathematics.text.startswith(("\\{", "\\lbrace")):
+        return "set"
+    return "tuple" if isinstance(mathematics.expression, Tuple | Interval) else None
+
+
+def _is_false(expression: Any, float_rounding: int) -> bool:
+    """Tell whether an answer is an equation of different numbers; math-verify takes the right side of any equation."""
+    if not grader.is_equation(expression):
+        return False
+    relations = expression._unsorted_args if isinstance(expression, grader.And) else [expression]
+    numbers = [side for relation in relations for side in relation.args if side.is_number]
+    return any(not grader.sympy_expr_eq(numbers[0], number, float_rounding, 15) for number in numbers)
+
+
+_equal_by_decimals = grader.sympy_numeric_eq
+
+
+def _numbers_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+    """Compare as math-verify does, but count decimals from the first digit that is not 0."""
+    zeros = max(_leading_zeros(a), _leading_zeros(b))
+    if _equal_by_decimals(a, b, float_rounding + zeros, numeric_precision + zeros):
+        return True
+    if not (getattr(a, "is_number", False) and getattr(b, "is_number", False) and (a.has(Float) or b.has(Float))):
+        return False
+    return bool(abs((a - b).evalf()) <= NOISE * abs(a.evalf()))
+
+
+def _leading_zeros(expression: Any) -> int:
+    """Return the number of zeros after the decimal point of the smallest term; 0 for matrices, compared by entry."""
+    if not hasattr(expression, "is_number"):
+        return 0
+    zeros = 0
+    for term in [expression] if expression.is_number else Add.make_args(expression):
+        size = abs(term.subs(dict.fromkeys(term.free_symbols, 1)).evalf(5))
+        if size.is_Float and size > 0:
+            zeros = max(zeros, -1 - Decimal(str(size)).adjusted())
+    return min(zeros, _MOST_ZEROS)
+
+
+# math-verify has one absolute tolerance for numbers of all sizes: 9.1e-31 would equal 1.6e-19, also within sets.
+grader.sympy_numeric_eq = _numbers_equal
