@@ -38,6 +38,10 @@ Model = Annotated[str | None, typer.Option(help="Model of the table, or a Huggin
 Check = Annotated[bool, typer.Option("--check", help="Check every promise of the scheduler; status 2 if one fails.")]
 Long = Annotated[bool, typer.Option("--long", help="Allow more than 10^8 events.")]
 Scale = Annotated[bool, typer.Option("--scale", help="Simulate 1,000 generators, and print what the simulation costs.")]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(help="Run whose times and lengths, and run file without RUN.yaml, to take.", metavar="RUN_FOLDER"),
+]
 Fidelity = Annotated[bool, typer.Option("--fidelity", help="Compare predictions with published speed-ups; minutes.")]
 
 
@@ -57,6 +61,7 @@ def sim(
     sweep: Sweep = None,
     gpu: Gpu = None,
     model: Model = None,
+    calibrate: Calibrate = None,
     lengths: Lengths = None,
     with_: With = None,
     fail: Fail = None,
@@ -71,7 +76,7 @@ def sim(
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
-    The simulated settings and their constants are in docs/simulator.md. Equal settings give equal output.
+    All that is assumed is printed below the figures; docs/simulator.md explains it. Equal settings give equal output.
 
     Example: `rollmesh sim run.yaml --compare copris,sync`
     """
@@ -80,7 +85,7 @@ def sim(
 
     short = {"gpu": gpu, "model": model, "lengths": lengths}
     others: dict[str, object] = {"RUN.yaml": run, "--compare": compare, "--sweep": sweep, "--fail": fail, "--set": set_}
-    others |= {f"--{name}": value for name, value in short.items()}
+    others |= {f"--{name}": value for name, value in {**short, "calibrate": calibrate}.items()}
     others |= {"--check": check, "--long": long, "--scale": scale, "--plots": plots}
     with clear_errors():
         if fidelity:
@@ -94,7 +99,15 @@ def sim(
             return
         settings = _settings(with_ or [], short)
         arms = arms_of(
-            run, set_ or [], settings, fail or [], compare=compare, sweep=sweep, is_long=long, is_at_scale=scale
+            run,
+            set_ or [],
+            settings,
+            fail or [],
+            compare=compare,
+            sweep=sweep,
+            is_long=long,
+            is_at_scale=scale,
+            calibrate=calibrate,
         )
         _simulate(arms, plots, check=check, as_json=as_json, is_sweep=sweep is not None, with_cost=scale)
 
@@ -137,15 +150,27 @@ def _simulate(
         costs.append(cost)
         if as_json:
             of_scale = {"cost": cost.document()} if with_cost else {}
-            typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale}))
+            typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale, "assumed": arm.assumed}))
     if plots is not None:
         write_simulation_plots(drawn, plots, is_sweep=is_sweep)
     if not as_json:
         console = output_console()
         for table in figures_tables(results, console.width):
             console.print(table)
+        console.print(_assumed(arms), markup=False, highlight=False)
         for arm, cost in zip(arms, costs, strict=True) if with_cost else ():
             console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _assumed(arms: Sequence[Arm]) -> str:
+    """Return what all arms assume, and what single ones do in another way."""
+    common = {name: value for name, value in arms[0].assumed.items() if all(a.assumed.get(name) == value for a in arms)}
+    hint = "" if "calibrated_on" in common else " (--calibrate RUN_FOLDER takes the times of a run instead)"
+    lines = [f"assumed{hint}: " + ", ".join(f"{name}={value}" for name, value in common.items())]
+    for arm in arms:
+        if own := [f"{name}={value}" for name, value in arm.assumed.items() if name not in common]:
+            lines.append(f"assumed for {arm.name}: {', '.join(own)}")
+    return "\n".join(lines)
 
 
 def _fidelity(settings: list[str], *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,10 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
 GENERATED_TOKENS = "rollmesh_generator_generated_tokens_total"
+_WORK = {
+    name: f"rollmesh_generator_{name}_total"
+    for name in ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
+} | {"cpu_seconds": "process_cpu_seconds_total"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class MeshSample:
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
     """Groups dropped so far, by reason."""
+    work: Mapping[str, float]
+    """Counters of the generators that answered, added up, by name: for ``rollmesh sim --calibrate``."""
     pinned_version: int | None = None
     """Policy version that an operator has pinned; None without a pin."""
 
@@ -92,7 +99,7 @@ class TimelineRecorder:
 
     async def sample(self) -> MeshSample:
         """Take one sample and append it to the timeline."""
-        loads = await self._scrape_generators()
+        loads, work = await self._scrape_generators()
         counts = await self._store.mesh.counts()
         pin = await self._store.policies.held_pin()
         sample = MeshSample(
@@ -104,13 +111,15 @@ class TimelineRecorder:
             generated_tokens=dict(self._generated.seen),
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
+            work=work,
             pinned_version=None if pin is None or pin.owner else pin.policy_version,
         )
         append_line(self._folder.timeline, sample.to_json())
         return sample
 
-    async def _scrape_generators(self) -> list[GeneratorLoad]:
+    async def _scrape_generators(self) -> tuple[list[GeneratorLoad], Mapping[str, float]]:
         loads: list[GeneratorLoad] = []
+        work: Counter[str] = Counter()
         for endpoint in read_endpoints(self._folder.path, "generator"):
             try:
                 answer = (await self._client.get(endpoint.admin, "/metrics")).raise_for_status()
@@ -119,8 +128,9 @@ class TimelineRecorder:
             process = process_key(endpoint)
             values = metric_sums(answer.text)
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
+            work.update({name: values[metric] for name, metric in _WORK.items() if metric in values})
             loads.append(_load(process, values))
-        return loads
+        return loads, work
 
 
 def _load(process: str, values: Mapping[str, float]) -> GeneratorLoad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
+from rollmesh.sim.assumptions import MEASURED, assumptions
+from rollmesh.sim.calibrated_mesh import Calibration
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings
@@ -27,6 +29,8 @@ class Arm:
 
     name: str
     settings: MeshSettings
+    assumed: Mapping[str, object]
+    """Settings and constants that the run file does not give."""
 
 
 def arms_of(
@@ -39,17 +43,23 @@ def arms_of(
     sweep: str | None = None,
     is_long: bool = False,
     is_at_scale: bool = False,
+    calibrate: Path | None = None,
 ) -> list[Arm]:
     """Return the arms in the order of the options; one arm without ``compare`` and ``sweep``.
 
     ``overrides`` are fields of the run file, ``settings`` fields of ``SimulationSetup``, both as ``name=value``.
     Compared presets, and the preset of a simulation without a run file, have the settings that go with them.
-    ``is_at_scale`` takes the run file and the settings that measure the simulator.
+    ``is_at_scale`` takes the run file and the settings that measure the simulator. ``calibrate`` takes the times of a
+    run folder, its lengths unless ``settings`` gives others, and its run file without another one.
     Raises ConfigError for an unknown field or preset, and for a swept field without an effect on the simulation.
     """
     if is_at_scale and run is not None:
         raise ConfigError(f"--scale with {run}: it has a run file of its own; give one of them, and --set for fields")
     setup = parse_setup([*(_SCALE_SETTINGS if is_at_scale else ()), *settings])
+    measured = None
+    if calibrate is not None:
+        setup = _calibrated_setup(setup, calibrate)
+        run, measured = run or calibrate / "config.yaml", Calibration.read(calibrate)
     plan = FailurePlan.parse(list(failures), seed=setup.seed)
     file = run or (SCALE_RUN if is_at_scale else DEFAULT_RUN)
     base = load_run_config(file, overrides)
@@ -59,7 +69,11 @@ def arms_of(
         if run is None or config.schedule.preset != base.schedule.preset:
             before = companion_settings(PRESETS[config.schedule.preset])
             config = load_run_config(file, [*before, *overrides, *more, *_batch_of(config, base)])
-        return Arm(name=name or config.schedule.preset, settings=mesh_settings(config, setup, plan, is_long=is_long))
+        simulated = mesh_settings(config, setup, plan, is_long=is_long)
+        if measured is not None:
+            simulated = measured.settings(simulated, config)
+        assumed = assumptions(config, setup, simulated, "" if calibrate is None else str(calibrate))
+        return Arm(name=name or config.schedule.preset, settings=simulated, assumed=assumed)
 
     if compare is not None and sweep is not None:
         raise ConfigError(
@@ -77,6 +91,16 @@ def arms_of(
     if len(arms) > 1 and all(each.settings == arms[0].settings for each in arms):
         raise ConfigError(f"--sweep {field}: the simulation does not depend on this field; sweep another one")
     return arms
+
+
+def _calibrated_setup(setup: SimulationSetup, folder: Path) -> SimulationSetup:
+    """Return the settings with the lengths of the run, unless they name others.
+
+    Raises ConfigError for a setting that the calibration replaces.
+    """
+    if given := sorted(setup.model_fields_set & set(MEASURED)):
+        raise ConfigError(f"--calibrate {folder} with {given[0]}: the run has its own; leave one of them out")
+    return setup if "lengths" in setup.model_fields_set else setup.model_copy(update={"lengths": str(folder)})
 
 
 def parse_setup(items: Sequence[str]) -> SimulationSetup:

@@ -21,9 +21,9 @@ from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.gpus import Gpu
 from rollmesh.sim.model_sizes import WEIGHT_BYTES, kv_bytes_per_token, multiplied_weight_count, weight_count
 
-_FORWARD_FLOPS = 2
+FORWARD_FLOPS = 2
 """FLOPs per weight and token of a forward pass: a multiplication and an addition."""
-_TRAIN_FLOPS = 8
+TRAIN_FLOPS = 8
 """FLOPs per weight and token of a train step: forward 2, backward 4, and 2 for activations that are computed again."""
 
 
@@ -75,7 +75,7 @@ class Roofline:
         """Return the costs of up to ``slots`` running calls."""
         weights = multiplied_weight_count(self.model) / self.tensor_parallel
         read = WEIGHT_BYTES * weights / self._bytes_per_second
-        compute = _FORWARD_FLOPS * weights / self._flops_per_second
+        compute = FORWARD_FLOPS * weights / self._flops_per_second
         slope = kv_bytes_per_token(self.model, self.tensor_parallel) / self._bytes_per_second
         base = (self.efficiencies.step_seconds + max(read, compute * running) for running in range(slots + 1))
         return EngineCosts(base=tuple(base), slope=(slope,) * (slots + 1), prefill_seconds_per_token=compute)
@@ -93,7 +93,7 @@ class Roofline:
 
     def train_seconds_per_token(self, devices: int) -> float:
         """Return the seconds of a train step per token on ``devices`` GPUs together."""
-        return _TRAIN_FLOPS * self._forward_seconds(devices) / _FORWARD_FLOPS
+        return TRAIN_FLOPS * self._forward_seconds(devices) / FORWARD_FLOPS
 
     def evidence_seconds_per_token(self, devices: int) -> float:
         """Return the seconds per token of a pass that only computes log-probabilities."""
@@ -102,7 +102,7 @@ class Roofline:
     def _forward_seconds(self, devices: int) -> float:
         if devices < 1:
             raise ConfigError(f"devices={devices}; a trainer needs at least 1")
-        return _FORWARD_FLOPS * multiplied_weight_count(self.model) / (devices * self._flops_per_second)
+        return FORWARD_FLOPS * multiplied_weight_count(self.model) / (devices * self._flops_per_second)
 
     @property
     def _bytes_per_second(self) -> float:

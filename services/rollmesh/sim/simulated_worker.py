@@ -17,7 +17,7 @@ from rollmesh.sim.waiting_calls import WaitingCalls
 from rollmesh.types import TrajectoryState, WriteStatus
 
 _SESSION = "worker"
-_NOTICE_SECONDS = 0.1
+NOTICE_SECONDS = 0.1
 """Time until workers have read a change of the registry of generators: changes of that time count together."""
 
 
@@ -132,7 +132,7 @@ class SimulatedWorker:
         if not (freed or self._fleet.has_changed):
             return
         self._fleet.has_changed = False
-        time = self._clock.now + (0.0 if freed else _NOTICE_SECONDS)
+        time = self._clock.now + (0.0 if freed else NOTICE_SECONDS)
         if time < self._placing.time:
             self._placing.set(time)
 

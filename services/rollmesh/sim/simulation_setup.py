@@ -11,6 +11,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.data import MixtureSource
 from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.recipes import resolve_model
 from rollmesh.config.section import Section
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
@@ -26,7 +27,7 @@ from rollmesh.sim.gpus import find_gpu
 from rollmesh.sim.length_names import NAMED, parse_lengths
 from rollmesh.sim.length_trace import by_group, read_trace, trace_of_run
 from rollmesh.sim.lengths import LengthModel
-from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
+from rollmesh.sim.model_sizes import ALIASES, MODELS, WEIGHT_BYTES, find_model, weight_count
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.roofline import Efficiencies, Roofline
@@ -53,8 +54,8 @@ class SimulationSetup(Section):
 
     gpu: str = "H100"
     """GPU of the table."""
-    model: str = "7b"
-    """Model of the table, or a Hugging Face folder."""
+    model: str | None = None
+    """Model of the table, or a Hugging Face folder; null for that of the run file."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices of one generator."""
     trainer_devices: int = Field(default=8, ge=1)
@@ -108,7 +109,7 @@ def mesh_settings(
     _check_budgets(config)
     roofline = Roofline(
         gpu=find_gpu(setup.gpu),
-        model=find_model(setup.model),
+        model=find_model(model_name(config, setup)),
         tensor_parallel=setup.tensor_parallel,
         efficiencies=efficiencies or Efficiencies(),
     )
@@ -133,6 +134,20 @@ def mesh_settings(
         seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,
     )
+
+
+def model_name(config: RunConfig, setup: SimulationSetup) -> str:
+    """Return the model of the setup, else that of the run file: a name of the table, or a folder.
+
+    Raises ConfigError if the run file's model is not on this machine.
+    """
+    name = config.model.path if setup.model is None else setup.model
+    if setup.model is not None or name.lower() in (*MODELS, *ALIASES):
+        return name
+    try:
+        return str(resolve_model(name))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or simulate a model of its size: --model {', '.join(ALIASES)}") from error
 
 
 def _prompts(config: RunConfig, setup: SimulationSetup, schedule: Schedule) -> SimulatedPrompts:

@@ -62,6 +62,7 @@ def sample(serving=True, pinned=None, **changes) -> MeshSample:
         generated_tokens={},
         saved_token_total=0,
         dropped={"run_complete": 8, "stale": 0},
+        work={},
         pinned_version=pinned,
     )
 
