@@ -73,6 +73,8 @@ def _build(confinement: Confinement) -> str:
     """Isolate this process; return its working folder."""
     uid, folder = confinement.uid, confinement.folder
     if uid is not None:
+        for descriptor in range(3):  # pipes: only their owner may open /dev/stdout
+            os.fchown(descriptor, uid, -1)
         reach.expose([Path(sys.base_prefix).resolve()])
         identity.become(uid)
     with suppress(OSError):

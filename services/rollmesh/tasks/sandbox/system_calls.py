@@ -58,10 +58,15 @@ def restrict(*, may_fork: bool) -> None:
 
     Raises OSError if the kernel does not support filters, or if the architecture is unknown.
     """
+    kernel.filter_system_calls(call_filter(may_fork=may_fork))
+
+
+def call_filter(*, may_fork: bool) -> bytes:
+    """Return the filter as an array of struct sock_filter. Raises OSError if the architecture is unknown."""
     found = _ARCHITECTURES.get(platform.machine())
     if found is None:
         raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
-    kernel.filter_system_calls(_program(found, may_fork=may_fork))
+    return _program(found, may_fork=may_fork)
 
 
 def _program(architecture: _Architecture, *, may_fork: bool) -> bytes:

@@ -1,8 +1,8 @@
 """Runner inside the sandbox: loads an answer and runs its tests, with the standard library only.
 
-It reads one JSON object from standard input: {"code": text, "entry_point": text, "calls": [...], "scripts": [[step,
-...], ...]}. It writes one line per finished test to a private copy of standard output: the test's number and a JSON
-result.
+It reads one JSON object from standard input: {"code": text, "prelude": text, "entry_point": text, "calls": [...],
+"scripts": [[step, ...], ...]}. It writes one line per finished test to a private copy of standard output: the test's
+number and a JSON result.
 
 No expected value is sent to this process. An answer that takes this process over can report any value, as it could by
 returning it; the comparison is made outside.
@@ -10,6 +10,7 @@ returning it; the comparison is made outside.
 
 import json
 import os
+import site
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -32,6 +33,9 @@ def main() -> None:
     # Not __main__: tests call the functions of an answer, not its command line. Dataclasses and pickle need the module.
     module = sys.modules["answer"] = ModuleType("answer")
     namespace = vars(module)
+    for add in (site.setquit, site.setcopyright, site.sethelper):  # as the start of an interpreter does
+        add()
+    exec(compile(job["prelude"], "prelude", "exec"), namespace)
     with suppress(Exception, SystemExit):  # tests of a missing function fail; the others count
         exec(compile(job["code"], "answer", "exec"), namespace)
     tests = [*((call, None) for call in job["calls"]), *((None, script) for script in job["scripts"])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -84,27 +85,40 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
     return found
 
 
-def same_value(expected: Any, got: Any) -> bool:
-    """Compare JSON values, with a tolerance for floats (1e-6 relative, or 1e-9 of an expected 0); true is not 1."""
+def same_value(expected: Any, got: Any, tolerance: float = 0.0) -> bool:
+    """Compare JSON values, with a tolerance for floats (at least 1e-6 relative, or 1e-9 of an expected 0); true is not 1."""
     if isinstance(expected, bool) or isinstance(got, bool):
         return expected is got
     if isinstance(expected, int | float) and isinstance(got, int | float):
         if isinstance(expected, int) and isinstance(got, int):
             return expected == got
         try:
-            return math.isclose(expected, got, rel_tol=1e-6, abs_tol=0 if expected else 1e-9)
+            absolute = tolerance or (0.0 if expected else 1e-9)
+            return math.isclose(expected, got, rel_tol=max(1e-6, tolerance), abs_tol=absolute)
         except OverflowError:  # a whole number beyond all floats
             return False
     if isinstance(expected, list) and isinstance(got, list):
-        return len(expected) == len(got) and all(map(same_value, expected, got))
+        return len(expected) == len(got) and all(
+            same_value(wanted, item, tolerance) for wanted, item in zip(expected, got, strict=True)
+        )
     if isinstance(expected, Mapping) and isinstance(got, Mapping):
-        return expected.keys() == got.keys() and all(same_value(expected[key], got[key]) for key in expected)
+        return expected.keys() == got.keys() and all(same_value(expected[key], got[key], tolerance) for key in expected)
     return bool(expected == got)
 
 
-def same_output(expected: str, got: str) -> bool:
-    """Compare printed text, ignoring spaces at line ends and blank lines at the end."""
-    return _trimmed(expected) == _trimmed(got)
+def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
+    """Compare printed text, ignoring spaces at line ends and blank lines at the end.
+
+    With a tolerance, words of a line may also be decimal numbers of which one has a fraction or an exponent, and which
+    differ by at most that much, or by that share of the expected one.
+    """
+    wanted, lines = _trimmed(expected), _trimmed(got)
+    if tolerance == 0 or len(wanted) != len(lines):
+        return wanted == lines
+    pairs = [(a.split(), b.split()) for a, b in zip(wanted, lines, strict=True) if a != b]
+    return all(
+        len(a) == len(b) and all(x == y or _close(x, y, tolerance) for x, y in zip(a, b, strict=True)) for a, b in pairs
+    )
 
 
 def read_value(encoded: Any) -> Any:
@@ -118,6 +132,14 @@ def read_value(encoded: Any) -> Any:
         ((kind, content),) = encoded.items()
         return _READERS[kind](content)
     return encoded
+
+
+def _close(expected: str, got: str, tolerance: float) -> bool:
+    numbers = _DECIMAL.fullmatch(expected), _DECIMAL.fullmatch(got)
+    if None in numbers or not any(number and number[1] for number in numbers):
+        return False
+    difference = abs(Fraction(expected) - Fraction(got))
+    return difference <= Fraction(tolerance) * max(Fraction(1), abs(Fraction(expected)))
 
 
 def _trimmed(text: str) -> list[str]:
@@ -139,6 +161,8 @@ def _call(test: Mapping[str, Any], where: str) -> CallTest:
     return CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"])
 
 
+_DECIMAL = re.compile(r"[+-]?(?=\.?\d)\d*(\.\d*(?:[eE][+-]?\d{1,3})?|[eE][+-]?\d{1,3})?", re.ASCII)
+"""A decimal number; the group is its fraction or exponent."""
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(map(read_value, items)),
     "set": lambda items: set(map(read_value, items)),

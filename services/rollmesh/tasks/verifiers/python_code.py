@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import json
+import marshal
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from typing import Any
 
 from rollmesh.errors import ConfigError
+from rollmesh.tasks.sandbox import system_calls
 from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
-from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, read_value, same_output, same_value
+from rollmesh.tasks.verifiers.code_tests import (
+    CodeTests,
+    ProgramTest,
+    read_tests,
+    read_value,
+    same_output,
+    same_value,
+)
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LONGEST_CODE = 200_000
 """Limit in characters; longer code is wrong."""
 
+_OUTPUT_BYTES = 1 << 20
+"""Limit of the standard output of a program."""
+_FILE_BYTES = 16 << 20
+_MOST_PROGRAMS = 64
+"""Programs in one sandbox. The first has it alone, because most wrong answers fail the first test."""
+_PRELUDE_SECONDS = 30.0
 _PYTHON_TAGS = ("", "py", "python", "python3")
 
 
@@ -43,6 +60,8 @@ class PythonCodeVerifier:
         process_count: int = 16,
         may_fork: bool = False,
         allow_shared_uid: bool = False,
+        prelude: str = "",
+        tolerance: float = 0.0,
     ) -> None:
         """Create a verifier. Raises ConfigError where code cannot be confined.
 
@@ -50,10 +69,14 @@ class PythonCodeVerifier:
         ``memory_bytes`` is for all that an answer runs, without its files (at most 64 MiB). ``process_count``: threads
         that an answer may have at once. ``may_fork``: it may start processes too, each with an equal share of the
         memory. ``allow_shared_uid``: run code even where it could reach every process and file of this user; for
-        containers that are used for nothing else.
+        containers that are used for nothing else. ``prelude``: Python code that runs before each answer, for example
+        ``from typing import *`` for answers that annotate with ``List[int]``. ``tolerance``: largest absolute or
+        relative difference of a float that an answer prints or returns; with 0, what it prints is compared as text.
         """
         if sys.platform != "linux":
             raise ConfigError("verifier python_code needs Linux: it confines code with namespaces and resource limits")
+        if not 0 <= tolerance < 1:
+            raise ConfigError(f"reward.options.tolerance={tolerance}: expected 0 to below 1, for example 1e-6")
         if not timeout_seconds > 0 or memory_bytes < 64 << 20 or process_count < 1:
             raise ConfigError(
                 f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
@@ -74,14 +97,31 @@ class PythonCodeVerifier:
             address_space_bytes=share,
             cpu_seconds=int(timeout_seconds) + 1,
             process_count=process_count,
-            file_bytes=16 << 20,
+            file_bytes=_FILE_BYTES,
             open_file_count=64,
         )
         self.sandbox = Sandbox(limits=limits, may_fork=may_fork)
-        """Sandbox that runs the answers."""
+        """Sandbox that runs the functions of the answers."""
+        # Its first process forks each program, and writes its input to a file.
+        self._programs = replace(
+            self.sandbox,
+            may_fork=True,
+            limits=replace(limits, process_count=process_count + 1, file_bytes=self.sandbox.scratch_bytes),
+            output_bytes=(2 * _OUTPUT_BYTES + 64) * _MOST_PROGRAMS,
+        )
+        self._program_filter = b""
+        with suppress(OSError):  # as in the sandbox itself, which reports the measured level
+            self._program_filter = system_calls.call_filter(may_fork=may_fork)
         self._timeout_seconds = timeout_seconds
         self._partial_credit = partial_credit
-        self._runner = (resources.files("rollmesh.tasks.verifiers") / "code_runner.py").read_bytes()
+        self._tolerance = tolerance
+        self._prelude = prelude
+        folder = resources.files("rollmesh.tasks.verifiers")
+        self._runner, self._program_runner = (
+            (folder / name).read_bytes() for name in ("code_runner.py", "program_runner.py")
+        )
+        if prelude:
+            self._check_prelude()
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
         """Score one response. Raises VerifierError if the tests are wrong or the machine cannot confine code."""
@@ -103,36 +143,66 @@ class PythonCodeVerifier:
         """Yield True for each passed test and False for each failed one, in order. Raises TimeoutError."""
         if tests.calls or tests.asserts:
             yield from self._results_inside(code, tests, deadline)
-        for test in tests.programs:
-            result = self.sandbox.run(code.encode("utf-8", "replace"), test.stdin.encode(), _remaining(deadline))
-            if result.timed_out:
-                raise TimeoutError
-            yield result.exit_status == 0 and same_output(test.stdout, result.stdout.decode("utf-8", "replace"))
+        begin, count = 0, 1
+        while programs := tests.programs[begin : begin + count]:
+            job = self._program_job(code, [test.stdin for test in programs])
+            checks = [partial(self._printed, test) for test in programs]
+            yield from _checked(self._programs, self._program_runner, job, checks, deadline)
+            begin, count = begin + count, min(8 * count, _MOST_PROGRAMS)
 
     def _results_inside(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
         job = {
             "code": code,
+            "prelude": self._prelude,
             "entry_point": tests.entry_point,
             "calls": [{"args": test.args, "kwargs": test.kwargs} for test in tests.calls],
             "scripts": [test.steps for test in tests.asserts],
         }
-        result = self.sandbox.run(self._runner, json.dumps(job).encode(), _remaining(deadline))
-        reports = _reports(result.stdout)
         checks = [
-            *(partial(same_value, test.expected) for test in tests.calls),
+            *(partial(same_value, test.expected, tolerance=self._tolerance) for test in tests.calls),
             *(partial(_holds, test) if test.checks else None for test in tests.asserts),
         ]
-        for number, check in enumerate(checks):
-            if check is None:
-                continue
-            if number not in reports and result.timed_out:
-                raise TimeoutError
-            report = reports.get(number, {})
-            yield "value" in report and check(report["value"])
+        return _checked(self.sandbox, self._runner, json.dumps(job).encode(), checks, deadline)
+
+    def _program_job(self, code: str, inputs: list[str]) -> bytes:
+        texts = [text.encode("utf-8", "replace") for text in inputs]
+        script = code.encode("utf-8", "replace")
+        return marshal.dumps((script, self._prelude, texts, _OUTPUT_BYTES, _FILE_BYTES, self._program_filter))
+
+    def _printed(self, test: ProgramTest, report: Any) -> bool:
+        output = _read(report)
+        return isinstance(output, bytes) and same_output(
+            test.stdout, output.decode("utf-8", "replace"), self._tolerance
+        )
+
+    def _check_prelude(self) -> None:
+        result = self._programs.run(self._program_runner, self._program_job("", [""]), _PRELUDE_SECONDS)
+        if "value" not in _reports(result.stdout).get(0, {}):
+            lines = result.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise ConfigError(f"reward.options.prelude: it fails: {lines[-1] if lines else 'it does not end'}")
 
     def _reward(self, passed: int, total: int, *, timed_out: bool) -> RewardParts:
         value = passed / total if self._partial_credit else float(passed == total)
         return RewardParts(value=value, parts={"tests_passed": passed, "tests": total, "timed_out": float(timed_out)})
+
+
+def _checked(
+    sandbox: Sandbox,
+    runner: bytes,
+    job: bytes,
+    checks: Sequence[Callable[[Any], bool] | None],
+    deadline: float,
+) -> Iterator[bool]:
+    """Run a job, and yield the result of each check of a reported value. Raises TimeoutError."""
+    result = sandbox.run(runner, job, _remaining(deadline))
+    reports = _reports(result.stdout)
+    for number, check in enumerate(checks):
+        if check is None:
+            continue
+        if number not in reports and result.timed_out:
+            raise TimeoutError
+        report = reports.get(number, {})
+        yield "value" in report and check(report["value"])
 
 
 def extract_code(response: str) -> str:
@@ -160,11 +230,16 @@ def _remaining(deadline: float) -> float:
 
 
 def _holds(test: AssertTest, reported: Any) -> bool:
+    values = _read(reported)
+    return isinstance(values, list) and test.passes(values)
+
+
+def _read(reported: Any) -> Any:
+    """Return a reported value; None for a report that the answer wrote and the runner would not write."""
     try:
-        values = [read_value(value) for value in reported]
-    except Exception:  # the answer wrote a report that the runner would not write
-        return False
-    return test.passes(values)
+        return read_value(reported)
+    except Exception:
+        return None
 
 
 def _reports(output: bytes) -> dict[int, dict[str, Any]]:
