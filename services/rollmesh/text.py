@@ -113,6 +113,13 @@ class Tokenizer:
         self._check_range(array)
         return str(self._tokenizer.decode(array.tolist(), skip_special_tokens=not special_tokens))
 
+    def without_special_tokens(self, text: str) -> str:
+        """Return a text that was decoded with special tokens without them."""
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            if token.special:
+                text = text.replace(token.content, "")
+        return text
+
     def pieces(self, ids: npt.ArrayLike) -> list[str]:
         """Return the text that each token [tokens] adds, special tokens included; joined, the text of the sequence.
 

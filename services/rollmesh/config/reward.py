@@ -20,6 +20,11 @@ class RewardConfig(Section):
     service; null finds the services in the run folder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier; an unknown option is an error at startup that lists the allowed ones."""
+    answer_after: str | None = None
+    """Text after whose last occurrence the answer begins, for example ``</think>``; every verifier, your own too, reads
+    the answer only. With a closing tag a response without the tags is all answer, and one whose thought is still open
+    has none. null: the closing tag if the chat template opens a thought before the answer (``<think>``), else all of
+    the response; an empty text: all of it."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Time limit per answer; ``on_timeout`` decides the outcome of a time-out."""
     on_timeout: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"

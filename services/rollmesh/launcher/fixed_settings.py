@@ -33,6 +33,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     f"it defines the score of an answer, and {_NOT_COMPARABLE}": (
         *("reward.verifier", "reward.options", "reward.on_timeout", "reward.on_error", "reward.fixed_value"),
+        "reward.answer_after",
         *("reward.overlong_buffer_tokens", "curriculum.group_shaper", "curriculum.group_shaper_options"),
     ),
     "evaluations of one run are compared with each other": (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from rollmesh.config.reward import RewardConfig
 from rollmesh.errors import DataError, VerifierError
+from rollmesh.reward.answer_text import answer_text
 from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.worker_process import prompt_metadata
 from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_reward
@@ -18,18 +20,19 @@ from rollmesh.wire.reward_messages import score_item_from_bytes
 class Judge:
     """One asynchronous verifier with a limit on concurrent calls."""
 
-    def __init__(self, name: str, verifier: AsyncVerifier, tokenizer: Tokenizer, timeout_seconds: float) -> None:
-        self._name = name
+    def __init__(self, reward: RewardConfig, verifier: AsyncVerifier, tokenizer: Tokenizer, marker: str) -> None:
+        self._name = reward.verifier
         self._verifier = verifier
         self._tokenizer = tokenizer
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = reward.timeout_seconds
+        self._marker = marker
         self._slots = asyncio.Semaphore(verifier.concurrency)
 
     async def score(self, payload: bytes) -> RewardOutcome:
         """Score one encoded item; the time limit starts when the call starts, not while it waits for a slot."""
         try:
             item = score_item_from_bytes(payload)
-            response = self._tokenizer.decode(item.response_ids)
+            response = answer_text(item, self._tokenizer, self._marker)
             metadata = prompt_metadata(item.prompt, self._verifier, self._tokenizer)
             async with self._slots, asyncio.timeout(self._timeout_seconds):
                 result = await self._verifier.verify_async(response, metadata)
@@ -55,13 +58,13 @@ def is_judge(name: str) -> bool:
     return name in BUILT_IN and hasattr(built_in_class(name), "verify_async")
 
 
-def build_judge(name: str, options: dict[str, object], tokenizer: Tokenizer, timeout_seconds: float) -> Judge | None:
-    """Build the judge called ``name``, or return None if that verifier is synchronous and runs in the pool.
+def build_judge(reward: RewardConfig, tokenizer: Tokenizer, marker: str) -> Judge | None:
+    """Build the judge of a run, or return None if its verifier is synchronous and runs in the pool.
 
     Only built-in verifiers run here: user code runs only in the confined processes.
     """
-    if not is_judge(name):
+    if not is_judge(reward.verifier):
         return None
-    verifier = build_verifier(name, options)
+    verifier = build_verifier(reward.verifier, reward.options)
     assert isinstance(verifier, AsyncVerifier)
-    return Judge(name, verifier, tokenizer, timeout_seconds)
+    return Judge(reward, verifier, tokenizer, marker)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError
+from rollmesh.reward.answer_text import answer_marker
 from rollmesh.reward.inline_verifier import InlineVerifier
 from rollmesh.reward.judges import Judge, build_judge, is_judge
 from rollmesh.reward.pool.isolation import IsolationLevel
@@ -80,12 +81,13 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, inline: bo
 async def _open_judges(config: RunConfig, stack: AsyncExitStack, *, inline: bool) -> dict[str, Judge | InlineVerifier]:
     """Build the run's verifier if it is asynchronous or runs in this process."""
     reward, tokenizer = config.reward, Tokenizer(resolve_model(config.model.path))
+    marker = answer_marker(tokenizer, reward.answer_after, config.data.chat_template_kwargs)
     judge: Judge | InlineVerifier | None
     if inline:
         verifiers = {reward.verifier: build_verifier(reward.verifier, reward.options)}
-        judge = InlineVerifier(RewardHandler(tokenizer, verifiers, reward.verifier))
+        judge = InlineVerifier(RewardHandler(tokenizer, verifiers, reward.verifier, marker))
     else:
-        judge = build_judge(reward.verifier, reward.options, tokenizer, reward.timeout_seconds)
+        judge = build_judge(reward, tokenizer, marker)
     if judge is None:
         return {}
     stack.push_async_callback(judge.aclose)

@@ -41,3 +41,20 @@ async def test_an_odd_reply_of_a_judge_costs_its_answer_alone(tmp_path: Path) ->
     for outcome, (_, _, cause) in zip(odd, REPLIES.values(), strict=True):
         assert outcome.kind is OutcomeKind.VERIFIER_ERROR
         assert cause in outcome.message
+
+
+async def test_the_pool_and_a_judge_read_what_follows_the_thought(tmp_path: Path) -> None:
+    async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
+        options = {"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "retries": 0}
+        source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
+        reward = {"verifier": "http_judge", "options": options, "workers": 1, "answer_after": "</think>"}
+        config = make_config(tmp_path, source, **reward)
+        answers = Answers(config)
+        async with running_service(config), RewardClient(config) as client:
+            judged, chosen = await client.score(
+                [
+                    answers.trajectory("<think>gzip</think>plain"),
+                    answers.trajectory("<think>Is it C?</think>B", {"answer": "B"}, "choice"),
+                ]
+            )
+    assert (judged.kind, judged.value, chosen.value) == (OutcomeKind.SCORED, 0.5, 1.0)

@@ -36,9 +36,7 @@ VERIFIER_EXAMPLES: Mapping[str, VerifierExample] = MappingProxyType(
         "choice": VerifierExample(
             options={"letters": "ABCD"}, metadata={"answer": "B"}, response="The answer is (B).", reward=1.0
         ),
-        "regex": VerifierExample(
-            options={"pattern": "<think>.*</think>.*"}, response="<think>2 + 2</think> 4", reward=1.0
-        ),
+        "regex": VerifierExample(options={"pattern": "<answer>.*</answer>"}, response="<answer>4</answer>", reward=1.0),
         "math": VerifierExample(metadata={"answer": "\\frac{1}{2}"}, response="Therefore \\boxed{0.5}", reward=1.0),
         "countdown": VerifierExample(
             metadata={"numbers": [2, 5, 8], "target": 7}, response="2 + 5 = 7 ~ 7 = 0 !", reward=1.0

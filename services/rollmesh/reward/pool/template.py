@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.reward.answer_text import answer_marker
 from rollmesh.reward.pool.confinement import WorkerConfinement, kill_worker, prepare
 from rollmesh.reward.pool.orphan_reaper import start_orphan_reaper, stop_orphan_reaper
 from rollmesh.reward.pool.worker_process import RewardHandler, run_worker
@@ -178,6 +179,7 @@ def main(descriptor: int) -> None:
     spec = WorkerSpec.from_json(line.decode())
     try:
         tokenizer = Tokenizer(spec.tokenizer_folder)
+        marker = answer_marker(tokenizer, spec.answer_after, spec.template_variables)
         verifiers = load_verifiers(spec)
     except RollmeshError as error:
         _send(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
@@ -193,7 +195,8 @@ def main(descriptor: int) -> None:
     # Loaded modules stay shared with the workers: the garbage collector never writes to their pages again.
     gc.collect()
     gc.freeze()
-    Template(control, spec, RewardHandler(tokenizer, verifiers, spec.default_verifier), confinement).run()
+    handler = RewardHandler(tokenizer, verifiers, spec.default_verifier, marker)
+    Template(control, spec, handler, confinement).run()
 
 
 if __name__ == "__main__":

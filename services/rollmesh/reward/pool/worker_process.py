@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import DataError, VerifierError
+from rollmesh.reward.answer_text import answer_text
 from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool.confinement import WorkerConfinement, allow_cpu, confine_worker
 from rollmesh.reward.pool.isolation import probe_worker
@@ -26,11 +27,18 @@ PROBE = b"P"
 class RewardHandler:
     """Scorer of one answer at a time, with the verifiers loaded before the process was confined."""
 
-    def __init__(self, tokenizer: Tokenizer, verifiers: Mapping[str, Verifier], default: str) -> None:
-        """``default`` is the verifier of prompts without a verifier."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        verifiers: Mapping[str, Verifier],
+        default: str,
+        marker: str = "",
+    ) -> None:
+        """``default`` is the verifier of prompts without a verifier; answers follow ``marker`` (``answer_text``)."""
         self._tokenizer = tokenizer
         self._verifiers = verifiers
         self._default = default
+        self._marker = marker
         self.needs_replacement = False
         """True if the process must be replaced because it ran out of memory."""
 
@@ -53,7 +61,7 @@ class RewardHandler:
         verifier = self._verifiers.get(name)
         if verifier is None:
             return verifier_error(f"this run has no verifier {name!r}; it has {', '.join(sorted(self._verifiers))}")
-        response = self._tokenizer.decode(item.response_ids)
+        response = answer_text(item, self._tokenizer, self._marker)
         metadata = prompt_metadata(item.prompt, verifier, self._tokenizer)
         try:
             reward = checked_reward(verifier.verify(response, metadata), name)

@@ -26,6 +26,9 @@ class WorkerSpec:
     """Verifiers required in addition to the default; the service does not start without them."""
     optional_verifiers: tuple[str, ...]
     """Verifiers that rows of the data set may name; loaded if their packages are installed."""
+    answer_after: str | None
+    template_variables: Mapping[str, Any]
+    """Variables of the chat template, which may open a thought."""
     timeout_seconds: float
     memory_limit_bytes: int
     items_per_worker: int = _ITEMS_PER_WORKER
@@ -53,6 +56,8 @@ def worker_spec(config: RunConfig) -> WorkerSpec:
         default_options=config.reward.options,
         required_verifiers=required,
         optional_verifiers=optional,
+        answer_after=config.reward.answer_after,
+        template_variables=config.data.chat_template_kwargs,
         timeout_seconds=config.reward.timeout_seconds,
         memory_limit_bytes=config.reward.memory_limit_bytes,
     )

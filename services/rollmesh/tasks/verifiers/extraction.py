@@ -128,6 +128,20 @@ def last_tag(response: str, name: str) -> str | None:
     return response[start : response.find(closing, start)].strip()
 
 
+def answer_after(response: str, marker: str, prompt: str = "") -> str:
+    """Return what follows the last marker, and nothing without one.
+
+    A closing tag, such as ``</think>``, may be missing: then all of the response is the answer. Nothing is the answer
+    where the tag's thought is still open, in the response or since the prompt.
+    """
+    _, found, answer = response.rpartition(marker)
+    if not marker.startswith(("</", "[/")):
+        return answer if found else ""
+    opening = marker.replace("/", "", 1)
+    is_open = opening in answer or (not found and prompt.rfind(opening) > prompt.rfind(marker))
+    return "" if is_open else answer
+
+
 def references(metadata: Mapping[str, Any], verifier: str) -> list[str]:
     """Return the accepted answers as text, from ``answer`` of the metadata. Raises VerifierError without any."""
     if "answer" not in metadata:

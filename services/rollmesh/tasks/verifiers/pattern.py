@@ -12,7 +12,8 @@ from rollmesh.errors import ConfigError
 class RegexVerifier:
     """Reward 1 if the response matches a regular expression, else 0: a format reward.
 
-    A pattern that backtracks without end is an error of the pattern, so a time-out follows the run's policy.
+    The thought of a model that thinks is no part of it (``reward.answer_after``). A pattern that backtracks without end
+    is an error of the pattern, so a time-out follows the run's policy.
     """
 
     timeout_means_wrong = False
