@@ -195,9 +195,16 @@ maxmemory-policy noeviction
 {{- end }}
 {{- end -}}
 
+{{/* Shell command that prints a secret of the environment without line breaks, which editors and echo add to a file, as
+     the services read it. */}}
+{{- define "rollmesh.oneLine" -}}
+printf %s "${{ . }}" | tr -d '\r\n'
+{{- end -}}
+
 {{/* Probe: Redis answers PING, with the password from the environment. */}}
 {{- define "rollmesh.redisProbe" -}}
-{{- list "sh" "-c" "[ \"$(REDISCLI_AUTH=$REDIS_PASSWORD redis-cli ping)\" = PONG ]" | toJson -}}
+{{- $password := include "rollmesh.oneLine" "REDIS_PASSWORD" -}}
+{{- list "sh" "-c" (printf "[ \"$(REDISCLI_AUTH=$(%s) redis-cli ping)\" = PONG ]" $password) | toJson -}}
 {{- end -}}
 
 {{/* Credentials of Prometheus on the admin ports. */}}

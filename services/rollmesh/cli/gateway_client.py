@@ -54,7 +54,7 @@ class GatewayClient:
     def of(cls, run: Path | None, url: str | None) -> Self:
         """Return a client for ``url``, or for the gateway of the run folder. Raises ConfigError without a gateway."""
         if url is not None:
-            return cls(url, os.environ.get(TOKEN_VARIABLE))
+            return cls(url, os.environ.get(TOKEN_VARIABLE, "").strip() or None)
         if run is None:
             raise ConfigError("name a run folder, or the gateway's address with --url")
         config, folder = run_of(run)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.section import Section
+from rollmesh.config.section import Secret, Section
 
 OBJECT_STORES = ("s3://", "gs://")
 
@@ -36,7 +36,7 @@ class CheckpointConfig(Section):
     state_every_steps: int = Field(default=1, ge=1)
     """Train steps between two commits of the trainer state; steps in between are replayed after a crash. Must be 1 with
     trainer.algorithm.old_logprobs=stage_end."""
-    secret: SecretStr | None = None
+    secret: Secret = None
     """HMAC key of the manifests; null creates one per run, in the run folder."""
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.section import Section
+from rollmesh.config.section import Secret, Section
 
 
 class GatewayConfig(Section):
@@ -19,7 +19,7 @@ class GatewayConfig(Section):
     (not act): see ``token_for_reads``, and use a TLS proxy or set security.tls."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to bind to; 0 picks a free one, which ``rollmesh status`` prints."""
-    token: SecretStr | None = None
+    token: Secret = None
     """Bearer token of the actions (pause, pin, roll back, replay, scale), the run file and the logs of the processes on
     the page, and every call of the agents service; null creates one per run, in the run folder. Preferably from
     ROLLMESH_GATEWAY__TOKEN."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 from rollmesh.types import LOWEST_TEMPERATURE
 
@@ -41,3 +41,16 @@ def greedy_or_resolvable(temperature: float) -> float:
 
 Temperature = Annotated[float, Field(ge=0), AfterValidator(greedy_or_resolvable)]
 """Softmax temperature; 0 is greedy."""
+
+
+def one_line(secret: str) -> str:
+    """Return a secret without the line break at its end, which editors and ``echo`` add to a file."""
+    return secret.rstrip("\r\n")
+
+
+def _one_line_secret(secret: SecretStr | None) -> SecretStr | None:
+    return None if secret is None else SecretStr(one_line(secret.get_secret_value()))
+
+
+Secret = Annotated[SecretStr | None, AfterValidator(_one_line_secret)]
+"""Password, token or key, without the line break at its end; null for none."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.section import Section
+from rollmesh.config.section import Secret, Section
 
 
 class TlsConfig(Section):
@@ -40,7 +40,7 @@ class SecurityConfig(Section):
 
     tls: TlsConfig = Field(default_factory=TlsConfig)
     """Mutual TLS."""
-    token: SecretStr | None = None
+    token: Secret = None
     """Bearer token of the mesh's gRPC and admin ports; preferably from ROLLMESH_SECURITY__TOKEN or ``token_file``."""
     token_file: str | None = None
     """File with the bearer token, read again after a change. With several lines, clients send the first token and

@@ -10,9 +10,9 @@ from ipaddress import ip_address
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.section import EngineSection
+from rollmesh.config.section import EngineSection, Secret
 
 _OWN_FLAGS = frozenset(
     {
@@ -50,7 +50,7 @@ class SglangConfig(EngineSection):
     """Time limit for one slice of a call (rollout.partial_save_tokens tokens), without the time in a paused server."""
     update_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time limit for the server to load a policy from disk."""
-    admin_key: SecretStr | None = None
+    admin_key: Secret = None
     """Key of the server's endpoints. null creates a key per process for a started server, and sends none to a server at
     ``url``. Preferably from ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Literal, Self
-from urllib.parse import unquote
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.section import Section
+from rollmesh.config.redis_url import parse_redis_url, split_password
+from rollmesh.config.section import Secret, Section
 
 
 class StoreTlsConfig(Section):
@@ -36,26 +36,16 @@ class StoreTlsConfig(Section):
         return self
 
 
-def split_password(url: str) -> tuple[str, str | None]:
-    """Split a Redis URL into the URL without its password and the percent-decoded password; None without one."""
-    scheme, separator, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    credentials, at, hosts = authority.rpartition("@")
-    user, colon, password = credentials.partition(":")
-    if not at or not colon:
-        return url, None
-    return f"{scheme}{separator}{user}{at if user else ''}{hosts}{slash}{path}", unquote(password)
-
-
 class StoreConfig(Section):
     """The trajectory queue."""
 
     url: str | None = None
-    """redis://, rediss:// (TLS), unix://, redis+sentinel:// or rediss+sentinel:// URL, with the ACL user before the @;
-    null starts an embedded server in the run folder. A password in the URL is removed and used as ``password``."""
-    password: SecretStr | None = None
+    """redis://, rediss:// (TLS), unix://, redis+sentinel:// or rediss+sentinel:// URL, with the ACL user before the @
+    and the database after the host (unix: ``?db=1``); null starts an embedded server in the run folder. A password in
+    the URL is removed and used as ``password``."""
+    password: Secret = None
     """Password of the server, preferably from ROLLMESH_STORE__PASSWORD; it takes precedence over one in the URL."""
-    sentinel_password: SecretStr | None = None
+    sentinel_password: Secret = None
     """Password of the sentinels; null sends none. Preferably from ROLLMESH_STORE__SENTINEL_PASSWORD."""
     tls: StoreTlsConfig = Field(default_factory=StoreTlsConfig)
     """TLS to the server and to its sentinels."""
@@ -78,6 +68,13 @@ class StoreConfig(Section):
             return data
         given = data.get("password")
         return {**data, "url": url, "password": password if given is None else given}
+
+    @model_validator(mode="after")
+    def _the_url_can_be_read(self) -> Self:
+        # Not a validator of the field: its errors would show the URL, and a password of which the @ is missing.
+        if self.url is not None:
+            parse_redis_url(self.url)
+        return self
 
     @model_validator(mode="after")
     def _tls_goes_with_a_tls_url(self) -> Self:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -128,9 +127,8 @@ def _check_redis(config: RunConfig) -> None:
     try:
         asyncio.run(connect())
     except StoreError as error:
-        shown = re.sub("//[^/@]*@", "//", url)
         raise ConfigError(
-            f"store.url={shown}: {str(error).removeprefix('INFO: ')}; start that server, or correct the address"
+            f"store.url={url}: {str(error).removeprefix('INFO: ')}; start that server, or correct the address"
         ) from error
 
 

@@ -19,6 +19,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.copy_check import MOST_BYTES, CopyCheck
 from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
+from rollmesh.config.section import one_line
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult, AuditVerdict
 from rollmesh.report.findings import problems, unchecked
@@ -67,7 +68,7 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run started?")
     override = os.environ.get(SECRET_VARIABLE)
     if override:
-        return open_location(section, folder.path, override.encode())
+        return open_location(section, folder.path, one_line(override).encode())
     file = folder.path / SECRET_FILE
     if file.exists():
         secret = file.read_text(encoding="ascii").strip().encode()

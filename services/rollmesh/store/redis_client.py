@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit
 
 import redis.asyncio as aioredis
-from redis.asyncio.connection import ConnectionPool, SSLConnection
+from redis.asyncio.connection import Connection as AsyncConnection
+from redis.asyncio.connection import ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from rollmesh.config.redis_url import parse_redis_url, split_password
 from rollmesh.config.store import StoreConfig, StoreTlsConfig
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.addresses import host_port
 from rollmesh.runtime.tls import no_passphrase
 
 _CONNECT_SECONDS = 5.0
 _SENTINEL_SECONDS = 2.0
-_SENTINEL_PORT = 26379
-_SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 
 def create_client(url: str, config: StoreConfig | None = None) -> aioredis.Redis:
-    """Create a client for ``redis://``, ``rediss://``, ``unix://`` or Sentinel.
+    """Create a client for a URL of ``store.url``; ``config`` has the passwords and certificates.
 
-    ``config`` has the passwords and certificates. Sentinel URLs have the form
-    ``redis+sentinel://[user[:password]@]host:port[,host:port...]/service[/database]``, with ``rediss`` for TLS; the
-    port defaults to 26379. Connections follow the master that the sentinels report. Raises ConfigError for an invalid
+    Connections to a sentinel's service follow the master that the sentinels report. Raises ConfigError for an invalid
     URL or certificate.
     """
     config = config or StoreConfig()
+    address, password = split_password(url)
+    try:
+        parts = parse_redis_url(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     # With a socket_timeout, redis-py sends through asyncio.wait_for. That creates a task per call, and before Python
     # 3.12 it swallows a cancellation that arrives with the result. Connection limits the time of a call instead.
     options: dict[str, Any] = {
@@ -41,20 +45,22 @@ def create_client(url: str, config: StoreConfig | None = None) -> aioredis.Redis
         "socket_connect_timeout": _CONNECT_SECONDS,
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
+        "db": parts.database,
+        "username": parts.user or None,
+        "password": config.password.get_secret_value() if config.password is not None else password,
     }
-    if config.password is not None:
-        options["password"] = config.password.get_secret_value()
-    tls = _Tls(config.tls) if url.startswith("rediss") else None
-    if url.partition("://")[0] in _SENTINEL_SCHEMES:
-        return _sentinel_client(url, config, options, tls)
-    try:
-        pool = ConnectionPool.from_url(url, **options)
-    except ValueError as error:
-        raise ConfigError(f"store.url: {error} (got {_without_password(url)})") from error
-    if tls is not None:
-        pool.connection_class = _TlsConnection
-        pool.connection_kwargs["tls"] = tls
-    return aioredis.Redis.from_pool(pool)
+    tls: dict[str, Any] = {"tls": _Tls(config.tls)} if parts.tls else {}
+    if parts.service:
+        manager = _Sentinels([])  # type: ignore[no-untyped-call]
+        manager.sentinels = [_sentinel(host, port, config, tls) for host, port in parts.hosts]
+        options |= {"connection_class": _MasterTlsConnection} if tls else {}
+        return cast("aioredis.Redis", manager.master_for(parts.service, **options, **tls))
+    if parts.path:
+        options |= {"connection_class": UnixDomainSocketConnection, "path": parts.path}
+    else:
+        (host, port), *_ = parts.hosts
+        options |= {"host": host, "port": port, "connection_class": _TlsConnection if tls else AsyncConnection}
+    return aioredis.Redis.from_pool(ConnectionPool(**options, **tls))
 
 
 def tls_failure(error: BaseException) -> str | None:
@@ -133,46 +139,14 @@ async def _failure_reason(sentinel: aioredis.Redis) -> str:
         reason = f"monitors {known or 'no master'}, but reports no running master of that name"
     except (RedisError, OSError) as error:
         reason = str(error) or type(error).__name__
-    return f"{address['host']}:{address['port']}: {reason}"
+    return f"{host_port(address['host'], address['port'])}: {reason}"
 
 
-def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls: _Tls | None) -> aioredis.Redis:
-    credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
-    path = urlsplit(url).path.strip("/").split("/")
-    if not hosts or not path[0]:
-        raise ConfigError(
-            "store.url: expected redis+sentinel://host:port[,host:port]/service[/database], "
-            f"got {_without_password(url)}"
-        )
-    user, _, password = credentials.partition(":")
-    if user:
-        options["username"] = unquote(user)
-    if password and "password" not in options:
-        options["password"] = unquote(password)
-    if len(path) > 1:
-        if not path[1].isdigit():
-            raise ConfigError(f"store.url: database {path[1]!r} is not a number (got {_without_password(url)})")
-        options["db"] = int(path[1])
-    manager = _Sentinels([])  # type: ignore[no-untyped-call]
-    manager.sentinels = [_sentinel(host, url, config, tls) for host in hosts.split(",")]
-    if tls is not None:
-        options |= {"connection_class": _MasterTlsConnection, "tls": tls}
-    return cast("aioredis.Redis", manager.master_for(path[0], **options))
-
-
-def _sentinel(host: str, url: str, config: StoreConfig, tls: _Tls | None) -> aioredis.Redis:
+def _sentinel(host: str, port: int, config: StoreConfig, tls: Mapping[str, Any]) -> aioredis.Redis:
     """Create a client of one sentinel."""
-    name, _, port = host.rpartition(":") if ":" in host else (host, "", str(_SENTINEL_PORT))
-    if not port.isdigit():
-        raise ConfigError(f"store.url: {host!r} is not host:port (got {_without_password(url)})")
     options: dict[str, Any] = {"socket_timeout": _SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0)}
     if config.sentinel_password is not None:
         options["password"] = config.sentinel_password.get_secret_value()
-    if tls is not None:
-        options |= {"connection_class": _TlsConnection, "tls": tls}
-    return aioredis.Redis.from_pool(ConnectionPool(host=name, port=int(port), **options))
-
-
-def _without_password(url: str) -> str:
-    head, at, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://***@{tail}" if at else url
+    if tls:
+        options["connection_class"] = _TlsConnection
+    return aioredis.Redis.from_pool(ConnectionPool(host=host, port=port, **options, **tls))

@@ -18,11 +18,11 @@ from .rendering import CHART, Helm, Rendering
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SECRETS = {
     "rollmesh": {
-        "redis-password": 'a "hard" one\\ with $(signs) and spaces',
-        "checkpoint-secret": "c" * 40,
-        "gateway-token": "g" * 24,
-        "mesh-token": "m" * 32,
-        "sglang-admin-key": "s" * 32,
+        "redis-password": 'a "hard" one\\ with $(signs), / and spaces\n',
+        "checkpoint-secret": "c" * 40 + "\n",
+        "gateway-token": "g" * 24 + "\n",
+        "mesh-token": "m" * 32 + "\n",
+        "sglang-admin-key": "s" * 32 + "\n",
     }
 }
 SMALL = [

@@ -123,6 +123,9 @@ class Pod:
     def sidecar_passes(self, name: str, probe: str) -> bool:
         """Tell whether a probe of a sidecar, which is a command, passes now."""
         (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
+        return self._command_passes(container, probe)
+
+    def _command_passes(self, container: Object, probe: str) -> bool:
         asked = {**container, "command": container[probe]["exec"]["command"], "args": []}
         process = self._spawn(asked)
         try:
@@ -152,8 +155,10 @@ class Pod:
                 _kill_group(process)
 
     def passes(self, probe: str) -> bool:
-        """Tell whether a probe of the manifest passes now; those that run a command in the pod are not asked."""
+        """Tell whether a probe of the manifest passes now."""
         asked = self._container[probe]
+        if "exec" in asked:
+            return self._command_passes(self._container, probe)
         ports = {port["name"]: port["containerPort"] for port in self._container["ports"]}
         if "httpGet" in asked:
             get = asked["httpGet"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from rollmesh.config.recipes import resolve_model
+from rollmesh.config.store import StoreConfig
+from rollmesh.store import TrajectoryStore
 
 from ...certificates import Authority
 from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_all, versions, wait_until
@@ -182,4 +185,24 @@ def test_the_password_reaches_redis_whatever_it_is(helm4: Helm, commands: str, t
     machine = machine_of(helm4, [], tmp_path, commands)
     text = yaml.safe_dump(machine.rendering.component("redis"))
 
-    assert SECRETS["rollmesh"]["redis-password"] not in text
+    assert SECRETS["rollmesh"]["redis-password"].rstrip() not in text
+
+
+def test_redis_is_ready_with_a_password_that_ends_with_a_line_break(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    client = shutil.which("redis-cli")
+    if client is None:
+        pytest.skip("no redis-cli on PATH (apt-get install redis-tools)")
+    with pods_of(machine_of(helm4, [], tmp_path, commands), {}) as pods:
+        (redis,) = pods["redis"]
+        redis.start()
+        # All pods of this machine share the loopback address that the probe asks.
+        command = tmp_path / "bin" / "redis-cli"
+        command.write_text(f'#!/bin/sh\nexec {client} -h {redis.address} "$@"\n')
+        command.chmod(0o755)
+        wait_until({"redis": [redis]}, lambda: redis.passes("readinessProbe"), "the readiness probe")
+        asyncio.run(connected(StoreConfig(password=SECRETS["rollmesh"]["redis-password"]), redis.address))
+
+
+async def connected(config: StoreConfig, address: str) -> None:
+    async with await TrajectoryStore.connect(config, "chart", f"redis://{address}:6379/0"):
+        pass

@@ -46,15 +46,16 @@ async def test_the_embedded_server_is_found_under_any_path(tmp_path: Path) -> No
         server.kill()
 
 
-async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path, EmbeddedOptions(password="right"))
+async def test_a_wrong_password_is_a_clear_error_and_the_right_one_is_taken_from_url_or_field(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, EmbeddedOptions(password="r/i@g:h?t"))
     server.start()
     try:
         for password in (None, "wrong"):
             with pytest.raises(StoreUnavailable, match="rejects the credentials"):
                 await connect(server.url, password)
-        async with await connect(server.url, "right") as store:
-            await Mesh.start(store)
+        for url, password in ((server.url, "r/i@g:h?t\n"), (f"unix://:r/i@g:h?t@{server.socket_path}", None)):
+            async with await connect(url, password) as store:
+                assert await store.recovery.server_run_id()
     finally:
         server.kill()
 

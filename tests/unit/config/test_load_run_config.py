@@ -11,6 +11,7 @@ from rollmesh.config import load_run_config, text_override, write_run_config
 from rollmesh.config.data import PromptSourceConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.secrets import secret_environment
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_registry import ENGINES
@@ -285,6 +286,12 @@ def test_the_written_config_holds_no_secret_and_loads_to_the_same_run(run_file, 
         ("redis+sentinel://:hunter2@one:26380,two/queue", "redis+sentinel://one:26380,two/queue", "hunter2"),
         ("unix://:hunter2@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1", "hunter2"),
         ("unix:///run/a:b@c.sock", "unix:///run/a:b@c.sock", None),
+        ("redis://:hunter2/x@host:6379/0", "redis://host:6379/0", "hunter2/x"),
+        ("redis://me:a/hunter2?#@y:z@[::1]:6379/1", "redis://me@[::1]:6379/1", "a/hunter2?#@y:z"),
+        ("rediss+sentinel://:hunter2/x@[fd00::1]:1,b/queue", "rediss+sentinel://[fd00::1]:1,b/queue", "hunter2/x"),
+        ("unix://:hunter2/x@/run/redis.sock", "unix:///run/redis.sock", "hunter2/x"),
+        ("unix:///run/redis.sock?password=hunter2&db=1", "unix:///run/redis.sock?db=1", "hunter2"),
+        ("redis://host/0?password=hunter2@home", "redis://host/0", "hunter2@home"),
         ("redis://me@host", "redis://me@host", None),
     ],
 )
@@ -294,6 +301,42 @@ def test_a_password_in_the_url_is_a_secret_like_any_other(run_file, tmp_path: Pa
     assert password == (None if config.store.password is None else config.store.password.get_secret_value())
     write_run_config(config, tmp_path / "config.yaml")
     assert "hunter2" not in (tmp_path / "config.yaml").read_text()
+
+
+SECRET_FIELDS = ("store.password", "store.sentinel_password", "security.token", "gateway.token", "checkpoints.secret")
+
+
+@pytest.mark.parametrize("field", SECRET_FIELDS)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
+def test_a_line_break_at_the_end_of_a_secret_is_not_part_of_it(run_file, field: str, end: str) -> None:
+    variable = f"ROLLMESH_{field.replace('.', '__').upper()}"
+    config = load_run_config(run_file(), environ={variable: f" a secret/of @one line{end}"})
+    assert secret_environment(config)[variable] == " a secret/of @one line"
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://:hunter2@host?protocol=2", "the URL cannot set the option 'protocol'"),
+        ("rediss://:hunter2@host?ssl_cert_reqs=", r"the URL cannot set the option 'ssl_cert_reqs'; set store\.tls"),
+        ("rediss://:hunter2@host/0?db=1", "the database is given twice"),
+        ("redis://:hunter2@host?socket_timeout=1&db=1", "the URL cannot set the option 'socket_timeout'"),
+        ("redis://:hunter2@host/first", "database 'first' is not a number"),
+        ("redis://:hunter2@::1:6379", "is not host:port"),
+        ("redis://:hunter2", "a password is followed by an @"),
+        ("redis://:hunter2@host:70000", "a port from 1 to 65535"),
+        ("redis+sentinel://:hunter2@host", r"host:port\[,host:port\]/service"),
+        ("http://:hunter2@host", "must begin with one of redis://"),
+        ("unix://:hunter2@redis.sock", "an absolute path"),
+    ],
+)
+def test_a_url_that_cannot_be_used_as_written_is_an_error_of_its_field_without_the_password(
+    run_file, url: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        load_run_config(run_file(store={"url": url}), environ={})
+    assert "store.url" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> None:

@@ -88,9 +88,10 @@ async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
     ("url", "text"),
     [
         ("redis+sentinel://host:26379", "service"),
-        ("redis+sentinel://host:port/service", "is not host:port"),
+        ("redis+sentinel://:secret@host:port/service", "is not host:port"),
         ("redis+sentinel://host/service/first", "database 'first' is not a number"),
         ("amqp://:secret@host", "store.url"),
+        ("redis://:secret/x@host/?ssl_ca_certs=x", "store.tls"),
     ],
 )
 def test_a_wrong_url_names_the_field_and_hides_the_password(url: str, text: str) -> None:

@@ -19,7 +19,14 @@ valueFrom:
 {{- end -}}
 image: {{ include "rollmesh.image" (list $root $sidecar.image) | quote }}
 imagePullPolicy: {{ $sidecar.image.pullPolicy | quote }}
-command: ["python3", "-m", "sglang.launch_server"]
+# Kubernetes makes $(...) of $$(...).
+command:
+  - sh
+  - -ec
+  - |
+    key=$$({{ include "rollmesh.oneLine" "SGLANG_KEY" }})
+    exec "$0" -m sglang.launch_server --api-key="$key" --admin-api-key="$key" "$@"
+  - python3
 args:
   - --model-path={{ $model }}
   - --host=127.0.0.1
@@ -34,8 +41,6 @@ args:
   - --log-level-http=warning
   - --skip-tokenizer-init
   - --sleep-on-idle
-  - --api-key=$(SGLANG_KEY)
-  - --admin-api-key=$(SGLANG_KEY)
   {{- if eq (dig "generator" "on_new_version" "interrupt" $run) "keep_kv" }}
   - --disable-overlap-schedule
   - --watchdog-timeout=86400
@@ -115,6 +120,6 @@ volumeMounts:
 {{- end -}}
 
 {{- define "rollmesh.sglangProbe" -}}
-{{- $code := printf "import os,urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:%v/model_info',headers={'Authorization':'Bearer '+os.environ['SGLANG_KEY']}),timeout=9)" .port -}}
+{{- $code := printf "import os,urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:%v/model_info',headers={'Authorization':'Bearer '+os.environ['SGLANG_KEY'].strip()}),timeout=9)" .port -}}
 {{- list "python3" "-c" $code | toJson -}}
 {{- end -}}

@@ -194,7 +194,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
         return {}
     if variable not in os.environ:
         raise ConfigError(f"reward.options.api_key_env: the environment variable {variable} is not set")
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
+    return {"Authorization": f"Bearer {os.environ[variable].strip()}"}
 
 
 async def _read_bounded(reply: httpx.Response) -> bytes:
