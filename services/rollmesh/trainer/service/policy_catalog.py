@@ -103,5 +103,7 @@ class PolicyCatalog:
 
     def base(self, policy_version: int) -> BasePolicy:
         """Return a version as the base of adapters; raise CheckpointError with the reason if it is damaged."""
+        if policy_version not in self._kept() and policy_version in self._records:
+            self._checkpoints.check_copy(self._records[policy_version])
         manifest = self.policy(policy_version).manifest
         return BasePolicy(record=self._records[policy_version], manifest=manifest)

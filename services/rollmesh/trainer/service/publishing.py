@@ -217,7 +217,7 @@ class Publisher:
             known = (record.policy_version, record.train_step) == (version, train_step)
             if known and self._progress.published(record):
                 try:
-                    await asyncio.to_thread(self._checkpoints.open, record)
+                    await asyncio.to_thread(self._check, record)
                 except CheckpointError as error:
                     if error.passing:  # a second set of weights of this version must not be written
                         raise
@@ -227,12 +227,16 @@ class Publisher:
         return None
 
     async def _damaged(self, record: PolicyRecord) -> bool:
-        """Tell whether a published folder differs from its announcement; False while the store is unreachable."""
+        """Tell whether what generators read differs from the announcement; False while the store is unreachable."""
         try:
-            await asyncio.to_thread(self._checkpoints.open, record)
+            await asyncio.to_thread(self._check, record)
         except CheckpointError as error:
             self._log.error(
                 "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
             )
             return error.reason not in TRANSIENT
         return False
+
+    def _check(self, record: PolicyRecord) -> None:
+        self._checkpoints.check_copy(record)
+        self._checkpoints.open(record)

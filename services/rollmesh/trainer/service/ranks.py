@@ -27,6 +27,7 @@ from rollmesh.trainer.learner.policy_output import PolicyCopy
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.policy_versions import BASE_VERSION
 from rollmesh.trainer.learner.step_report import StepReport
+from rollmesh.trainer.service.adapter_base import damaged_base
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, PolicyRecord, Trajectory
 
@@ -111,7 +112,10 @@ class RankCoordinator:
     def base_of(self, policy_version: int) -> BasePolicy | None:
         """Return the base that this version is published above; None for full weights. Raises CheckpointError."""
         adapted = self.trainer.adapter is not None and policy_version != BASE_VERSION
-        return self.catalog.base(BASE_VERSION) if adapted else None
+        try:
+            return self.catalog.base(BASE_VERSION) if adapted else None
+        except CheckpointError as error:
+            raise damaged_base(str(error), error.reason) from error
 
     def idle(self) -> None:
         """Send an order without work: the wait of the other ranks for the next order is limited."""

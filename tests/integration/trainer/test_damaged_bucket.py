@@ -1,0 +1,88 @@
+"""A trainer that starts again beside a damaged bucket, with a good copy of every policy in the cache of its node."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
+pytest.importorskip("s3fs", reason="object stores need the extra s3")
+
+from rollmesh.checkpoints.bucket import BucketStore
+from rollmesh.checkpoints.location import open_location
+from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
+from rollmesh.store import EmbeddedServer
+from rollmesh.types import PolicyRecord
+
+from ..checkpoints.conftest import Bucket
+from .trainer_run import SECRET, TrainerRun, opened_run, write_run_file
+
+pytestmark = pytest.mark.long
+
+Damage = Callable[[BucketStore, list[PolicyRecord]], None]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    server = Bucket(tmp_path / "moto.log")
+    yield server
+    server.stop()
+
+
+def flip(store: BucketStore, key: str) -> None:
+    content = bytearray(store.objects.read(key, 1 << 30))
+    content[-1] ^= 1
+    store.objects.write(key, bytes(content))
+
+
+def weights_of(store: BucketStore, record: PolicyRecord) -> str:
+    (name,) = (key for key in store.objects.sizes(record.path) if "model.safetensors" in key)
+    return name
+
+
+DAMAGES: dict[str, Damage] = {
+    "a byte of the weights": lambda store, records: flip(store, weights_of(store, records[-1])),
+    "a byte of the manifest": lambda store, records: flip(store, f"{records[-1].path}/manifest.json"),
+    "no weights": lambda store, records: store.objects.delete([weights_of(store, records[-1])]),
+    "nothing left": lambda store, records: store.objects.delete(list(store.objects.sizes(records[-1].path))),
+    "the policy that it is a difference to": lambda store, records: flip(store, weights_of(store, records[0])),
+}
+
+
+def announced(run: TrainerRun) -> list[str]:
+    """Paths that the trainer's log names as announced."""
+    lines = [json.loads(line) for line in run.log().splitlines() if '"policy_announced"' in line]
+    return [line["path"] for line in lines]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_newest_policy_that_no_other_node_can_read_is_published_again(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, bucket: Bucket, damage: str
+) -> None:
+    section = bucket.section("run", anchor_every_versions=4)
+    checkpoints = section.model_dump(include={"folder", "object_store", "anchor_every_versions"})
+    config = write_run_file(tmp_path / "run", tiny_model, server, model={"dtype": "bfloat16"}, checkpoints=checkpoints)
+    async with opened_run(config) as run:
+        process = run.start()
+        async with run.fed(4):
+            await run.until("the second version", lambda: len(announced(run)) > 1, pause=0.01)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) in (0, EXIT_UNFINISHED)
+            records = await run.store.policies.announced()
+            store, newest = run.checkpoints, records[-1]
+            assert isinstance(store, BucketStore)
+            DAMAGES[damage](store, records)
+            weights = (store.root / newest.path / "model.safetensors").read_bytes()
+            run.start()
+            await run.until_finished()
+        policies = await run.store.policies.announced()
+        repaired = policies[newest.policy_version + 1]
+        assert (repaired.train_step, policies[-1].train_step) == (newest.train_step, 4)
+        other_node = open_location(config.checkpoints, tmp_path / "other", SECRET.encode())
+        assert (other_node.open(repaired).folder / "model.safetensors").read_bytes() == weights
