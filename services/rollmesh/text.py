@@ -14,6 +14,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from rollmesh.characters import half_character
 from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message
 from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
@@ -86,14 +87,14 @@ class Tokenizer:
 
         ``special_tokens`` adds the tokens that the tokenizer puts around a sequence (for example a begin token, unless
         the text begins with it). Use it for the start of a context, never for its middle. Raises DataError for an id
-        without an embedding.
+        without an embedding, and for a text with half of a surrogate pair.
         """
-        return self._ids(self._tokenizer.encode(text, add_special_tokens=special_tokens))
+        return self._ids(self._tokenizer.encode(_whole(text), add_special_tokens=special_tokens))
 
     def encode_aside(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Do the same as ``encode`` for a long text in a worker thread, without blocking other threads."""
         # Only the tokenizer's batch calls release the interpreter's lock.
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)
+        (encoding,) = self._tokenizer.encode_batch([_whole(text)], add_special_tokens=special_tokens)
         return self._ids(encoding)
 
     def _ids(self, encoding: tokenizers.Encoding) -> Int32Array:
@@ -168,6 +169,12 @@ class Tokenizer:
             at = int(wrong[0])
             limits = f"[0, {self._vocab_size})"
             raise DataError(f"token_ids[{at}]: id {int(ids[at])} is outside the vocabulary {limits} of {self._folder}")
+
+
+def _whole(text: str) -> str:
+    if problem := half_character(text):
+        raise DataError(problem)
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:

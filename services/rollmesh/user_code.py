@@ -40,7 +40,8 @@ def own_code(where: str, kind: type[RollmeshError] = DataError) -> Iterator[None
 def described(error: BaseException) -> str:
     """Return the class and the text of an error, with the file and the line of the user's code that raised it."""
     place = _place_of(error)
-    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+    words = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
+    return words + (f" ({place})" if place else "")
 
 
 def _place_of(error: BaseException) -> str:

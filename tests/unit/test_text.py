@@ -64,6 +64,13 @@ def test_a_text_that_begins_with_the_begin_token_gets_no_second_one(tmp_path: Pa
         assert encode("", special_tokens=True).tolist() == [2]
 
 
+def test_half_a_character_is_refused_by_its_place(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    for encode in (tokenizer.encode, tokenizer.encode_aside):
+        with pytest.raises(DataError, match="character 6 is half of a surrogate pair, not a valid character"):
+            encode("hello \ud83d")
+
+
 def test_special_tokens_are_added_and_shown_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path))
     assert tokenizer.encode("hello", special_tokens=True).tolist() == [2, 4]

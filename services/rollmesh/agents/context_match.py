@@ -73,7 +73,7 @@ def mark_turn(context: Context, at: int) -> TurnMark:
 
 def digest_of(text: str) -> str:
     """Return the digest of a context text."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rollmesh.characters import half_character
 from rollmesh.config.section import greedy_or_resolvable
 
 MOST_CHOICES = 32
@@ -54,10 +55,8 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 def _whole_characters(text: str) -> str:
     """Reject half of a surrogate pair: JSON can escape one, but it is not a valid character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is half of a surrogate pair, not a valid character") from error
+    if problem := half_character(text):
+        raise ValueError(problem)
     return text
 
 

@@ -204,13 +204,12 @@ class SessionManager:
             return None
         session = self._sessions.get(mark.session_id)
         if session is None:
-            session = self._new_session(mark.session_id, active, mark.start_time)
+            session = self._make_session(mark.session_id, active, mark.start_time)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
         trajectory = _session_trajectory(session, mark, active)
-        session.trajectories.append(trajectory)
+        self._begin(session, trajectory)
         session.trajectories.sort(key=lambda t: t.mark.trajectory_index)
         session.drift_count = max(session.drift_count, mark.drift_count)
-        self._trajectories[active.trajectory_id] = trajectory
         return trajectory
 
     async def _for_waiting_agent(self, rollout: RolloutContext) -> SessionTrajectory | None:
@@ -219,12 +218,17 @@ class SessionManager:
             if future.done():
                 continue
             active = rollout.active
-            session = self._new_session(f"ses-{secrets.token_hex(16)}", active, time.time())
+            session = self._make_session(f"ses-{secrets.token_hex(16)}", active, time.time())
             mark = AgentMark(session_id=session.session_id, trajectory_index=0, start_time=session.start_time)
             trajectory = _session_trajectory(session, mark, active)
-            session.trajectories.append(trajectory)
-            self._trajectories[active.trajectory_id] = trajectory
-            await trajectory.save_mark(rollout)
+            try:
+                await trajectory.save_mark(rollout)
+            except BaseException:
+                # The lease is lost, and nobody has heard of the session: its agent waits for another trajectory.
+                self._waiting.appendleft(future)
+                self.work_due.set()
+                raise
+            self._begin(session, trajectory)
             if future.done():  # the agent has left in the meantime
                 self.end(session, "given_up")
             else:
@@ -232,16 +236,22 @@ class SessionManager:
             return trajectory
         return None
 
-    def _new_session(self, session_id: str, active: ActiveTrajectory, start_time: float) -> AgentSession:
-        session = self._sessions[session_id] = AgentSession(
+    def _make_session(self, session_id: str, active: ActiveTrajectory, start_time: float) -> AgentSession:
+        return AgentSession(
             session_id=session_id,
             prompt=active.trajectory.prompt,
             group_id=active.trajectory.group_id,
             start_time=start_time,
             idle_seconds=self._idle_seconds,
         )
-        self._metrics.sessions_opened.inc()
-        return session
+
+    def _begin(self, session: AgentSession, trajectory: SessionTrajectory) -> None:
+        """Add a trajectory to a session, which may be new."""
+        if session.session_id not in self._sessions:
+            self._sessions[session.session_id] = session
+            self._metrics.sessions_opened.inc()
+        session.trajectories.append(trajectory)
+        self._trajectories[trajectory.trajectory_id] = trajectory
 
     def _forget(self, trajectory: SessionTrajectory) -> None:
         # A group that begins again forgets its forks: the id may belong to a fork of another session by now.

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollmesh.characters import half_characters
 from rollmesh.config.run import RunConfig
 from rollmesh.config.secrets import ENV_PREFIX, SECRETS
 from rollmesh.config.yaml_text import DuplicateKeys, parse_yaml
@@ -92,12 +93,14 @@ def validate_run_config(
 
     ``origins`` maps the keys of values from elsewhere, such as the environment, to their place.
     """
+    for path, half in half_characters(data):
+        raise ConfigError(f"{origin}: {'.'.join(path)}: {half}{_place(path, origins or {})}")
     try:
         return RunConfig.model_validate(_without_removed(data))
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
-            lines.append(f"  {_problem(problem)}{_place(problem, origins or {})}")
+            lines.append(f"  {_problem(problem)}{_place(problem['loc'], origins or {})}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -111,9 +114,9 @@ def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _place(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str]) -> str:
+def _place(loc: Sequence[object], origins: Mapping[tuple[str, ...], str]) -> str:
     """Name the place of a value that the run file does not contain."""
-    keys = tuple(str(part) for part in problem["loc"])
+    keys = tuple(str(part) for part in loc)
     found = [origin for path, origin in origins.items() if keys[: len(path)] == path or path[: len(keys)] == keys]
     return f", set by {' and '.join(found)}" if found and keys else ""
 

@@ -17,7 +17,7 @@ from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
+from rollmesh.tasks.environments.environment_protocol import Environment, SnapshotEnvironment, checked_reply
 from rollmesh.tasks.sources.source_protocol import RowSource
 from rollmesh.types import Prompt
 from rollmesh.user_code import own_code
@@ -68,8 +68,10 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
             if is_unreachable(error):
                 return
             raise
-        if not isinstance(reply, EnvironmentReply):
-            raise ConfigError(f"{where}: step returned {type(reply).__name__} instead of an EnvironmentReply")
+        try:
+            checked_reply(reply)
+        except DataError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def is_unreachable(error: BaseException | None) -> bool:

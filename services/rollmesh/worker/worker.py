@@ -22,6 +22,7 @@ from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait, cancelled_a
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import ForkStatus, OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.build import WorkerDeps, WorkerSettings
 from rollmesh.worker.generator_pool import GeneratorSlot
@@ -245,7 +246,7 @@ class Worker:
                 await self._give_up(active, str(error))
             except Exception as error:  # an error in a user's program fails the attempt, not the worker
                 self._log.exception("attempt_failed", trajectory=active.trajectory_id)
-                await self._give_up(active, f"{type(error).__name__}: {error}")
+                await self._give_up(active, described(error))
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=active.trajectory_id, message=str(error))
             active.span.fail(f"let go: {error}")

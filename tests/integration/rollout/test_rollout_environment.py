@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -227,6 +228,36 @@ async def test_the_reward_of_an_episode_survives_the_worker_in_its_snapshot(toke
     assert (await program.outcome_of(trajectory, last)).value == 3.0
     for missing in (None, kept(0)):
         assert (await program.outcome_of(trajectory, missing)).kind is OutcomeKind.VERIFIER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (
+            EnvironmentReply(text="hi \udc00", done=False),
+            "environment: turn 0: step returned the text 'hi \\\\udc00', in",
+        ),
+        (EnvironmentReply(text=None, done=False), "environment: turn 0: step returned the text None, expected text"),
+        (EnvironmentReply(text="", done=True, reward="1"), "turn 0: step returned the reward '1', expected a number"),
+        ({"text": "hi"}, "environment: turn 0: step returned dict instead of an EnvironmentReply"),
+        (ValueError("\udc00"), r"environment: turn 0: ValueError: \\udc00 \("),
+    ],
+)
+async def test_a_reply_that_cannot_be_used_fails_the_attempt_with_words_that_can_be_kept(tokenizer, reply, words):
+    class Environment(CountingEnvironment):
+        async def step(self, response_text, idempotency_key):
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    trajectory = Trajectory(
+        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
+    )
+    outcome = await program_of(Environment, tokenizer, []).outcome_of(trajectory)
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert re.search(words, outcome.message), outcome.message
+    assert outcome.message.encode()
 
 
 def test_a_snapshot_comes_back_as_it_was_and_a_huge_one_is_refused():

@@ -20,7 +20,7 @@ from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_trajectory import UNWANTED, AgentGone
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 
 from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of
 
@@ -48,6 +48,29 @@ async def test_an_ended_session_releases_its_tokens_and_keeps_ids_and_counts(how
         shown = found.describe("run")  # type: ignore[call-arg]
         assert shown["trajectories"] == [{"id": f"e0-{number}.0", "tokens": TOKENS, "policy_versions": [3]}]
         assert (shown["model"], shown["state"], shown["idle_seconds_left"]) == ("run", how, 0.0)
+
+
+async def test_an_agent_whose_lease_is_lost_before_the_first_mark_gets_the_next_trajectory() -> None:
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+
+    async def lost(*_: Any) -> None:
+        assert not desk.sessions, "a session that nobody has heard of is not counted"
+        raise LetGo("the lease is lost")
+
+    opened = asyncio.create_task(desk.open(60.0))
+    while not desk.wanted():
+        await asyncio.sleep(0)
+    desk.work_due.clear()
+    with pytest.raises(LetGo):
+        await desk.run(rollout_of(held_trajectory(0), keep_snapshot=lost))
+    assert (desk.wanted(), desk.work_due.is_set(), desk.sessions) == (1, True, [])
+    # The next lease of the same trajectory waits for no agent, and serves the one that waits.
+    run = asyncio.create_task(desk.run(rollout_of(held_trajectory(0))))
+    session = await opened
+    assert session is not None and desk.sessions == [session] and session.newest.trajectory_id == "e0-0.0"
+    desk.end(session, "given_up")
+    with pytest.raises(AgentGone):
+        await run
 
 
 async def test_a_reward_for_a_session_that_ended_without_one_is_refused() -> None:

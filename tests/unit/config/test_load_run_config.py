@@ -250,6 +250,25 @@ def test_a_text_override_keeps_what_yaml_would_read_otherwise(run_file, text: st
     assert load_run_config(run_file(), [text_override("folder", text)], environ={}).folder == text
 
 
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"reward": {"options": {"prefix": "a\udc00"}}}, "reward.options.prefix: character 1 is half of a surrogate"),
+        ({"data": {"chat_template_kwargs": {"x": ["\udc00"]}}}, "data.chat_template_kwargs.x.0: character 0 is half"),
+        ({"rollout": {"environment_options": {"a\udc00": 1}}}, r"rollout.environment_options.'a\\udc00': in the name"),
+    ],
+)
+def test_half_a_character_in_a_run_file_is_refused_by_its_field(run_file, sections, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load_run_config(run_file(**sections), environ={})
+
+
+def test_a_byte_that_is_no_text_in_the_environment_is_refused_with_its_variable(run_file) -> None:
+    value = b"caf\xe9".decode("utf-8", "surrogateescape")
+    with pytest.raises(ConfigError, match="ROLLMESH_FOLDER"):
+        load_run_config(run_file(), environ={"ROLLMESH_FOLDER": value})
+
+
 def test_a_variable_that_cannot_be_read_is_named(run_file) -> None:
     with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
         load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})

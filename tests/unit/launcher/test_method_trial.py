@@ -119,6 +119,10 @@ class words(Echo):
     async def step(self, response_text, idempotency_key):
         return "a text"
 
+class half(Echo):
+    async def step(self, response_text, idempotency_key):
+        return EnvironmentReply(text="hi " + chr(0xDC00), done=True)
+
 class leaves(Echo):
     async def reset(self, prompt):
         raise SystemExit("no simulator")  # here: leaves
@@ -243,6 +247,7 @@ def test_a_plug_in_that_raises_is_refused_with_field_file_and_line_before_the_se
     [
         (algorithm(loss=own("no_gradient")), "returned a loss without a gradient"),
         (environment("words"), "step returned str instead of an EnvironmentReply"),
+        (environment("half"), "step returned the text .*, in which character 3 is half of a surrogate pair"),
     ],
 )
 def test_a_plug_in_whose_result_cannot_be_used_is_refused_before_the_services_start(

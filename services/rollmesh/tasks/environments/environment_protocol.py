@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from rollmesh.characters import half_character
+from rollmesh.errors import DataError
+from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import Prompt
 
 
@@ -18,6 +24,19 @@ class EnvironmentReply:
     """True if the episode is over."""
     reward: float | None = None
     """Reward of the whole episode, set with ``done``; None if the verifier scores it."""
+
+
+def checked_reply(reply: object) -> EnvironmentReply:
+    """Return the result of ``step``. Raises DataError for a result that is no valid reply."""
+    if not isinstance(reply, EnvironmentReply):
+        raise DataError(f"step returned {type(reply).__name__} instead of an EnvironmentReply")
+    if not isinstance(reply.text, str):
+        raise DataError(f"step returned the text {short_repr(reply.text)}, expected text")
+    if problem := half_character(reply.text):
+        raise DataError(f"step returned the text {short_repr(reply.text)}, in which {problem}")
+    if not isinstance(reply.reward, numbers.Real | np.bool_ | None):
+        raise DataError(f"step returned the reward {short_repr(reply.reward)}, expected a number or None")
+    return reply
 
 
 class Environment(Protocol):

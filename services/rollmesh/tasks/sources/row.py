@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.characters import half_character
 from rollmesh.config.data import DOMAIN_PATTERN, JsonlSource
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.source_protocol import SourceSettings
@@ -101,7 +102,7 @@ def check_row(row: Row, form: RowFormat, settings: SourceSettings) -> None:
     Short plain prompts are not tokenised: a tokenizer writes at most about one token per byte, so they must fit.
     """
     value = prompt_value(row, form)
-    if isinstance(value, str) and not form.chat and value.strip():
+    if isinstance(value, str) and not form.chat and value.strip() and not half_character(value):
         slack = 16
         if len(value.encode()) + slack <= settings.max_prompt_tokens:
             _verifier(row, form)
@@ -186,7 +187,7 @@ def _verifier(row: Row, form: RowFormat) -> str:
 def _metadata(row: Row, form: RowFormat) -> dict[str, Any]:
     used = {form.prompt_field, form.verifier_field}
     metadata = {
-        name: _json_value(value, f"{row.where}: field {name!r}")
+        _text(name, f"{row.where}: field {name!r}: its name"): _json_value(value, f"{row.where}: field {name!r}")
         for name, value in row.fields.items()
         if name not in used
     }
@@ -207,9 +208,17 @@ def _required(row: Row, field: str) -> Any:
     return value
 
 
+def _text(value: str, where: str) -> str:
+    if problem := half_character(value):
+        raise DataError(f"{where}: {problem}; correct or drop it")
+    return value
+
+
 def _json_value(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return _text(value, where)
     if isinstance(value, int):
         if abs(value) > LARGEST_EXACT_INTEGER:
             raise DataError(f"{where}: {value} is beyond 2**53 and would be rounded; write it as text")
@@ -223,7 +232,7 @@ def _json_value(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise DataError(f"{where}: keys must be text, got {short_repr(list(value))}")
-        return {key: _json_value(item, f"{where}.{key}") for key, item in value.items()}
+        return {_text(key, f"{where}: a key"): _json_value(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, Decimal):
         return f"{value:f}"
     if isinstance(value, date | time):

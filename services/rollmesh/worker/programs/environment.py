@@ -20,10 +20,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollmesh.errors import RollmeshError
+from rollmesh.errors import DataError, RollmeshError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancelled_awaits_as_errors
-from rollmesh.tasks.environments.environment_protocol import Environment, EnvironmentReply, SnapshotEnvironment
+from rollmesh.tasks.environments.environment_protocol import (
+    Environment,
+    EnvironmentReply,
+    SnapshotEnvironment,
+    checked_reply,
+)
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
 from rollmesh.user_code import described
@@ -74,7 +79,12 @@ class _Episode:
         digest = hashlib.blake2b(f"{self._pinned_version}:".encode(), digest_size=8)
         digest.update(np.concatenate([turn.token_ids for turn in turns]).astype("<i4").tobytes())
         key = f"{self._trajectory.trajectory_id}:{self.turn_count}:{digest.hexdigest()}"
-        reply = await self._guarded(self._environment.step(text, key), f"turn {self.turn_count}")
+        operation = f"turn {self.turn_count}"
+        reply = await self._guarded(self._environment.step(text, key), operation)
+        try:
+            checked_reply(reply)
+        except DataError as error:
+            raise EnvironmentFailed(f"environment: {operation}: {error}") from error
         self.turn_count += 1
         if reply.reward is not None:
             self._reward = float(reply.reward)

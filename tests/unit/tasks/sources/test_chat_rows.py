@@ -97,6 +97,38 @@ def test_tool_calls_of_another_shape_are_refused(calls: Any, chat: Tokenizer, tm
         first_prompt(chat, tmp_path / "train.jsonl")
 
 
+WHOLE = '{"prompt": "Say hi", "answer": "hi"}'
+HALF = '{"prompt": "Say hi", "answer": "hi", "note": "\\udc00"}'
+
+
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [
+        (HALF, "field 'note': character 0 is half of a surrogate pair"),
+        ('{"prompt": "Say \\ud83d", "answer": "hi"}', "field 'prompt': character 4 is half"),
+        (
+            '{"prompt": [{"role": "user", "content": "Say \\ud83d"}], "answer": "hi"}',
+            "field 'prompt': character 10 is half",
+        ),
+        ('{"prompt": "Say hi", "answer": "\\udc00"}', "field 'answer': character 0 is half"),
+        ('{"prompt": "Say hi", "answer": [{"a": "x\\udc00"}]}', r"field 'answer'\[0\]\.a: character 1 is half"),
+        ('{"prompt": "Say hi", "answer": {"x\\udc00": 1}}', "field 'answer': a key: character 1 is half"),
+        ('{"prompt": "Say hi", "answer": "hi", "no\\udc00": 1}', r"field 'no\\udc00': its name: character 2 is half"),
+    ],
+)
+def test_half_a_character_anywhere_in_a_row_is_refused_with_the_row(
+    row: str, where: str, chat: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text(f"{WHOLE}\n{row}\n")
+    with pytest.raises(DataError, match=f"train.jsonl:2: {where}"):
+        first_prompt(chat, tmp_path / "train.jsonl")
+    # The two halves of one character are a character.
+    (tmp_path / "train.jsonl").write_text(
+        row.replace("\\udc00", "\\ud83d\\ude00").replace('\\ud83d"', '\\ud83d\\ude00"')
+    )
+    assert len(first_prompt(chat, tmp_path / "train.jsonl").token_ids)
+
+
 @pytest.mark.parametrize(
     ("pack", "words"),
     [
