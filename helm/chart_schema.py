@@ -13,10 +13,19 @@ Schema = dict[str, Any]
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
 _NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
+_UNIT = r"([kMGTPE]|[KMGTPE]i)"
+_BYTES: Schema = {
+    "oneOf": [
+        {"type": "string", "pattern": rf"^([0-9]+(\.[0-9]+)?{_UNIT}|[0-9]{{7,}})$"},
+        {"type": "integer", "minimum": 1_000_000},
+    ]
+}
+"""A size with a unit; without one it is bytes, which nobody means by a small number."""
 _QUANTITIES: Schema = {
     "type": "object",
+    "patternProperties": {"^(memory|ephemeral-storage|hugepages-.*)$": _BYTES},
     "additionalProperties": {
-        "oneOf": [{"type": "string", "pattern": r"^[0-9.]+(m|[kKMGTPE]i?)?$"}, {"type": "number"}]
+        "oneOf": [{"type": "string", "pattern": rf"^[0-9]+(\.[0-9]+)?(m|{_UNIT})?$"}, {"type": "number"}]
     },
 }
 _PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -44,10 +53,15 @@ _BY_NAME: dict[str, Schema] = {
     "annotations": _TEXTS,
     "labels": _TEXTS,
     "nodeSelector": _TEXTS,
-    "imagePullSecrets": {"type": "array", "items": {"type": "string"}},
+    "imagePullSecrets": {"type": "array", "items": _closed({"name": {"type": "string"}}, ["name"])},
     "hostnames": {"type": "array", "items": {"type": "string"}},
     "args": {"type": "array", "items": {"type": "string"}},
-    "extraEnv": _NAMED,
+    "extraEnv": {
+        "type": "array",
+        "items": _closed(
+            {"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}}, ["name"]
+        ),
+    },
     "extraVolumes": _NAMED,
     "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
     "monitoringFrom": {**_OBJECTS, "minItems": 1},
@@ -97,7 +111,8 @@ _BY_NAME: dict[str, Schema] = {
     "rendezvousPort": _PORT,
     "nodes": {"type": "integer", "minimum": 1},
     "processesPerNode": {"type": "integer", "minimum": 1},
-    "size": {"oneOf": [{"type": "string"}, {"type": "integer", "minimum": 2}]},
+    "size": _BYTES,
+    "sharedMemory": {"anyOf": [{"const": ""}, _BYTES]},
 }
 _BY_PATH: dict[str, Schema] = {
     "generator.kind": {"enum": ["Deployment", "StatefulSet", "LeaderWorkerSet"]},
@@ -109,7 +124,8 @@ _BY_PATH: dict[str, Schema] = {
         "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)",
         "not": {"pattern": "[?&]password="},
     },
-    "redis.maxmemory": {"type": "string", "pattern": "^[0-9]+([kKmMgG][bB]?|[bB])?$"},
+    "redis.maxmemory": {"type": "string", "pattern": "^([0-9]+[kKmMgG][bB]?|[0-9]{7,}[bB]?)$"},
+    "generator.leaderWorkerSet.size": {"type": "integer", "minimum": 2},
     "checkpoints.cacheVolume": _closed(
         {name: {"type": "object"} for name in ("emptyDir", "ephemeral", "hostPath", "csi")}
     ),

@@ -12,22 +12,6 @@ kind: {{ dig "kind" "Deployment" (index (index . 0).Values (index . 1)) }}
 name: {{ include "rollmesh.componentName" . | quote }}
 {{- end -}}
 
-{{/* Replicas of a workload that may have an autoscaler. With one, those of the cluster stay: an upgrade that takes the
-     field out of the manifest makes the API set it to 1: (list $ "generator"). */}}
-{{- define "rollmesh.replicas" -}}
-{{- $root := index . 0 -}}
-{{- $values := index $root.Values (index . 1) -}}
-{{- if not $values.autoscaling.kind -}}
-replicas: {{ $values.replicas }}
-{{- else -}}
-{{- /* Empty at the first install, and in tools that render without a cluster. */ -}}
-{{- $kind := dig "kind" "Deployment" $values -}}
-{{- with lookup "apps/v1" $kind $root.Release.Namespace (include "rollmesh.componentName" .) -}}
-replicas: {{ int .spec.replicas }}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{/* (list $ "generator"). */}}
 {{- define "rollmesh.horizontalPodAutoscaler" -}}
 {{- $root := index . 0 -}}

@@ -149,7 +149,7 @@ rollmesh/run: {{ include "rollmesh.runName" $root | quote }}
 {{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") (include "rollmesh.run" . | fromYaml)) -}}
 {{- end -}}
 
-{{/* A ServiceAccount without a mounted token: (list $ "rollout"). */}}
+{{/* A ServiceAccount; its token is mounted by the pods whose values say so: (list $ "rollout"). */}}
 {{- define "rollmesh.serviceAccount" -}}
 apiVersion: v1
 kind: ServiceAccount

@@ -6,16 +6,17 @@
 {{- $component := index . 1 -}}
 {{- $values := index $root.Values $component -}}
 serviceAccountName: {{ include "rollmesh.componentName" (list $root $component) | quote }}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ $values.automountServiceAccountToken }}
 # A Service named rollmesh-* would put ROLLMESH_*_PORT variables here, which read like fields of the run file.
 enableServiceLinks: false
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
 {{- with $root.Values.imagePullSecrets }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ . | quote }}
-  {{- end }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.schedulerName }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with $values.priorityClassName }}
 priorityClassName: {{ . | quote }}

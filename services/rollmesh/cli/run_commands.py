@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.markup import escape
@@ -32,7 +34,7 @@ from rollmesh.report.formats import plus_minus
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
-from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts
 from rollmesh.types import GeneratorRecord
 
@@ -75,12 +77,20 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         output_console().print(table)
         for page in pages:  # below the table, whose columns would cut the link
-            link = page_link(config, page.url)
-            output_console().print(f"the run as a page: {link}", markup=False, highlight=False, soft_wrap=True)
+            output_console().print(_way_to(page, config), markup=False, highlight=False, soft_wrap=True)
         if generators or not ended:
             _print_generators(generators)
 
     run_async(main)
+
+
+def _way_to(page: Endpoint, config: RunConfig) -> str:
+    """Return the line with the address of the page; in a pod also the command by which a browser reaches it."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return f"the run as a page: {page_link(config, page.url)}"
+    url = urlsplit(page.url)
+    link = page_link(config, url._replace(netloc=f"127.0.0.1:{url.port}").geturl())
+    return f"the run as a page: kubectl port-forward pod/{page.pod} {url.port}:{url.port}, then {link}"
 
 
 def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCounts) -> None:

@@ -29,17 +29,27 @@ class Endpoint:
     """Address host:port of /metrics, /healthz and /readyz."""
     url: str = ""
     """URL of the page and the REST API, or of the OpenAI-compatible API; empty for services without one."""
+    pod: str = ""
+    """Name of the pod in Kubernetes: ``network.instance``."""
 
 
 @contextmanager
 def published_endpoint(
-    run_folder: Path, *, service: str, index: int, grpc: str, admin: str, run: str = "", url: str = ""
+    run_folder: Path,
+    *,
+    service: str,
+    index: int,
+    grpc: str,
+    admin: str,
+    run: str = "",
+    url: str = "",
+    pod: str = "",
 ) -> Iterator[Endpoint]:
     """Write the endpoint files and remove them at exit, unless a successor has replaced them.
 
     ``run`` is the run's name for the Prometheus labels, by default the name of its folder.
     """
-    endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url)
+    endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url, pod=pod)
     name = f"{service}-{index}.json"
     file, target = run_folder / "services" / name, run_folder / "scrape" / name
     labels = {"run": run or run_folder.name, "service": service, "index": str(index)}

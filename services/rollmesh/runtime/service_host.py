@@ -33,7 +33,8 @@ class ServiceHost:
 
     def publish(self, *, grpc: str = "", url: str = "") -> None:
         """Write the endpoint files of the process, until its end."""
-        folder, names = Path(self.config.folder), {"service": self.service, "run": self.config.name}
+        names = {"service": self.service, "run": self.config.name, "pod": self.config.network.instance or ""}
+        folder = Path(self.config.folder)
         self.stack.enter_context(
             published_endpoint(folder, **names, index=self.index, grpc=grpc, admin=self.admin, url=url)
         )

@@ -31,11 +31,13 @@ def all_checks() -> list[Callable[[Rendering], Iterator[str]]]:
     return list(_CHECKS)
 
 
-_SET_BY_CONTROLLERS = frozenset({"batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"})
+SET_BY_CONTROLLERS = frozenset(
+    {"batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"}
+)
 
 
 def _matches(selector: Object, labels: Object) -> bool:
-    return all(labels.get(key) == value for key, value in selector.items() if key not in _SET_BY_CONTROLLERS)
+    return all(labels.get(key) == value for key, value in selector.items() if key not in SET_BY_CONTROLLERS)
 
 
 @check

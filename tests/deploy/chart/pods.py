@@ -23,6 +23,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from .object_checks import SET_BY_CONTROLLERS
 from .rendering import Object, Rendering
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
@@ -274,10 +275,9 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def service_pods(rendering: Rendering) -> dict[str, str]:
     """Name of the first pod behind every DNS name that the manifests use."""
-    index_labels = ("batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index")
     names = {}
     for service in rendering.of_kind("Service"):
-        selector = {k: v for k, v in service["spec"]["selector"].items() if k not in index_labels}
+        selector = {k: v for k, v in service["spec"]["selector"].items() if k not in SET_BY_CONTROLLERS}
         for kind, template in rendering.pods():
             if selector.items() <= template["metadata"]["labels"].items():
                 names[service["metadata"]["name"]] = f"{kind.partition('/')[2]}-0"

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from .api_server import installed, owned
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, Rendering
+from .rendering import CHART, NAMESPACE, ROOT, Helm, HelmError, Object, Rendering
 
 CHECKS = all_checks()
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -154,6 +154,7 @@ def test_the_ranks_of_a_trainer_meet_at_its_first_pod(renderings: list[Rendering
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(env["PET_NNODES"]["value"]) == 2
     assert env["PET_RDZV_ENDPOINT"]["value"] == f"{first}:{service['spec']['ports'][0]['port']}"
     assert service["spec"]["selector"]["batch.kubernetes.io/job-completion-index"] == "0"
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"]
     assert service["spec"]["publishNotReadyAddresses"] is True and service["spec"]["clusterIP"] == "None"
     assert len(first) <= 63
 
@@ -183,20 +184,76 @@ def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings:
     assert seen >= 5
 
 
-@pytest.mark.parametrize(
-    ("component", "kind"),
-    [("rollout", "Deployment"), ("reward", "Deployment"), ("generator", "Deployment"), ("generator", "StatefulSet")],
-)
-def test_an_upgrade_keeps_the_replicas_that_a_workload_has(helm: Helm, component: str, kind: str) -> None:
-    """Helm removes a field that the new manifest no longer has, and Kubernetes then sets replicas to 1."""
-    sets = [f"{component}.autoscaling.kind=hpa", *([f"generator.kind={kind}"] if component == "generator" else [])]
-    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/{RELEASE}-rollmesh-{component}"
+SITUATIONS = {
+    "deployments": ["agents.enabled=true"],
+    "statefulsets": ["generator.kind=StatefulSet", "trainer.kind=StatefulSet"],
+    "leaderworkerset": [
+        "generator.kind=LeaderWorkerSet", "generator.sglang.sidecar.enabled=true", "model.existingClaim=models",
+        "run.name=big", "run.generator.engine=sglang", "run.model.path=/models/m",
+    ],
+}  # fmt: skip
+"""Values with which every kind of workload is there that `kubectl scale` takes."""
+SCALABLE = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
-    first = installed(helm, {}, *sets).one(kind, f"-{component}")
-    assert "replicas" not in first["spec"]
-    for replicas in (5, 0):
-        stored = owned({**first, "spec": {**first["spec"], "replicas": replicas}})
-        assert installed(helm, {path: stored}, *sets).one(kind, f"-{component}")["spec"]["replicas"] == replicas
+
+def scaled(rendering: Rendering, replicas: int) -> dict[str, Object]:
+    """Return the workloads as the API server has them once someone else has set their replicas, by their paths."""
+    found = {}
+    for workload in rendering.of_kind(*SCALABLE):
+        path = f"/apis/{workload['apiVersion']}/namespaces/{NAMESPACE}/{workload['kind'].lower()}s"
+        stored = owned({**workload, "spec": {**workload["spec"], "replicas": replicas}})
+        found[f"{path}/{workload['metadata']['name']}"] = stored
+    return found
+
+
+def replicas_of(rendering: Rendering) -> dict[str, int | None]:
+    """Return the replicas of every workload, None where they are left to the cluster, where a value says how many."""
+    workloads = [w for w in rendering.of_kind(*SCALABLE) if not w["metadata"]["name"].endswith(("-redis", "-trainer"))]
+    return {workload["metadata"]["name"]: workload["spec"].get("replicas") for workload in workloads}
+
+
+@pytest.mark.parametrize("sets", SITUATIONS.values(), ids=SITUATIONS)
+def test_an_upgrade_keeps_the_replicas_that_someone_else_has_set_unless_the_value_changes(
+    helm: Helm, sets: list[str]
+) -> None:
+    """With the number of the values Helm 4 stops half-way at a conflict with kubectl, and Helm 3 takes it back."""
+    components = ("rollout", "generator", "reward", "gateway", "agents")
+    three = [*sets, *(f"{component}.replicas=3" for component in components)]
+
+    first = installed(helm, {}, *sets)
+    up = installed(helm, scaled(first, 5), *sets, "gateway.service.port=81")
+    down = installed(helm, scaled(up, 0), *sets)
+    changed = installed(helm, scaled(down, 7), *three)
+    again = installed(helm, scaled(changed, 6), *three)
+    back = installed(helm, scaled(again, 6), *sets)
+
+    steps = [set(replicas_of(rendering).values()) for rendering in (first, up, down, changed, again, back)]
+    assert steps == [{1}, {5}, {0}, {3}, {6}, {1}]
+    everything = [workload["spec"]["replicas"] for workload in up.of_kind(*SCALABLE)]
+    assert set(everything) == {5} and len(everything) > len(replicas_of(up)), "those without a value, too"
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_an_upgrade_keeps_the_replicas_that_an_autoscaler_has_set(helm: Helm, kind: str) -> None:
+    """Helm removes a field that the new manifest no longer has, and Kubernetes then sets replicas to 1."""
+    plain = [f"generator.kind={kind}", "gateway.enabled=false"]
+    sets = [*plain, *(f"{component}.autoscaling.kind=hpa" for component in ("rollout", "reward", "generator"))]
+
+    first = installed(helm, {}, *sets)
+    up = installed(helm, scaled(first, 5), *sets)
+    down = installed(helm, scaled(up, 0), *sets)
+    without = installed(helm, scaled(down, 4), *plain)
+
+    steps = [set(replicas_of(rendering).values()) for rendering in (first, up, down, without)]
+    assert steps == [{None}, {5}, {0}, {4}], "turning it off is no reason to scale"
+
+
+def test_a_service_that_holds_sessions_and_was_scaled_is_refused_before_anything_changes(helm4: Helm) -> None:
+    first = installed(helm4, {}, "agents.enabled=true")
+    run = ["run.name=a", "run.model.path=recipe:countdown", "run.rollout.program=agent"]
+
+    with pytest.raises(HelmError, match=r"agents\.replicas=3 does not work with run\.rollout\.program=agent"):
+        installed(helm4, scaled(first, 3), *run)
 
 
 def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[Rendering]) -> None:

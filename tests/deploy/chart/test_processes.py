@@ -54,7 +54,13 @@ def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tm
         assert len((shared / "run" / "metrics.jsonl").read_text().splitlines()) == 3
         status = json.loads(pods["rollout"][0].run("status", "/etc/rollmesh/run/run.yaml", "--json"))
         assert status, "commands find the run from within a pod"
-        pods["trainer"][0].run("audit", "/var/lib/rollmesh/shared/chart/run")
+        run_file = "/etc/rollmesh/run/run.yaml"
+        # The commands of docs/cluster-results.md.
+        pods["generator"][0].run("audit", run_file)
+        pods["gateway"][0].run("report", run_file)
+        assert (shared / "run" / "report.html").exists()
+        pods["generator"][0].run("export", run_file, "/tmp/model")
+        assert (machine.volume(pods["generator"][0].name, {"name": "tmp"}) / "model" / "config.json").exists()
         ended = {pod.name: pod.stop() for group in pods.values() for pod in group if pod.exit_status is None}
         assert set(ended.values()) == {0}, ended
 
@@ -116,6 +122,22 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
     assert status in final_statuses(machine.rendering, "validate"), (
         "a Job that can never start says so, instead of trying again for hours"
     )
+
+
+def test_the_next_pod_of_an_older_trainer_ends_its_job_when_an_upgrade_has_stopped_half_way(
+    helm4: Helm, commands: str, tmp_path: Path
+) -> None:
+    """Both Jobs are there, and the ConfigMap is the newer one's."""
+    old = machine_of(helm4, ["run.trainer.train_steps=2"], tmp_path, commands).rendering
+    machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
+    machine.folder.mkdir(parents=True)
+    name, newest = (rendering.one("Job")["metadata"]["name"] for rendering in (old, machine.rendering))
+
+    Pod(machine, machine.rendering.component("trainer"), f"{newest}-0").run_init_container("newest")
+    with pytest.raises(AssertionError, match=rf"Job {name} ends: .* is Job {newest}") as refused:
+        Pod(machine, old.component("trainer"), f"{name}-0").run_init_container("newest")
+    status = int(re.search(r"newest ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
+    assert status in final_statuses(old, "newest")
 
 
 def final_statuses(rendering: Rendering, container: str) -> list[int]:

@@ -20,6 +20,7 @@ from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
+GPU = r"resources.limits.nvidia\.com/gpu"
 
 
 def test_what_is_generated_from_the_values_is_up_to_date() -> None:
@@ -72,11 +73,49 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("gateway.port=0", "port"),
         ("monitoring.prometheusRule.runbookUrl=git.example.org/runbooks", "runbookUrl"),
         ("run.name=Demo", "name"),
+        ("checkpoints.size=500", "size"),
+        ("checkpoints.size=500m", "size"),
+        ("redis.persistence.size=4", "size"),
+        ("redis.maxmemory=256", "maxmemory"),
+        ("trainer.sharedMemory=16", "sharedMemory"),
+        ("reward.resources.limits.memory=512", "memory"),
+        ("reward.resources.limits.memory=512m", "memory"),
+        ("imagePullSecrets={registry}", "imagePullSecrets"),
+        ("rollout.extraEnv[0].name=A,rollout.extraEnv[0].value=1", "value"),
+        ("generator.sglang.sidecar.extraEnv[0].name=A,generator.sglang.sidecar.extraEnv[0].value=true", "value"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], [item])
+
+
+def test_a_size_in_bytes_is_taken_where_it_is_one(helm: Helm) -> None:
+    sets = ["checkpoints.size=500Gi", "redis.maxmemory=1073741824b", "reward.resources.limits.memory=1073741824"]
+    rendering = helm.template(CHART, [KIND], sets)
+
+    assert rendering.one("PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "500Gi"
+
+
+def test_values_for_schedulers_registries_and_injectors_reach_the_trainer_alone(helm: Helm) -> None:
+    queue = {"kueue.x-k8s.io/queue-name": "team"}
+    sets = [
+        "trainer.schedulerName=volcano",
+        r"trainer.labels.kueue\.x-k8s\.io/queue-name=team",
+        "trainer.automountServiceAccountToken=true",
+        "imagePullSecrets[0].name=registry",
+    ]
+    rendering = helm.template(CHART, [KIND], sets)
+
+    job = rendering.one("Job")
+    assert job["metadata"]["labels"].items() >= queue.items()
+    assert not job["spec"]["template"]["metadata"]["labels"].items() >= queue.items(), "the Job is queued, no pod"
+    for _, template in rendering.pods():
+        trainer = template["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer"
+        spec = template["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        assert spec.get("schedulerName") == ("volcano" if trainer else None)
+        assert spec["automountServiceAccountToken"] is trainer
 
 
 def test_no_monitoring_peer_at_all_is_refused_because_a_policy_would_then_admit_everyone(
@@ -122,6 +161,16 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         (["trainer.nodes=2", "run.trainer.optimizer=adamw_8bit"], r"trainer\.nodes=2 .*=adamw_8bit"),
         (["trainer.processesPerNode=2", "run.trainer.optimizer=adamw_8bit"], r"processesPerNode=2 .*=adamw_8bit"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
+        (["redis.externalUrl=redis://host:6379"], r"redis\.externalUrl=redis://host:6379 with redis\.enabled=true"),
+        (["redis.clientCertificate=true"], r"redis\.clientCertificate=true without redis\.tlsSecret"),
+        (["checkpoints.url=s3://a/b", "checkpoints.existingClaim=c"], "checkpoints have one place"),
+        (["generator.sglang.sidecar.enabled=true"], r"without run\.generator\.engine=sglang"),
+        (["security.tls.existingSecret=a", "security.tls.certManager.issuerName=b"], "certificates come from one"),
+        (["monitoring.podMonitor.enabled=true", "monitoring.serviceMonitor.enabled=true"], "sums would double"),
+        (["trainer.processesPerNode=4", f"trainer.{GPU}=1"], r"processesPerNode=4 with 1 GPUs in trainer\.resources"),
+        ([f"trainer.{GPU}=8"], r"processesPerNode=1 with 8 GPUs"),
+        ([r"trainer.resources.limits.amd\.com/gpu=2"], r"processesPerNode=1 with 2 GPUs"),
+        ([r"trainer.resources.limits.nvidia\.com/mig-1g\.10gb=2", "trainer.processesPerNode=4"], "=4 with 2 GPUs"),
         (["run.rollout.program=agent", "agents.replicas=2"], r"agents\.replicas=2 .* run\.rollout\.program=agent"),
     ],
 )
@@ -249,4 +298,5 @@ def test_the_notes_name_things_that_exist(helm4: Helm) -> None:
     assert f"service/{rendering.one('Service', '-gateway')['metadata']['name']} 8080:80" in notes
     assert f"http://{rendering.one('Service', '-agents')['metadata']['name']}.{NAMESPACE}:80/v1" in notes
     assert f"deployment/{rendering.one('Deployment', '-generator')['metadata']['name']} --replicas=3" in notes
+    assert "helm upgrade --force-conflicts" in notes, "for a changed value of replicas over a number of kubectl"
     assert f"claim {rendering.one('PersistentVolumeClaim')['metadata']['name']}" in notes

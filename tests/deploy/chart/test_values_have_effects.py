@@ -39,7 +39,6 @@ OUR_REDIS: dict[str, Any] = {
     "monitoring": {
         "tlsSecret": "prometheus",
         "podMonitor": {"enabled": True},
-        "serviceMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True},
     },
 }
@@ -56,6 +55,8 @@ YOUR_REDIS: dict[str, Any] = {
     "rollout": {"autoscaling": {"kind": "keda"}},
     "generator": {"kind": "StatefulSet", "sglang": {"sidecar": {"enabled": True}}},
     "keda": {"prometheusAddress": "http://prometheus:9090"},
+    "security": {"tls": {"enabled": True, "existingSecret": "mesh-tls"}},
+    "monitoring": {"tlsSecret": "prometheus", "serviceMonitor": {"enabled": True}},
 }
 SEVERAL_NODES: dict[str, Any] = {
     "secrets": {"existingSecret": "rollmesh"},
@@ -72,7 +73,7 @@ BY_NAME: dict[str, Any] = {
     "podLabels": TEXTS["labels"],
     "podAnnotations": TEXTS["labels"],
     "serviceAccountAnnotations": TEXTS["labels"],
-    "imagePullSecrets": ["registry"],
+    "imagePullSecrets": [{"name": "registry"}],
     "hostnames": ["b.example.org"],
     "args": ["--tp-size=2"],
     "extraEnv": [{"name": "A", "value": "b"}],
@@ -99,12 +100,17 @@ BY_PATH: dict[str, Any] = {
     "checkpoints.cacheVolume": {"hostPath": {"path": "/var/cache/rollmesh"}},
     "redis.externalUrl": "redis://other:6379/0",
     "redis.maxmemory": "2gb",
+    "redis.persistence.size": "8Gi",
+    "checkpoints.size": "8Gi",
+    "generator.sharedMemory": "8Gi",
+    "trainer.sharedMemory": "8Gi",
     "generator.leaderWorkerSet.size": 3,
     "monitoring.prometheusRule.runbookUrl": "https://a.example.org/runbooks",
     "monitoring.dashboards.labels.grafana_dashboard": "2",
 }
-FIXED = {"podSecurityContext.runAsNonRoot", "secrets.create"}
-"""The schema allows one value, or an existing Secret replaces the value (test_secrets.py)."""
+FIXED = {"podSecurityContext.runAsNonRoot", "secrets.create", "redis.enabled"}
+"""The schema allows one value, an existing Secret replaces the value (test_secrets.py), or another one changes with it
+(test_values.py)."""
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -196,7 +202,7 @@ def test_a_value_that_no_pod_reads_leaves_the_server_of_the_queue_alone(helm4: H
     kind = CHART / "ci" / "kind-cpu-values.yaml"
     now = helm4.template(CHART, [kind]).component("redis")
 
-    for item in ("redis.podDisruptionBudget.enabled=true", "redis.externalUrl=redis://other:6379"):
+    for item in ("redis.podDisruptionBudget.enabled=true", "redis.externalPassword=false"):
         assert helm4.template(CHART, [kind], [item]).component("redis") == now, f"{item} restarts Redis"
     for item in ("redis.maxmemory=2gb", "redis.extraConfig=hz 20"):
         assert helm4.template(CHART, [kind], [item]).component("redis") != now, f"{item} is read at its start alone"

@@ -1,5 +1,5 @@
 {{/* Name of the trainer's workload. A Job's pods cannot be changed, so a change makes another Job, with a digest of the
-     pod in its name; the newer trainer fences the older one. */}}
+     pod in its name; the newer trainer fences the older one, whose next pod ends its Job. */}}
 {{- define "rollmesh.trainerName" -}}
 {{- $name := include "rollmesh.componentName" (list . "trainer") -}}
 {{- if eq .Values.trainer.kind "Job" -}}
@@ -14,6 +14,15 @@
 {{- $root := index . 0 -}}
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
+{{- $gpus := 0 -}}
+{{- range $resource, $amount := $trainer.resources.limits -}}
+{{- if regexMatch "/(gpu|mig-)" $resource -}}
+{{- $gpus = add $gpus (int $amount) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $gpus (ne $gpus (int64 $trainer.processesPerNode)) -}}
+{{- fail (printf "trainer.processesPerNode=%v with %d GPUs in trainer.resources: a rank uses one GPU; make the two numbers equal" $trainer.processesPerNode $gpus) -}}
+{{- end -}}
 {{- $severalRanks := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
 {{- if and $severalRanks (eq (dig "trainer" "optimizer" "" $root.Values.run) "adamw_8bit") -}}
 {{- fail (printf "trainer.nodes=%v and trainer.processesPerNode=%v with run.trainer.optimizer=adamw_8bit: the 8-bit moments cannot be split over processes; use adamw, whose moments are split, or 1 node with 1 process" $trainer.nodes $trainer.processesPerNode) -}}
@@ -34,6 +43,9 @@ spec:
   # Every step ends in a committed state; a step that SIGTERM interrupts is replayed from its batch file.
   terminationGracePeriodSeconds: {{ include "rollmesh.gracePeriodSeconds" $root }}
   initContainers:
+    {{- if eq $trainer.kind "Job" }}
+    {{- include "rollmesh.newestContainer" (list $root (index . 1)) | nindent 4 }}
+    {{- end }}
     {{- include "rollmesh.validateContainer" (list $root "trainer" $uses) | nindent 4 }}
   containers:
     - name: trainer
@@ -89,4 +101,33 @@ spec:
     - name: shared-memory
       emptyDir: {medium: Memory, sizeLimit: {{ $trainer.sharedMemory | quote }}}
     {{- end }}
+{{- end -}}
+
+{{/* The init container that ends the Job when the release has a newer one. An upgrade that stops half-way leaves both,
+     whose trainers would end each other's sessions for ever. The ConfigMap names the newest one, because a pod of an
+     older Job sees its new contents: (list $ $name). */}}
+{{- define "rollmesh.newestContainer" -}}
+{{- $root := index . 0 -}}
+{{- $name := index . 1 -}}
+- name: newest
+  image: {{ include "rollmesh.image" (list $root $root.Values.trainer.image) | quote }}
+  imagePullPolicy: {{ $root.Values.trainer.image.pullPolicy | quote }}
+  command: ["sh", "-c"]
+  args:
+    - |
+      grep -qx {{ $name }} /etc/rollmesh/run/trainer-job && exit 0
+      echo "Job {{ $name }} ends: the newest trainer of this release is Job $$(cat /etc/rollmesh/run/trainer-job)."
+      echo "Delete this Job before a helm rollback to it."
+      exit 2
+  {{- include "rollmesh.containerSecurityContext" $root | nindent 2 }}
+  {{- with $root.Values.trainer.validateResources | default $root.Values.validateResources }}
+  resources:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  volumeMounts:
+    - name: run-file
+      mountPath: /etc/rollmesh/run
+      readOnly: true
+    - name: tmp
+      mountPath: /tmp
 {{- end -}}
