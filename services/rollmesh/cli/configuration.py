@@ -49,7 +49,7 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         ]
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
-    console.print(f"{run}: valid", highlight=False)
+    console.print(f"{run}: valid", highlight=False, markup=False)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -137,7 +137,9 @@ def demo_seeds(
         comparison = compare(folders)
         print_comparison(comparison, console)
         plot = write_comparison_plot(folders, root)
-        console.print(f"by updates, by trained tokens and by seconds: {plot}", highlight=False, soft_wrap=True)
+        console.print(
+            f"by updates, by trained tokens and by seconds: {plot}", highlight=False, markup=False, soft_wrap=True
+        )
         verdict = equality_verdict(comparison)
         style = "bold green" if verdict.equal else "bold red"
         console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)
@@ -182,7 +184,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     if result.account is None:
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
-    console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     try:
         for line in trained_model_lines(folder):
             console.print(line, markup=False, highlight=False, soft_wrap=True)

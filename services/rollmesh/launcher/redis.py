@@ -42,7 +42,7 @@ async def running_store(
             yield RunningStore(store=store, url=config.store.url)
         return
     server = embedded_server(config, folder, note)
-    started = await asyncio.to_thread(server.start)
+    started = await _started(server)
     stopping = asyncio.Event()
     watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if started or owner else None
     try:
@@ -60,6 +60,18 @@ async def running_store(
                 await watch
             finally:
                 await asyncio.to_thread(server.stop)
+
+
+async def _started(server: EmbeddedServer) -> bool:
+    """Start the server; if the user stops the command meanwhile, stop it too."""
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(StoreUnavailable):
+            if await starting:
+                await asyncio.to_thread(server.stop)
+        raise
 
 
 def embedded_server(

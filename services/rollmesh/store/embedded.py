@@ -138,21 +138,28 @@ class EmbeddedServer:
                 # Held by a running server, or briefly by the threads of a server that is shutting down.
                 if self._answers():
                     return False
-                self._check_deadline(deadline)
+                deadline = self._check_deadline(deadline)
                 time.sleep(_POLL_SECONDS)
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_START_SECONDS)  # reap the previous server, which held the lock
             self._process = self._spawn(lock.fileno())
-        while not self._answers():
-            if self._process.poll() is not None:
-                raise StoreUnavailable(
-                    f"the embedded Redis exited at startup (code {self._process.returncode}); "
-                    f"see {self.folder / 'redis.log'}"
-                )
-            self._check_deadline(deadline)
-            time.sleep(_POLL_SECONDS)
+        try:
+            self._await_answer(self._process, deadline)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
         return True
+
+    def _await_answer(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        while not self._answers():
+            if process.poll() is not None:
+                raise StoreUnavailable(
+                    f"the embedded Redis exited at startup (code {process.returncode}); see {self.folder / 'redis.log'}"
+                )
+            deadline = self._check_deadline(deadline)
+            time.sleep(_POLL_SECONDS)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop the server cleanly: it writes the append-only file first."""
@@ -164,15 +171,13 @@ class EmbeddedServer:
 
     def _spawn(self, lock_fd: int) -> subprocess.Popen[bytes]:
         port = free_port() if self.options.port == 0 else self.options.port or 0
-        config = self.folder / "redis.conf"
-        descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write("\n".join(self._config_lines(port)) + "\n")
         self.socket_path.unlink(missing_ok=True)
         with open(self.folder / "redis.log", "ab") as log:
             process = subprocess.Popen(
-                [str(find_server_binary()), str(config)],
-                stdin=subprocess.DEVNULL,
+                # On standard input: the server takes the path of a file for a pattern, and starts without its settings
+                # if a folder such as exp[lr=1e-4] matches nothing.
+                [str(find_server_binary()), "-"],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -180,6 +185,9 @@ class EmbeddedServer:
                 start_new_session=True,
                 pass_fds=(lock_fd,),
             )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # its exit status says that it has ended
+            stdin.write("".join(f"{line}\n" for line in self._config_lines(port)).encode())
         record = self.folder / "server.json.new"
         record.write_text(json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
         record.replace(self.folder / "server.json")
@@ -207,22 +215,29 @@ class EmbeddedServer:
             lines.append(f"requirepass {_quoted(self.options.password)}")
         return lines
 
-    def _check_deadline(self, deadline: float) -> None:
+    def _check_deadline(self, deadline: float) -> float:
+        """Return the deadline, which a server that reads its files moves. Raises StoreUnavailable after it."""
+        if self._reply().startswith(b"-LOADING"):
+            return time.monotonic() + _START_SECONDS
         if time.monotonic() > deadline:
             raise StoreUnavailable(
                 f"the embedded Redis in {self.folder} has not answered for {_START_SECONDS:g} s; see redis.log there"
             )
+        return deadline
 
     def _answers(self) -> bool:
+        return self._reply().startswith((b"+PONG", b"-NOAUTH"))  # NOAUTH means ready; LOADING does not
+
+    def _reply(self) -> bytes:
+        """Return the reply to a ping; empty without a server."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(1.0)
                 connection.connect(str(self.socket_path))
                 connection.sendall(b"PING\r\n")
-                # NOAUTH means ready; LOADING does not.
-                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+                return connection.recv(64)
         except OSError:
-            return False
+            return b""
 
     def _record(self) -> dict[str, object]:
         try:

@@ -86,7 +86,7 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
 
 
 def same_value(expected: Any, got: Any, tolerance: float = 0.0) -> bool:
-    """Compare JSON values, with a tolerance for floats (at least 1e-6 relative, or 1e-9 of an expected 0); true is not 1."""
+    """Compare JSON values, floats with a tolerance (1e-6 relative or more, or 1e-9 of an expected 0); true is not 1."""
     if isinstance(expected, bool) or isinstance(got, bool):
         return expected is got
     if isinstance(expected, int | float) and isinstance(got, int | float):
