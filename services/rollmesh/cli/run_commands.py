@@ -30,7 +30,7 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import distant_launcher, has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
-from rollmesh.report.formats import plus_minus
+from rollmesh.report.formats import domain_scores, plus_minus
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
@@ -140,6 +140,8 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
                 f"policy version {result.policy_version}: {result.mean:.4f} "
                 f"{plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
             )
+            for line in domain_scores(result.domains):
+                typer.echo(f"  {line}")
         else:
             typer.echo(f"policy version {result.policy_version}: {result.description}")
         if not result.n:

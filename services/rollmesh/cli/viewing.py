@@ -1,4 +1,4 @@
-"""``rollmesh view``: the page of a run that has ended."""
+"""``rollmesh view``: the page of a run that has ended; ``rollmesh compare``: a table of several."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.cli.common import RunFolderArgument, run_async, run_of, shutdown_event
+from rollmesh.cli.common import RunFolderArgument, clear_errors, run_async, run_of, shutdown_event
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder, has_launcher
+from rollmesh.report.console import output_console
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
 
@@ -50,6 +51,29 @@ def view(
         await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready, other)
 
     run_async(main)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, two or more.", metavar="RUN_FOLDER RUN_FOLDER...")],
+) -> None:
+    """Print a table of runs: score before and after, train steps, time, tokens, staleness, audit, and their difference.
+
+    The difference is that of the first run to each other one, after training. A run in progress counts as it is now.
+
+    Example: `rollmesh compare runs/copris runs/sync`
+    """
+    from rollmesh.report.compare import compare as compared
+    from rollmesh.report.compare import print_comparison
+
+    with clear_errors():
+        folders = [run_of(run)[1].path for run in runs]
+        if len(set(folders)) < 2 or len(set(folders)) < len(folders):
+            raise ConfigError(f"compare {' '.join(map(str, runs))}: give two or more runs, each of them once")
+        names = [folder.name for folder in folders]
+        labels = names if len(set(names)) == len(names) else list(map(str, folders))
+        print_comparison(
+            compared({label: [path] for label, path in zip(labels, folders, strict=True)}), output_console()
+        )
 
 
 def _refuse_live(folder: RunFolder) -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.report.formats import fewer_prompts, plus_minus
+from rollmesh.report.formats import domain_scores, fewer_prompts, plus_minus
 from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalRecord
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Evaluation:
     """Unix seconds."""
     seconds: float
     """Seconds from the request to the result."""
+    domains: Mapping[str, DomainScore]
+    """Scores by domain of the prompts; empty without domains."""
 
     def to_json(self) -> str:
         """Return the JSON line, with the details next to the other fields."""
@@ -49,7 +51,8 @@ class Evaluation:
         """Describe the score for the console; there is none when every response was discarded."""
         if self.n == 0:
             return f"evaluation without a score: none of {self.discarded} answers counts"
-        return f"evaluation {self.mean:.3f} {plus_minus(self.standard_error)} (n={self.n}){self.shortage}"
+        whole = f"evaluation {self.mean:.3f} {plus_minus(self.standard_error)} (n={self.n}){self.shortage}"
+        return whole + "".join(f"; {line}" for line in domain_scores(self.domains))
 
     @property
     def shortage(self) -> str:
@@ -57,6 +60,9 @@ class Evaluation:
         if REQUESTED_PROMPTS not in self.details:
             return ""
         return f"; {fewer_prompts(self.details[REQUESTED_PROMPTS], self.details[EXISTING_PROMPTS])}"
+
+
+_NOT_NUMBERS = ("details", "standard_error", "domains")
 
 
 class EvaluationJournal:
@@ -105,12 +111,13 @@ class EvaluationJournal:
 
 def _recorded(file: Path) -> Iterable[Evaluation]:
     """Read the evaluations of the file that have a score."""
-    names = [field.name for field in fields(Evaluation) if field.name not in ("details", "standard_error")]
+    names = [field.name for field in fields(Evaluation) if field.name not in _NOT_NUMBERS]
     for line in read_json_lines(file).records:
         values: dict[str, Any] = {name: line.get(name) for name in names}
         if all(isinstance(value, int | float) for value in values.values()) and values["n"] > 0:
             others = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
-            yield Evaluation(**values, standard_error=others.pop("standard_error", None), details=others)
+            error, domains = others.pop("standard_error", None), line.get("domains", {})
+            yield Evaluation(**values, standard_error=error, details=others, domains=domains)
 
 
 def _evaluation(record: EvalRecord) -> Evaluation:
@@ -124,6 +131,7 @@ def _evaluation(record: EvalRecord) -> Evaluation:
         mean=result.mean,
         standard_error=result.standard_error,
         details=dict(result.details),
+        domains=result.domains,
         discarded=result.discarded_count,
         when=finished,
         seconds=finished - record.request_time_seconds,

@@ -103,7 +103,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
     name = comparison.score_name
     table = Table(title="runs compared (± 1 standard error)", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("schedule")
+    table.add_column("run")
     for heading in ("seed", *(column.heading.format(name) for column in _COLUMNS)):
         table.add_column(heading, justify="right")
     table.add_column("audit")
@@ -111,7 +111,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         for run in arm.runs:
             seed = "" if run.seed is None else str(run.seed)
             cells = [column.of_run(run) for column in _COLUMNS]
-            table.add_row(arm.label, seed, *cells, run.audit_verdict or "none", style="dim")
+            table.add_row(
+                arm.label, seed, *cells, run.audit_verdict or "none", style="dim" if len(arm.runs) > 1 else ""
+            )
+        if len(arm.runs) == 1:
+            continue
         cells = [column.of_arm(arm) for column in _COLUMNS]
         green = sum(run.audit_verdict == AuditVerdict.GREEN for run in arm.runs)
         runs = len(arm.runs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from rollmesh.store.queue_types import DomainScore
 
 _LISTED = 5
 
@@ -33,6 +35,14 @@ def duration(seconds: float | None) -> str | None:
 def plus_minus(error: float | None, spec: str = ".3f") -> str:
     """Format a standard error as ``± 0.012``; unknown for fewer than two samples."""
     return "± unknown" if error is None or math.isnan(error) else f"± {error:{spec}}"
+
+
+def domain_scores(domains: Mapping[str, DomainScore]) -> list[str]:
+    """Describe the scores of an evaluation by domain, one line each."""
+    return [
+        f"{name} {score['mean']:.3f} {plus_minus(score['standard_error'])} (n={score['n']})"
+        for name, score in domains.items()
+    ]
 
 
 def fewer_prompts(requested: float, existing: float) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
-from rollmesh.report.formats import count, duration, fewer_prompts, gap, listed, percent, plus_minus
+from rollmesh.report.formats import count, domain_scores, duration, fewer_prompts, gap, listed, percent, plus_minus
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
 
@@ -65,6 +65,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("replayed trajectories", percent(summary.replayed_share)),
         ("rounds per group", None if summary.rounds_per_group is None else f"{summary.rounds_per_group:.2f}"),
         ("trained groups by rollouts", _rollouts(summary)),
+        *_by_domain(summary),
         *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
         ("audit", summary.audit_verdict),
     ]
@@ -91,6 +92,17 @@ def _rollouts(summary: RunSummary) -> str | None:
     """Describe the sizes of groups; None if all groups have the same."""
     sizes = summary.rollouts_per_group
     return ", ".join(f"{groups:,} of {size}" for size, groups in sizes.items()) if len(sizes) > 1 else None
+
+
+def _by_domain(summary: RunSummary) -> Iterator[tuple[str, str | None]]:
+    """Yield score and reward of every domain."""
+    points = [point for point in (summary.before, summary.after) if point is not None]
+    for name in dict.fromkeys(name for point in points for name in point.domains):
+        scores = {f"policy version {p.policy_version}": {name: p.domains[name]} for p in points if name in p.domains}
+        texts = (f"{domain_scores(score)[0].removeprefix(name + ' ')} of {at}" for at, score in scores.items())
+        yield f"{summary.score_name} on {name}", ", ".join(texts)
+    for name, (first, last) in summary.reward_by_domain.items():
+        yield f"reward on {name}", f"{first:.3f} at the first train step with it, {last:.3f} at the last one"
 
 
 def _domain(totals: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rollmesh import step_metrics
 from rollmesh.report.recorded_run import Record
-from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -84,6 +84,8 @@ class EvaluationPoint:
     """Seconds from the request to the result."""
     when: float
     """Unix seconds of the result."""
+    domains: Mapping[str, DomainScore]
+    """Scores by domain of the prompts; empty without domains."""
     requested_prompts: float
     """evaluation.prompt_count where fewer prompts exist; NaN otherwise."""
     existing_prompts: float
@@ -147,6 +149,7 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
                 truncated=number(record, "truncated_share"),
                 seconds=number(record, "seconds"),
                 when=number(record, "when"),
+                domains=record.get("domains", {}),
                 requested_prompts=number(record, REQUESTED_PROMPTS),
                 existing_prompts=number(record, EXISTING_PROMPTS),
             )

@@ -108,6 +108,8 @@ class RunSummary:
     """Mean rounds of closed groups, at the last train step; None without rounds."""
     replayed_share: float | None = None
     """Mean share of replayed trajectories over all train steps; None without replay."""
+    reward_by_domain: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean shaped reward of the first and of the last train step that had prompts of this domain."""
     domains: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Groups drawn, trajectories completed and solved, and tokens by domain, at the last train step."""
     audit: AuditResult | None = None
@@ -336,12 +338,18 @@ def _curriculum(folder: RecordedRun) -> dict[str, Any]:
     for record in records:
         histogram = (record.get("batch") or {}).get("rollouts_per_group", {}).get("histogram", {})
         rollouts.update({int(count): groups for count, groups in histogram.items()})
+    rewards = [(record.get("batch") or {}).get("reward_by_domain", {}) for record in records]
     shares = [record.get("replayed_share", 0.0) for record in records]
     return {
         "rollouts_per_group": dict(sorted(rollouts.items())),
         "rounds_per_group": mesh.get("rounds_per_group"),
         "replayed_share": float(np.mean(shares)) if any(shares) else None,
         "domains": mesh.get("domains", {}),
+        "reward_by_domain": {
+            name: (seen[0], seen[-1])
+            for name in sorted({name for by_domain in rewards for name in by_domain})
+            if (seen := [by_domain[name] for by_domain in rewards if name in by_domain])
+        },
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from rollmesh.mesh import DropReason, WasteReason
 from rollmesh.store.digest import NO_TOKENS, TokenDigest
@@ -245,6 +245,14 @@ REQUESTED_PROMPTS, EXISTING_PROMPTS = "requested_prompts", "existing_prompts"
 """Details of an evaluation that had fewer prompts than evaluation.prompt_count."""
 
 
+class DomainScore(TypedDict):
+    """Part of an evaluation, as ``EvalResult`` describes the whole."""
+
+    mean: float
+    standard_error: float | None
+    n: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """Scores of one evaluation; a score counts only if all its tokens carry the pinned version."""
@@ -258,6 +266,8 @@ class EvalResult:
     """Answers that do not count."""
     details: Mapping[str, float] = field(default_factory=dict)
     """Further numbers by name (mean length, truncated share)."""
+    domains: Mapping[str, DomainScore] = field(default_factory=dict)
+    """Scores by domain of the prompts; empty without domains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

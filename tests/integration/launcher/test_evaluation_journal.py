@@ -42,7 +42,12 @@ async def evaluate(store: TrajectoryStore, tmp_path: Path, version: int, mean: f
     request = await store.evaluations.claim(session)
     assert request is not None and request.policy_version == version
     result = EvalResult(
-        mean=mean, standard_error=0.02, sample_count=n, discarded_count=256 - n, details={"mean_length": 31.5}
+        mean=mean,
+        standard_error=0.02,
+        sample_count=n,
+        discarded_count=256 - n,
+        details={"mean_length": 31.5},
+        domains={"math": {"mean": mean, "standard_error": None, "n": n}} if version else {},
     )
     await store.evaluations.finish(session, request.evaluation_id, result)
 
@@ -64,6 +69,9 @@ async def test_scores_outlive_the_queue_and_those_of_an_abandoned_future_do_not(
     assert notes[0] == "policy version 0: evaluation 0.400 ± 0.020 (n=256)" and len(notes) == 3
     before = (await journal.finished(0), folder.evaluations.read_text())
     assert before[0] is not None and before[0].details == {"mean_length": 31.5}
+    assert notes[1] == "policy version 5: evaluation 0.600 ± 0.020 (n=256); math 0.600 ± unknown (n=256)"
+    lines = read_json_lines(folder.evaluations).records
+    assert [line["domains"] for line in lines[:2]] == [{}, {"math": {"mean": 0.6, "standard_error": None, "n": 256}}]
 
     await store.connection.command("FLUSHALL")
     journal = EvaluationJournal(store, folder, notes.append)

@@ -117,6 +117,7 @@ def _batch_stats(
         masked_tokens={},
         reward_mean=reward,
         reward_std=0.4,
+        reward_by_domain={},
         outcome_mean=reward,
         advantage_abs_mean=0.6,
         all_right_groups=2,

@@ -196,3 +196,22 @@ def test_the_comparison_is_drawn_as_svg_and_png(arms: Arms, tmp_path: Path) -> N
     file = write_comparison_plot(arms, tmp_path / "out")
     assert "trained tokens" in file.read_text()
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_run_folders_are_compared_by_a_command(arms: Arms) -> None:
+    copris, sync = arms["copris"][0], arms["sync"][0]
+    shown = CliRunner().invoke(app, ["compare", str(copris), str(sync)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split() for line in shown.stdout.splitlines() if line.strip().startswith(("copris-0", "sync-0"))]
+    # label, seed, before, after, steps: 0.39 and the gain of the schedule
+    assert [row[:5] for row in rows] == [
+        ["copris-0", "0", "0.390", "0.710", "8"],
+        ["sync-0", "0", "0.390", "0.690", "8"],
+    ]
+    assert "copris-0 minus sync-0, over 1 paired seed: +0.020" in shown.stdout
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_run_alone_is_no_comparison(arms: Arms, count: int) -> None:
+    refused = CliRunner().invoke(app, ["compare", *[str(arms["sync"][0])] * count])
+    assert refused.exit_code == 2 and "give two or more runs" in refused.stderr

@@ -67,6 +67,22 @@ def test_the_bubble_of_the_rollout_leaves_out_the_update_during_which_the_schedu
     assert dict(facts(summary))["idle slot time during rollout"] == "6.2%"
 
 
+def test_every_part_of_a_mixture_has_its_reward_and_its_evaluations(run_folder: Path) -> None:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(lines):
+        line["batch"]["reward_by_domain"] = {"math": 0.25 + step / 16} | ({"code": 0.5} if step == 3 else {})
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts = [{"math": {"mean": mean, "standard_error": 0.05, "n": 64}} for mean in (0.3, 0.6)]
+    scores = (evaluation(version, 0.5) | {"domains": part} for version, part in zip((0, 12), parts, strict=True))
+    replace_evaluations(run_folder, *scores)
+    told = dict(facts(summarise(run_folder)))
+    assert told["accuracy on math"] == (
+        "0.300 ± 0.050 (n=64) of policy version 0, 0.600 ± 0.050 (n=64) of policy version 12"
+    )
+    assert told["reward on math"] == "0.250 at the first train step with it, 0.938 at the last one"
+    assert told["reward on code"] == "0.500 at the first train step with it, 0.500 at the last one"
+
+
 def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").unlink()
     assert summarise(run_folder).dropped == {"straggler_timeout": 1}

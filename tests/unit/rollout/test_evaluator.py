@@ -5,10 +5,15 @@ import pytest
 from rollmesh.rollout.evaluation.evaluator import EvaluationAnswer, summarise
 
 
-def answer(reward, prompt=0, version=3, tokens=10, truncated=False):
+def answer(reward, prompt=0, version=3, tokens=10, truncated=False, domain=""):
     versions = (version,) if isinstance(version, int) else version
     return EvaluationAnswer(
-        prompt_index=prompt, reward=reward, token_count=tokens, truncated=truncated, policy_versions=versions
+        prompt_index=prompt,
+        reward=reward,
+        token_count=tokens,
+        truncated=truncated,
+        policy_versions=versions,
+        domain=domain,
     )
 
 
@@ -60,3 +65,12 @@ def test_the_prompts_are_the_sample_of_mean_and_standard_error():
 def test_one_prompt_has_no_standard_error_however_often_it_is_answered():
     result = summarise([answer(1.0), answer(0.0), answer(1.0), answer(0.0)], 3)
     assert (result.mean, result.standard_error, result.sample_count) == (0.5, None, 4)
+
+
+def test_every_part_of_a_mixture_has_a_score_of_its_own():
+    answers = [answer(1.0, 0, domain="math"), answer(0.0, 1, domain="math"), answer(None, 2, domain="math")]
+    answers += [answer(1.0, 3, domain="code"), answer(0.0, 3, domain="code")]
+    domains = summarise(answers, 3).domains
+    assert domains["code"] == {"mean": 0.5, "standard_error": None, "n": 2}
+    assert domains["math"] == {"mean": 0.5, "standard_error": pytest.approx(0.5), "n": 2}
+    assert summarise([answer(1.0)], 3).domains == {}

@@ -22,7 +22,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalRequest, EvalResult
+from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -45,6 +45,7 @@ class EvaluationAnswer:
     token_count: int
     truncated: bool
     policy_versions: tuple[int, ...]
+    domain: str = ""
 
 
 def summarise(
@@ -58,24 +59,34 @@ def summarise(
     """
     counted = [a for a in answers if a.reward is not None and a.policy_versions == (pinned_version,)]
     n = len(counted)
-    rewards: dict[int, list[float]] = {}
-    for answer in counted:
-        if answer.reward is not None:
-            rewards.setdefault(answer.prompt_index, []).append(answer.reward)
-    means = [fmean(of_prompt) for of_prompt in rewards.values()]
     lengths = [a.token_count for a in counted]
     details = {
         "mean_length": sum(lengths) / n if n else 0.0,
         "max_length": float(max(lengths, default=0)),
         "truncated_share": sum(a.truncated for a in counted) / n if n else 0.0,
     }
+    whole = _score(counted)
     return EvalResult(
-        mean=fmean(means) if means else 0.0,
-        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        mean=whole["mean"],
+        standard_error=whole["standard_error"],
         sample_count=n,
         discarded_count=len(answers) - n,
         details={**details, **(prompts or {})},
+        domains={
+            name: _score([a for a in counted if a.domain == name])
+            for name in sorted({a.domain for a in counted} - {""})
+        },
     )
+
+
+def _score(answers: Sequence[EvaluationAnswer]) -> DomainScore:
+    rewards: dict[int, list[float]] = {}
+    for answer in answers:
+        if answer.reward is not None:
+            rewards.setdefault(answer.prompt_index, []).append(answer.reward)
+    means = [fmean(of_prompt) for of_prompt in rewards.values()]
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return DomainScore(mean=fmean(means) if means else 0.0, standard_error=error, n=len(answers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +256,7 @@ class Evaluator:
             token_count=active.token_count,
             truncated=result.reason is FinishReason.LENGTH,
             policy_versions=trajectory.policy_versions,
+            domain=prompt.domain,
         )
 
 

@@ -62,6 +62,8 @@ class BatchStats:
     """Tokens, by the first mask that took them out of the numerator; a policy wrote them."""
     reward_mean: float
     reward_std: float
+    reward_by_domain: Mapping[str, float]
+    """Mean shaped reward by domain of the prompt; empty without domains."""
     outcome_mean: float
     """Mean outcome value before shaping, over the trajectories with a value from a verifier; NaN if there is none."""
     advantage_abs_mean: float

@@ -50,6 +50,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         masked_tokens={mask: int(column.sum()) for mask, column in batch.masked_by.items()},
         reward_mean=float(batch.rewards.mean()),
         reward_std=float(batch.rewards.std()),
+        reward_by_domain=_reward_by_domain(batch),
         outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
         advantage_abs_mean=float(np.abs(batch.advantages).mean()),
         all_right_groups=right,
@@ -63,6 +64,11 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         response_length_mean=float(lengths.mean()),
         response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
     )
+
+
+def _reward_by_domain(batch: TrainBatch) -> dict[str, float]:
+    domains = np.array(batch.group_domains)[batch.group_index]
+    return {name: float(batch.rewards[domains == name].mean()) for name in sorted(set(domains.tolist()) - {""})}
 
 
 def policy_stats(

@@ -52,6 +52,7 @@ class TrainBatch:
     trajectory_ids: tuple[str, ...]
     group_index: Int64Array  # [trajectories], index of the trajectory's group in the batch
     group_count: int
+    group_domains: tuple[str, ...]  # [groups], domain of the prompt; empty without domains
     starts: Int64Array  # [trajectories + 1], first token of each trajectory
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
@@ -159,6 +160,7 @@ def build_train_batch(
         trajectory_ids=ids,
         group_index=group_index,
         group_count=len(batch.groups),
+        group_domains=tuple(group.trajectories[0].prompt.domain for group in batch.groups),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
         rewards=rewards,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,3 +134,21 @@ def test_effective_sample_size_survives_weights_beyond_float_range() -> None:
 def test_statistics_of_no_tokens_are_numbers() -> None:
     stats = ratio_stats(np.empty(0), np.empty(0, np.int8))
     assert stats.tokens == 0 and stats.mean == 1 and stats.clipped_low == 0
+
+
+def test_rewards_are_told_apart_by_the_part_of_the_mixture() -> None:
+    rng = np.random.default_rng(0)
+    groups = [
+        [replace(t, prompt=replace(t.prompt, domain=domain)) for t in members]
+        for domain, members in (
+            ("math", [trajectory(f"a.{m}", [policy_segment(rng, 3, 2)], float(m)) for m in (0, 1)]),
+            ("code", [trajectory(f"b.{m}", [policy_segment(rng, 3, 2)], 1.0) for m in (0, 1)]),
+            ("math", [trajectory(f"c.{m}", [policy_segment(rng, 3, 2)], 0.25) for m in (0, 1)]),
+        )
+    ]
+    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["grpo"]))
+    assert stats.reward_by_domain == {"code": 1.0, "math": 0.375}
+
+
+def test_a_batch_without_domains_has_no_reward_by_domain(flat: TrainBatch) -> None:
+    assert batch_stats(flat).reward_by_domain == {}
