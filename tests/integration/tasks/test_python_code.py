@@ -21,7 +21,7 @@ from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.enter import Isolation
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
-from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier, extract_code
+from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and resource limits are Linux's")
@@ -74,6 +74,8 @@ def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
         ("print(int(input()) + 3)", DOUBLE, 0.0),
         ("import math, heapq, collections\ndef add(a, b): return math.fsum([a, b])", ADD, 1.0),
         ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", ADD, 1.0),
+        ("```python\nprint(int(input()) * 2)\n```\nExample:\n```\n3\n```\nOutput:\n```\n6\n```", DOUBLE, 1.0),
+        ("Here it is:\n```python\nprint(int(input()) * 2)\n", DOUBLE, 1.0),
         (f"{GOOD}if __name__ == '__main__':\n    import unittest\n    unittest.main()", ADD, 1.0),
         (f"{GOOD}if __name__ == '__main__':\n    import unittest\n    unittest.main()", ASSERTED, 1.0),
         (f"{GOOD}def main(): return 0\nimport sys\nsys.exit(main())", ADD, 1.0),
@@ -373,36 +375,6 @@ def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) ->
 def test_wrong_tests_are_an_error_never_a_zero(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(VerifierError, match=re.compile(message)):
         run("x = 1", metadata)
-
-
-def test_the_last_fenced_block_is_the_code() -> None:
-    assert extract_code("```py\na\n```\ntext\n```\nb\n```") == "b\n"
-    assert extract_code("no fence") == "no fence"
-    assert extract_code("```python\nopen") == "```python\nopen"
-
-
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("```text\nnotes\n```\nSo:\n```python\na\n```\nDone.", "a\n"),
-        ("```bash\nls\n```\n```\na\n```", "a\n"),
-        ("```python\na\n```\n```json\n{}\n```", "a\n"),
-        ("```Python3 title=x\na\n```", "a\n"),
-        ("```python\r\na\r\n\r\nb\r\n```\r\nDone.", "a\n\nb\n"),
-        ("1. So:\n\n   ```python\n   if a:\n\n       b\n   ```\n", "if a:\n\n    b\n"),
-        ("```python\na\n```\n```python\nopen", "a\n"),
-        ("Use ```x``` here:\n```py\na = '```'\n```", "a = '```'\n"),
-    ],
-)
-def test_blocks_of_other_languages_line_ends_and_indentation_change_no_code(response: str, code: str) -> None:
-    assert extract_code(response) == code
-
-
-@pytest.mark.parametrize("response", ["```py\n" * 100_000, "```" + "a" * 400_000 + "`", " ```\n" * 80_000])
-def test_fences_without_end_are_read_in_linear_time(response: str) -> None:
-    start = time.thread_time()
-    extract_code(response)
-    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

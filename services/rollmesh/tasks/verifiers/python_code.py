@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import marshal
-import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from rollmesh.tasks.sandbox import system_calls
 from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
+from rollmesh.tasks.verifiers.code_block import LONGEST_CODE, extract_code
 from rollmesh.tasks.verifiers.code_tests import (
     CodeTests,
     ProgramTest,
@@ -30,24 +29,20 @@ from rollmesh.tasks.verifiers.code_tests import (
 )
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
-LONGEST_CODE = 200_000
-"""Limit in characters; longer code is wrong."""
-
 _OUTPUT_BYTES = 1 << 20
 """Limit of the standard output of a program."""
 _FILE_BYTES = 16 << 20
 _MOST_PROGRAMS = 64
 """Programs in one sandbox. The first has it alone, because most wrong answers fail the first test."""
 _PRELUDE_SECONDS = 30.0
-_PYTHON_TAGS = ("", "py", "python", "python3")
 
 
 class PythonCodeVerifier:
     """Reward 1 if the code passes every test (or the share of passed tests); 0 for no code, wrong code and time-outs.
 
-    The last fenced block of the response that is tagged as Python or not tagged is the code; without one, the whole
-    response. It can import the standard library only. Every comparison is made outside the sandbox; no expected value
-    is sent into it.
+    The last fenced block of the response that is tagged as Python is the code; without one, the last block without a
+    tag, or the whole response (``extract_code``). It can import the standard library only. Every comparison is made
+    outside the sandbox; no expected value is sent into it.
     """
 
     timeout_means_wrong = True
@@ -203,23 +198,6 @@ def _checked(
             raise TimeoutError
         report = reports.get(number, {})
         yield "value" in report and check(report["value"])
-
-
-def extract_code(response: str) -> str:
-    """Return the last fenced block that is tagged as Python or not tagged, or the whole response."""
-    code, tag = response, None
-    lines = response[-2 * LONGEST_CODE :].replace("\r\n", "\n").split("\n")
-    for number, line in enumerate(lines):
-        before, fence, info = line.partition("```")
-        if not fence or before.strip() or "`" in info:
-            continue
-        if tag is None:
-            tag, start = re.split(r"\W", info.strip().lower(), maxsplit=1)[0], number + 1
-        elif not info.strip():
-            if tag in _PYTHON_TAGS:
-                code = textwrap.dedent("".join(f"{inner}\n" for inner in lines[start:number]))
-            tag = None
-    return code
 
 
 def _remaining(deadline: float) -> float:
