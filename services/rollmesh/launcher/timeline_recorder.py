@@ -130,7 +130,7 @@ class TimelineRecorder:
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
             work.update({name: values[metric] for name, metric in _WORK.items() if metric in values})
             loads.append(_load(process, values))
-        return loads, work
+        return loads, dict(work)
 
 
 def _load(process: str, values: Mapping[str, float]) -> GeneratorLoad:
