@@ -7,12 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.scheduling import run_limits
-from rollmesh.store import TrajectoryStore
 
 from .test_launcher_outages import config
 
@@ -35,15 +35,18 @@ class _Metrics(BaseHTTPRequestHandler):
         pass
 
 
-async def test_every_line_has_the_work_of_the_generators_that_answer(store: TrajectoryStore, tmp_path: Path) -> None:
+async def test_every_line_has_the_work_of_the_generators_that_answer(tmp_path: Path) -> None:
     run, folder = config(tmp_path), RunFolder(tmp_path)
-    await store.limits.init_run(run_limits(run))
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Metrics)
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     try:
-        async with AdminClient(PortSecurity.from_config(run.security)) as client:
-            recorder = TimelineRecorder(store, folder, client)
+        async with (
+            AdminClient(PortSecurity.from_config(run.security)) as client,
+            running_store(run, folder) as running,
+        ):
+            await running.store.limits.init_run(run_limits(run))
+            recorder = TimelineRecorder(running.store, folder, client)
             await recorder.sample()
             with (
                 published_endpoint(tmp_path, service="generator", index=0, grpc="", admin=address),
