@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run, run_of
 from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.input_checks import check_inputs
 from rollmesh.launcher.preflight import check_run
@@ -68,7 +68,7 @@ def show(
     """
     with clear_errors():
         config = load_run_config(run_of(run)[1].config_file if run.is_dir() else run, set_ or ())
-    typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+    typer.echo(dump_yaml(config.model_dump(mode="json")), nl=False)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from rollmesh.characters import half_characters
 from rollmesh.config.run import RunConfig
 from rollmesh.config.secrets import ENV_PREFIX, SECRETS
-from rollmesh.config.yaml_text import DuplicateKeys, parse_yaml
+from rollmesh.config.yaml_text import DuplicateKeys, dump_yaml, field_value, parse_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.user_code import CODE_FOLDER
 
@@ -58,7 +58,7 @@ def load_run_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        data = parse_yaml(text)
+        data = parse_yaml(text, RunConfig)
     except DuplicateKeys as error:
         raise ConfigError(f"{file}: {error}; keep one of them") from error
     except yaml.YAMLError as error:
@@ -70,14 +70,14 @@ def load_run_config(
         if name.startswith(ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             origins[tuple(keys)] = f"the environment variable {name}"
-            _set(data, keys, value if keys[-1] in _SECRETS else _value(value, name), name)
+            _set(data, keys, value if keys[-1] in _SECRETS else _value(keys, value, name), name)
     for item in overrides:
         dotted, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item}: expected a.b=value")
         keys = dotted.strip().split(".")
         origins[tuple(keys)] = f"--set {dotted.strip()}"
-        _set(data, keys, value if keys[-1] in _SECRETS else _value(value, f"--set {dotted}"), f"--set {dotted}")
+        _set(data, keys, value if keys[-1] in _SECRETS else _value(keys, value, f"--set {dotted}"), f"--set {dotted}")
     return validate_run_config(data, str(file), origins)
 
 
@@ -150,9 +150,9 @@ def _similar(keys: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(names)}"
 
 
-def _value(text: str, origin: str) -> Any:
+def _value(keys: Sequence[str], text: str, origin: str) -> Any:
     try:
-        return parse_yaml(text)
+        return field_value(RunConfig, keys, text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
 
@@ -162,7 +162,7 @@ def run_file_text(config: RunConfig) -> str:
     data: Any = config.model_dump(mode="json")
     for *sections, name in SECRETS:
         del reduce(getitem, sections, data)[name]
-    return yaml.safe_dump(data, sort_keys=False)
+    return dump_yaml(data)
 
 
 def write_run_config(config: RunConfig, path: str | Path) -> None:

@@ -1,20 +1,56 @@
-"""YAML parser that rejects duplicate keys. YAML forbids them, but PyYAML keeps the last value without an error."""
+"""YAML of run files: the numbers of YAML 1.2, no duplicate keys, and text where a field takes nothing else.
+
+PyYAML reads the numbers of YAML 1.1: ``1e-7`` is text, ``12:30`` is 750. YAML forbids duplicate keys, but PyYAML keeps
+the last value without an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
+
+_INT, _FLOAT, _NULL, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "null", "str"))
+_NUMBERS = {
+    _INT: re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    _FLOAT: re.compile(
+        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
 
 
 class DuplicateKeys(yaml.YAMLError):
     """Error for a mapping with duplicate keys."""
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse one document; raises yaml.YAMLError, or its subclass DuplicateKeys with all repeated keys and lines."""
-    loader = yaml.SafeLoader(text)
+class _Loader(yaml.SafeLoader):
+    """Reader with the numbers of YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writer that quotes the texts which ``_Loader`` would read as numbers."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0] not in _NUMBERS]
+        for first, resolvers in _kind.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in _NUMBERS.items():
+        _kind.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, model: type[BaseModel] | None = None) -> Any:
+    """Parse one document; values of fields of ``model`` that take only text stay text.
+
+    Raises yaml.YAMLError, or its subclass DuplicateKeys with all repeated keys and lines.
+    """
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -22,9 +58,61 @@ def parse_yaml(text: str) -> Any:
         repeated = list(_repeated_keys(loader, node, (), set()))
         if repeated:
             raise DuplicateKeys("; ".join(repeated))
+        if model is not None:
+            _keep_text(node, model)
         return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def dump_yaml(data: Any) -> str:
+    """Write a document that ``parse_yaml`` reads back as it is."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def field_value(model: type[BaseModel], keys: Sequence[str], text: str) -> Any:
+    """Read the value of a field from a command line or a variable. Raises yaml.YAMLError.
+
+    A field that takes only text takes it as it is, without quotes around it: ``::`` is an address, not a mapping.
+    """
+    kinds = _kinds(model, keys)
+    if not _is_text(kinds):
+        return parse_yaml(text)
+    stripped = text.strip()
+    if stripped[:1] in ("'", '"'):
+        return parse_yaml(stripped)
+    return None if NoneType in kinds and stripped in ("", "null", "~") else stripped
+
+
+def _is_text(kinds: set[Any]) -> bool:
+    return str in kinds and kinds <= {str, NoneType}
+
+
+def _kinds(annotation: Any, keys: Sequence[str]) -> set[Any]:
+    """Return the types of the values that a field takes; empty for an unknown one."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kinds(arguments[0], keys)
+    if origin in (Union, UnionType):
+        return {kind for argument in arguments for kind in _kinds(argument, keys)}
+    if not keys:
+        return {type(value) for value in arguments} if origin is Literal else {origin or annotation}
+    if origin is dict:
+        return _kinds(arguments[1], keys[1:])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and keys[0] in annotation.model_fields:
+        return _kinds(annotation.model_fields[keys[0]].annotation, keys[1:])
+    return set()
+
+
+def _keep_text(node: yaml.Node, model: type[BaseModel], path: tuple[str, ...] = ()) -> None:
+    """Mark as text what a run file has without quotes in a field that takes only text, such as ``name: 2024``."""
+    kinds = _kinds(model, path)
+    if kinds and isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                _keep_text(value, model, (*path, key.value))
+    elif isinstance(node, yaml.ScalarNode) and node.tag != _NULL and _is_text(kinds):
+        node.tag = _TEXT
 
 
 def _repeated_keys(loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], seen: set[int]) -> Iterator[str]:

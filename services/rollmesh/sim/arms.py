@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.yaml_text import field_value
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.companions import companion_settings
@@ -112,7 +112,7 @@ def parse_setup(items: Sequence[str]) -> SimulationSetup:
             raise ConfigError(
                 f"--with {item}: expected NAME=VALUE, with a name of {', '.join(SimulationSetup.model_fields)}"
             )
-        values[name] = yaml.safe_load(text)
+        values[name] = field_value(SimulationSetup, [name], text)
     try:
         return SimulationSetup.model_validate(values)
     except ValidationError as error:
