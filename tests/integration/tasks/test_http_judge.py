@@ -97,7 +97,10 @@ async def test_a_chat_model_is_asked_with_the_template_and_its_last_number_count
     template = "Q: {prompt}\nA: {response}\nTruth: {answer} {unknown}"
     reward = await judged(judge, "{prompt} braces", format="chat", model="m", template=template, scale=0.1)
     assert judge.requests[0]["messages"][0]["content"] == "Q: p\nA: {prompt} braces\nTruth: a {unknown}"
-    assert judge.requests[0]["model"] == "m"
+    assert {name: value for name, value in judge.requests[0].items() if name != "messages"} == {
+        "model": "m",
+        "temperature": 0,
+    }
     assert reward.value == pytest.approx(0.75)
 
 
@@ -120,6 +123,51 @@ async def test_the_scale_that_a_chat_model_names_is_not_its_score(
     judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
     reward = await judged(judge, format="chat", model="m", template="{response}")
     assert reward.value == score
+
+
+async def test_the_run_file_says_what_a_chat_model_is_sent_and_the_template_takes_every_field(
+    judge: JudgeServer,
+) -> None:
+    judge.answer = lambda number, body: (
+        200,
+        {},
+        b'{"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}',
+    )
+    options = {"temperature": None, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": False}}
+    metadata = {"prompt": "p", "answer": 2.5e-6, "rubric": ["short", "polite"]}
+    await judged(judge, "r", metadata, format="chat", model="m", template="{response}|{answer}|{rubric}", **options)
+    assert judge.requests == [
+        {
+            "model": "m",
+            "max_tokens": 64,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "messages": [{"role": "user", "content": 'r|0.0000025|["short", "polite"]'}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "finish_reason", "score"),
+    [
+        ("<think>Maybe 3.</think> Score: 8", "stop", 8.0),
+        ("Maybe 3.</think> Score: 8", None, 8.0),
+        ("Score: 8", "length", None),
+        ("Score: 8", "content_filter", None),
+        ("<think>Maybe 3, or 8", "stop", None),
+        ("<think>So it is 3.</think>", "stop", None),
+        (None, "stop", None),
+    ],
+)
+async def test_a_reply_that_was_cut_off_or_ends_in_a_thought_gives_no_number(
+    judge: JudgeServer, content: str | None, finish_reason: str | None, score: float | None
+) -> None:
+    choice = {"message": {"content": content}, "finish_reason": finish_reason}
+    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [choice]}).encode())
+    if score is not None:
+        assert (await judged(judge, format="chat", model="m", template="{response}")).value == score
+        return
+    with pytest.raises(VerifierError, match="no score in the reply"):
+        await judged(judge, format="chat", model="m", template="{response}")
 
 
 async def test_overload_and_server_errors_are_tried_again(judge: JudgeServer) -> None:

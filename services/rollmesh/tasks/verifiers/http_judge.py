@@ -14,11 +14,12 @@ import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.runtime.retry import Backoff
-from rollmesh.tasks.verifiers.extraction import last_match, last_number
+from rollmesh.tasks.verifiers.extraction import answer_after, last_match, last_number, number_text
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0, jitter=0.5)
+_FIELD = re.compile(r"\{(\w+)\}")
 _DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNORECASE)
 
 
@@ -27,8 +28,9 @@ class HttpJudgeVerifier:
 
     ``format: score`` posts ``{"prompt", "response", "metadata"}`` and expects ``{"score": number, "parts": {...}}``.
     ``format: chat`` calls an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
-    {response} and {answer}, and ``score_pattern`` finds the number in the model's reply (its last match, group 1).
-    Without a pattern the last number counts; for ``8/10`` or ``8 out of 10`` that is 8.
+    {response} and the fields of the row's metadata, such as {answer}, and ``score_pattern`` finds the number in the
+    model's reply (its last match, group 1). Without a pattern the last number counts; for ``8/10`` or ``8 out of 10``
+    that is 8. Only what follows the judge's thought counts (``</think>``); a reply that was cut off is an error.
     Connection errors, replies that cannot be decompressed and the replies 408, 425, 429 and 5xx are retried, within
     ``timeout_seconds`` overall.
     """
@@ -48,19 +50,24 @@ class HttpJudgeVerifier:
         model: str = "",
         template: str = "",
         score_pattern: str = "",
+        temperature: float | None = 0.0,
+        max_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         concurrency: int = 64,
     ) -> None:
         """Create a client; ``scale`` multiplies the number, and ``api_key_env`` names the variable of a bearer token.
 
-        Raises ConfigError with the invalid option.
+        ``temperature``, ``max_tokens`` and ``chat_template_kwargs``, for example {enable_thinking: false}, are sent to
+        a chat model; null leaves one out, for judges that refuse it. Raises ConfigError with the invalid option.
         """
         _check_options(url, format, timeout_seconds, retries, scale, model, template, concurrency)
+        sampling = {"temperature": temperature, "max_tokens": max_tokens, "chat_template_kwargs": chat_template_kwargs}
         self._url = url
         self._chat = format == "chat"
         self._timeout_seconds = timeout_seconds
         self._attempts = retries + 1
         self._scale = scale
-        self._model = model
+        self._request = {"model": model, **{name: value for name, value in sampling.items() if value is not None}}
         self._template = template
         self._score_pattern = _compiled(score_pattern) if score_pattern else None
         self._headers = {**(headers or {}), **_authorization(api_key_env)}
@@ -127,16 +134,16 @@ class HttpJudgeVerifier:
         if not self._chat:
             rest = {name: value for name, value in metadata.items() if name != "prompt"}
             return {"prompt": prompt, "response": response, "metadata": rest}
-        fields = {"prompt": prompt, "response": response, "answer": str(metadata.get("answer", ""))}
+        fields = {"answer": "", **metadata, "prompt": prompt, "response": response}
         # A single pass: braces inside an answer stay text.
-        content = re.sub(r"\{(prompt|response|answer)\}", lambda found: fields[found[1]], self._template)
-        return {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+        content = _FIELD.sub(lambda found: _text(fields.get(found[1], found[0])), self._template)
+        return {**self._request, "messages": [{"role": "user", "content": content}]}
 
     def _reward(self, body: bytes) -> RewardParts:
         try:
             reply = json.loads(body)
             if self._chat:
-                return RewardParts(value=self._scale * self._number_in(reply["choices"][0]["message"]["content"]))
+                return RewardParts(value=self._scale * self._number_in(self._answer_of(reply["choices"][0])))
             parts = reply.get("parts") or {}
             return RewardParts(value=self._scale * _number(reply["score"]), parts=dict(parts))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -144,6 +151,11 @@ class HttpJudgeVerifier:
             raise VerifierError(
                 f"http_judge: {self._url}: no score in the reply {text!r}: {type(error).__name__}: {error}"
             ) from error
+
+    def _answer_of(self, choice: Mapping[str, Any]) -> str:
+        if (reason := choice.get("finish_reason")) in ("length", "content_filter"):
+            raise ValueError(f"the reply was cut off ({reason}); raise reward.options.max_tokens or the judge's limit")
+        return answer_after(choice["message"]["content"], "</think>")
 
     def _number_in(self, text: str) -> float:
         if self._score_pattern is None:
@@ -211,6 +223,12 @@ def _retry_after_seconds(reply: httpx.Response) -> float:
         return max(0.0, float(reply.headers.get("Retry-After", "0")))
     except ValueError:  # the date form; the back-off is close enough
         return 0.0
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return number_text(repr(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def _number(value: object) -> float:
