@@ -50,7 +50,8 @@ class JsonlSource(SourceSection):
     path: str
     """File with one JSON object per line."""
     prompt_field: str = "prompt"
-    """Field with the prompt text (or a list of chat messages)."""
+    """Field with the prompt text (or a list of chat messages). This and the other fields may be paths into nested
+    fields, such as ``reward_model.ground_truth``."""
     answer_field: str | None = "answer"
     """Field with the reference answer, passed to the verifier as ``answer``; null without one."""
     verifier_field: str | None = None

@@ -199,10 +199,12 @@ def _metadata(row: Row, form: RowFormat) -> dict[str, Any]:
 
 
 def _required(row: Row, field: str) -> Any:
-    if field not in row.fields:
-        names = ", ".join(map(str, row.fields)) or "nothing"
-        raise DataError(f"{row.where}: field {field!r} is missing; the row has {names}")
-    value = row.fields[field]
+    value, at = row.fields, ""
+    for name in [field] if field in row.fields else field.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            names = ", ".join(map(str, value)) if isinstance(value, Mapping) else short_repr(value)
+            raise DataError(f"{row.where}: field {field!r} is missing; {at or 'the row'} has {names or 'nothing'}")
+        value, at = value[name], f"{at}.{name}".strip(".")
     if value is None:
         raise DataError(f"{row.where}: field {field!r} is null")
     return value

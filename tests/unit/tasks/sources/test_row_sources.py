@@ -54,6 +54,29 @@ def test_a_row_becomes_a_prompt_with_its_answer_and_its_other_fields(tmp_path: P
     assert prompt.metadata == {"answer": "2", "level": 3, "tags": ["a", None], "extra": {"x": 0.5, "ok": True}}
 
 
+def test_fields_may_be_paths_into_nested_fields(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    verl = {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"by": "exact", "topic": "sums"},
+    }
+    path = write_jsonl(tmp_path / "train.jsonl", [verl])
+    fields = {"answer_field": "reward_model.ground_truth", "verifier_field": "extra_info.by"}
+    prompt = open_jsonl(path, tokenizer, source=fields, domain_field="extra_info.topic").prompt(0, 0)
+    assert (prompt.metadata["answer"], prompt.verifier, prompt.domain) == ("2", "exact", "sums")
+    assert tokenizer.decode(prompt.token_ids) == "[user]1+1[assistant]"
+    for field, problem in {
+        "reward_model.truth": "is missing; reward_model has style, ground_truth",
+        "reward.truth": "is missing; the row has data_source, prompt, reward_model, extra_info",
+        "reward_model.style.name": "is missing; reward_model.style has 'rule'",
+    }.items():
+        with pytest.raises(DataError, match=problem):
+            open_jsonl(path, tokenizer, source={"answer_field": field})
+    write_jsonl(path, [{"prompt": "a", "a.b": "flat", "a": {"b": "nested"}}])
+    assert open_jsonl(path, tokenizer, source={"answer_field": "a.b"}).prompt(0, 0).metadata["answer"] == "flat"
+
+
 def test_opening_a_large_table_reports_its_progress_and_can_be_stopped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", numbered(2500))
     config = DataConfig.model_validate({"source": {"type": "jsonl", "path": str(path)}})
