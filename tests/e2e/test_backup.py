@@ -56,8 +56,8 @@ def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(
     restored = line.run("up", str(line.run_file), *elsewhere, "--set", "generator.pace=null")
     assert restored.returncode == 0, restored.stdout + restored.stderr
     audit = json.loads((copy / "audit.json").read_text())
-    # Two policies are kept of forty, as the run file has it: tokens of the others are named, and not asked for.
-    assert (audit["verdict"], audit["problems"]) == ("green", [])
+    # Two policies are kept of forty, as the run file has it: the others are the only thing that is not checked.
+    assert (audit["verdict"], audit["problems"], len(audit["unchecked"])) == ("incomplete", [], 1)
     assert audit["rescoring"]["pruned_tokens"] > 0
     assert (audit["lost"], audit["trained_twice"]) == ([], {})
     steps = [json.loads(row)["train_step"] for row in (copy / "metrics.jsonl").read_text().splitlines()]

@@ -149,7 +149,7 @@ def demo_seeds(
 def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) -> int:
     """Run, audit and report; with ``inline`` all services run in this process.
 
-    Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
+    Returns the exit status: 0 finished and green, or only pruned too far to be green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
     from rollmesh.report.model_export import trained_model_lines
@@ -167,7 +167,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     try:
         result = _run(config, folder, console, inline_services() if inline else None)
         try:
-            green = close_run(folder, result.account, console)
+            accepted = close_run(folder, result.account, console)
         except OSError as error:
             _note_unwritten_report(folder, error, console)
             return EXIT_STOPPED if result.account is None else 1
@@ -190,7 +190,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except CheckpointError as error:
         console.print(f"the trained model: {error}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if green else 1
+    return 0 if accepted else 1
 
 
 def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, Serve] | None) -> RunResult:

@@ -23,18 +23,18 @@ from rollmesh.text import Tokenizer
 
 
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
-    """Audit a finished run (one with an account), write its report, and return True if the audit is green.
+    """Audit a finished run (one with an account), write its report, and return True if the audit is accepted (``is_accepted``).
 
     A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
     it.
     """
-    green = True
+    accepted = True
     if account is not None:
         console.print("auditing: every token against the checkpoint it names", highlight=False)
-        green = audit_run(folder, account, console).green
+        accepted = audit_run(folder, account, console).is_accepted
     console.print("writing the report", highlight=False)
     write_report(folder)
-    return green
+    return accepted
 
 
 async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccount:

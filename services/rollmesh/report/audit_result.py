@@ -16,9 +16,11 @@ from rollmesh.errors import DataError
 AUDIT_FILE = "audit.json"
 
 LEAST_SCORED_SHARE = 0.5
-"""Share of the policy's tokens that must be scored again for a green verdict; below it the audit is incomplete.
+"""Share of the policy's tokens that must be scored again for a green verdict, without those that were pruned."""
+MOST_PRUNED_SHARE = 0.25
+"""Largest share of the policy's tokens, for a green verdict, whose versions ``checkpoints.keep_last`` has pruned.
 
-Tokens of versions that the trainer has pruned (``checkpoints.keep_last``) do not count; the verdict line lists them.
+Nothing shows which policy sampled a token whose version is gone: it may be any number of nats off.
 """
 
 
@@ -135,6 +137,11 @@ class Rescoring:
     """Versions whose manifest matches the registry; None when the queue was unreachable."""
 
     @property
+    def is_pruned(self) -> bool:
+        """True if too many versions were pruned for a green verdict."""
+        return self.pruned_tokens > MOST_PRUNED_SHARE * self.policy_tokens
+
+    @property
     def scored_share(self) -> float | None:
         """Share of the sampled tokens that were scored again, 0..1; None without sampled tokens."""
         return self.tokens / self.policy_tokens if self.policy_tokens else None
@@ -214,6 +221,12 @@ class AuditResult:
         if self.green:
             return AuditVerdict.GREEN
         return AuditVerdict.INCOMPLETE if self.unchecked and not self.problems else AuditVerdict.NOT_GREEN
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if green, or if nothing but what ``checkpoints.keep_last`` has pruned is missing for it."""
+        pruned = self.rescoring is not None and self.rescoring.is_pruned
+        return self.green or (pruned and not self.problems and len(self.unchecked) == 1)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the result as one JSON object, including the verdict."""

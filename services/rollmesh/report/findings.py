@@ -10,6 +10,7 @@ from rollmesh.report.audit_result import (
     LEAST_MEAN_TOKENS,
     LEAST_SCORED_SHARE,
     MOST_EXCUSED_SHARE,
+    MOST_PRUNED_SHARE,
     AuditResult,
     Rescoring,
 )
@@ -57,6 +58,12 @@ def unchecked(rescoring: Rescoring, on_new_version: str | None) -> Iterator[str]
     ``on_new_version`` is ``generator.on_new_version``, or None without a run file.
     """
     expected = rescoring.policy_tokens - rescoring.pruned_tokens
+    if rescoring.is_pruned:
+        yield (
+            f"{rescoring.pruned_tokens:,} of {rescoring.policy_tokens:,} policy tokens name versions that "
+            f"checkpoints.keep_last has pruned, more than {100 * MOST_PRUNED_SHARE:g}%, so nothing shows which policy "
+            "sampled them; raise checkpoints.keep_last for the next run"
+        )
     if not rescoring.policy_tokens:
         yield "no batch file contains a sampled token, so no log-probability was checked"
     elif not rescoring.tokens or rescoring.tokens < LEAST_SCORED_SHARE * expected:

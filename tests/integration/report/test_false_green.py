@@ -145,13 +145,43 @@ def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_
     )
 
 
-def test_a_long_run_whose_older_policies_are_pruned_as_its_settings_have_it_is_green(audited: Any) -> None:
+def test_a_run_of_which_few_policies_are_pruned_is_green_and_says_so(audited: Any) -> None:
+    audited.change_config(checkpoints={"keep_last": 3})
+    forget_versions(audited, 1)
+    result = audit_run(audited.folder)
+    assert (result.verdict, result.problems, result.unchecked) == ("green", (), ())
+    assert "have no checkpoint any more, 30 of them pruned according to checkpoints.keep_last" in last_line(result)
+
+
+@pytest.mark.parametrize("off", [0.0, 3.0])
+def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incomplete(audited: Any, off: float) -> None:
+    """They may be any number of nats off, and no check sees it."""
+    audited.change_config(checkpoints={"keep_last": 3})
+    forget_versions(audited, 0, 1)
+
+    def shifted(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        gone = segment.policy_version < 2
+        return dataclasses.replace(segment, behavior_logprobs=segment.behavior_logprobs - np.float32(off * gone))
+
+    for step in range(1, STEPS + 1):
+        audited.replace_batch(step, with_every_segment(shifted))
+    result = audit_run(audited.folder)
+    assert (result.verdict, result.problems, result.green) == ("incomplete", (), False)
+    (reason,) = result.unchecked
+    assert reason.startswith("85 of 210 policy tokens name versions that checkpoints.keep_last has pruned, more than")
+    assert result.is_accepted
+
+
+def test_a_long_run_whose_older_policies_are_pruned_is_incomplete_and_its_verdict_line_counts_them(
+    audited: Any,
+) -> None:
     audited.change_config(checkpoints={"keep_last": 3})
     forget_versions(audited, 0, 1, 2, 3)
     result = audit_run(audited.folder)
-    assert (result.verdict, result.problems, result.unchecked) == ("green", (), ())
+    assert (result.verdict, result.problems, len(result.unchecked)) == ("incomplete", (), 1)
     assert last_line(result) == (
-        "audit green: 19.0% of 210 policy tokens were scored again; "
+        "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
         "145 tokens, 69.0%, have no checkpoint any more, 145 of them pruned according to checkpoints.keep_last"
     )
 
