@@ -18,7 +18,7 @@ from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 
-from ..adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
+from ..kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
 from ..sglang_cpu import install
 from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import UNPINNED, running_server

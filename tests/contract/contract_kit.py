@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.runtime.addresses import free_port
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
+
+from ..kit import models
+from ..kit.waiting import reached
 
 VOCAB = 61
 EOS = 7
@@ -37,7 +40,6 @@ FAKES = Path(__file__).parents[1] / "fakes"
 
 def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
     """A random Qwen3 whose distributions are neither flat nor certain."""
-    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
@@ -50,15 +52,7 @@ def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
         max_position_embeddings=POSITIONS,
         eos_token_id=EOS,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(5.0)
-    model.save_pretrained(folder)
-    return folder
+    return models.write_model(folder, config, seed)
 
 
 def write_nan(folder: Path) -> None:
@@ -172,12 +166,6 @@ async def collect(engine: Engine, call: GenerationCall) -> Rollout:
     return Rollout(call, [chunk async for chunk in engine.generate(call)])
 
 
-async def until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 class Running:
     """Calls under way, each of which has delivered tokens."""
 
@@ -190,7 +178,7 @@ class Running:
             rollout.chunks.append(chunk)
 
     async def begun(self, chunks: int = 1) -> Running:
-        await until(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
+        await reached(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
         for task in self.tasks:
             if task.done():
                 task.result()

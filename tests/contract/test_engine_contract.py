@@ -12,6 +12,7 @@ from rollmesh.errors import DataError, GenerationRefused
 from rollmesh.generator.engines import backlog
 from rollmesh.types import FinishReason
 
+from ..kit.waiting import reached
 from .contract_kit import (
     EOS,
     LONGEST,
@@ -24,7 +25,6 @@ from .contract_kit import (
     make_call,
     prompt_ids,
     start_calls,
-    until,
 )
 
 _POSTS = ("generate", "abort_request", "pause_generation", "continue_generation", "update_weights_from_disk")
@@ -133,7 +133,7 @@ async def test_interrupting_all_ends_waiting_calls_too(make):
     engine = await make(slots=1)
     running = await start_calls(engine, 1)
     waiting = Running(engine, [make_call("waiting")])
-    await until(lambda: engine.status().waiting_count == 1)
+    await reached(lambda: engine.status().waiting_count == 1)
     assert await engine.interrupt() == 2
     (first,), (second,) = await running.end(), await waiting.end()
     assert first.reason is FinishReason.INTERRUPTED and len(first.tokens)
@@ -158,7 +158,7 @@ async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_oth
     monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
-    await until(lambda: engine.status().held_back_total == 1)
+    await reached(lambda: engine.status().held_back_total == 1)
     (other,) = await Running(engine, [make_call("other", prompt_ids(1))]).end()
     assert other.reason is FinishReason.LENGTH
     rollout = held.rollouts[0]
@@ -174,7 +174,7 @@ async def test_a_call_whose_caller_stops_acknowledging_ends_as_interrupted(make,
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 0.05)
     engine = await make(slots=1)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
-    await until(lambda: engine.status().held_back_total == 1)
+    await reached(lambda: engine.status().held_back_total == 1)
     (waiting,) = await Running(engine, [make_call("waiting", prompt_ids(1))]).end()
     (rollout,) = await held.end()
     assert (waiting.reason, rollout.reason) == (FinishReason.LENGTH, FinishReason.INTERRUPTED)
@@ -187,7 +187,7 @@ async def test_pause_holds_calls_and_resume_continues_them(engine, models):
     await engine.pause()
     assert engine.status().paused
     late = Running(engine, [make_call("late")])
-    await until(lambda: engine.status().waiting_count == 1)
+    await reached(lambda: engine.status().waiting_count == 1)
     held = -1
     while held != engine.status().generated_token_total:  # answers from before the pause may be on their way
         held = engine.status().generated_token_total
@@ -281,9 +281,9 @@ async def test_closing_a_stream_early_frees_its_slot(make):
     await anext(stream)
     await stream.aclose()
     task = asyncio.create_task(collect(engine, make_call("cancelled", max_new_token_count=200)))
-    await until(lambda: engine.status().running_count == 1)
+    await reached(lambda: engine.status().running_count == 1)
     task.cancel()
-    await until(lambda: engine.status().running_count == 0)
+    await reached(lambda: engine.status().running_count == 0)
     assert len((await collect(engine, make_call("next"))).tokens) == 40
 
 
@@ -291,7 +291,7 @@ async def test_closing_ends_calls_as_interrupted_and_refuses_new_ones(make):
     engine = await make(slots=1)
     running = await start_calls(engine, 1)
     waiting = Running(engine, [make_call("waiting")])
-    await until(lambda: engine.status().waiting_count == 1)
+    await reached(lambda: engine.status().waiting_count == 1)
     await engine.aclose()
     assert {r.reason for r in (*await running.end(), *await waiting.end())} == {FinishReason.INTERRUPTED}
     with pytest.raises(GenerationRefused):

@@ -14,18 +14,9 @@ from rollmesh.generator.engines import backlog
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
-from ..adapters import change_config, change_tensors, write_adapter
-from .contract_kit import (
-    WAIT_SECONDS,
-    Running,
-    collect,
-    hf_greedy,
-    hf_logprobs,
-    make_call,
-    prompt_ids,
-    start_calls,
-    until,
-)
+from ..kit.adapters import change_config, change_tensors, write_adapter
+from ..kit.waiting import reached
+from .contract_kit import WAIT_SECONDS, Running, collect, hf_greedy, hf_logprobs, make_call, prompt_ids, start_calls
 
 _TENSOR = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
 
@@ -88,7 +79,7 @@ async def test_a_version_is_scored_beside_running_calls_before_any_token_is_of_i
     for version in (0, 1, 2):
         await check_scores(engine, merged, version, prompt_ids(5, 40))
     chunks = [len(rollout.chunks) for rollout in running.rollouts]
-    await until(lambda: all(len(r.chunks) > n or t.done() for n, (r, t) in zip(chunks, running.pairs(), strict=True)))
+    await reached(lambda: all(len(r.chunks) > n or t.done() for n, (r, t) in zip(chunks, running.pairs(), strict=True)))
     assert engine.status().policy_version == 1
     (scores,) = await engine.score([prompt_ids(5, 40)])
     np.testing.assert_allclose(scores, hf_logprobs(merged[1], prompt_ids(5, 40)), atol=2e-4)

@@ -13,6 +13,7 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
+from ..kit.waiting import reached
 from .contract_kit import (
     WAIT_SECONDS,
     Running,
@@ -22,7 +23,6 @@ from .contract_kit import (
     make_call,
     prompt_ids,
     start_calls,
-    until,
     write_model,
     write_nan,
 )
@@ -89,7 +89,7 @@ async def test_a_load_that_keeps_the_cache_stamps_it_and_every_logprob_is_of_bot
     engine = await make()
     running = await start_calls(engine, 3)
     await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
-    await until(lambda: all(1 in r.versions or t.done() for r, t in running.pairs()))
+    await reached(lambda: all(1 in r.versions or t.done() for r, t in running.pairs()))
     await engine.load(models[2], 2, OnNewVersion.KEEP_KV)
     for rollout in await running.end():
         assert (len(rollout.tokens), rollout.reason) == (200, FinishReason.LENGTH)
@@ -219,7 +219,7 @@ async def test_a_version_that_falls_and_rises_again_under_running_calls_ends_the
     await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
     running = await start_calls(engine, 3)
     await engine.load(models[0], 0, OnNewVersion.KEEP_KV)
-    await until(lambda: all(task.done() or 0 in rollout.versions for rollout, task in running.pairs()))
+    await reached(lambda: all(task.done() or 0 in rollout.versions for rollout, task in running.pairs()))
     await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
     for rollout in await running.end():
         assert (set(rollout.versions), rollout.reason) == ({1}, FinishReason.INTERRUPTED)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,8 @@ import yaml
 
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import EmbeddedServer
+
+from ..kit import waiting
 
 SMALL = {
     "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
@@ -121,15 +122,14 @@ def until(
     process: subprocess.Popen[str] | None = None,
     seconds: float = WAIT_SECONDS,
 ) -> None:
-    """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
-    deadline = time.monotonic() + seconds
-    while not condition():
+    """Wait for a condition; the process, if given, must stay alive meanwhile."""
+
+    def alive() -> None:
         if process is not None and process.poll() is not None:
             output = process.stdout.read() if process.stdout else ""
             pytest.fail(f"the process ended with {process.returncode} while waiting for {what}:\n{output}")
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds:.0f} s for {what}")
-        time.sleep(0.1)
+
+    waiting.until(condition, what, seconds, check=alive, pause=0.1)
 
 
 @pytest.fixture

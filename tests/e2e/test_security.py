@@ -30,7 +30,7 @@ from rollmesh.types import FinishReason, GenerationCall, GeneratorRecord, Prompt
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 
-from ..certificates import Authority, Certificate
+from ..kit.certificates import Authority, Certificate
 from .conftest import ENDLESS
 
 WAIT_SECONDS = 120.0

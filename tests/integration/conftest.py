@@ -1,15 +1,40 @@
-"""Fixtures of the tests with processes."""
+"""Servers of the tests with processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from .warm import close_templates
+from rollmesh.store import EmbeddedServer
+
+from ..kit.redis_servers import running_server
+from ..kit.warm import close_templates
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _templates_end_with_the_session() -> Iterator[None]:
     yield
     close_templates()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """The server of all tests of a process; each has a run of its own there."""
+    with running_server(tmp_path_factory.mktemp("redis"), maxmemory_bytes=1 << 30) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may kill, stop and reconfigure."""
+    with running_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def durable_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server whose kill loses nothing."""
+    with running_server(tmp_path / "redis", durable=True) as server:
+        yield server

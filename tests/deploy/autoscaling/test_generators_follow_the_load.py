@@ -28,6 +28,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import read_endpoints
 
+from ...kit.waiting import until
 from ..prometheus.conftest import tool
 from .hpa import ReplicaMemory, ReplicaMetrics, next_replicas
 from .rule import load_rule
@@ -110,14 +111,6 @@ class Mesh:
                 first, last = looks[0], looks[-1]
                 rate = (last["generated_token_total"] - first["generated_token_total"]) / (last["t"] - first["t"])
         return rate
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds:.0f} s for {what}")
-        time.sleep(0.2)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from rollmesh.config.store import StoreConfig
 from rollmesh.store import TrajectoryStore
 
+from ...kit.waiting import until
 from .pods import Machine, Pod
 from .rendering import CHART, Helm, Rendering
 
@@ -58,14 +58,16 @@ def start_all(pods: dict[str, list[Pod]]) -> None:
 
 def wait_until(pods: dict[str, list[Pod]], done: Callable[[], bool], what: str) -> None:
     """Wait for a condition; a pod that has failed ends the wait with its log."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not done():
-        for pod in (pod for group in pods.values() for pod in group):
+    everyone = [pod for group in pods.values() for pod in group]
+
+    def alive() -> None:
+        for pod in everyone:
             assert pod.exit_status in (None, 0), f"{pod.name} ended with {pod.exit_status}\n{pod.log[-4000:]}"
-        assert time.monotonic() < end, f"waited {DEADLINE_SECONDS} s for {what}\n" + "\n".join(
-            f"--- {pod.name}\n{pod.log[-1500:]}" for group in pods.values() for pod in group
-        )
-        time.sleep(0.5)
+
+    def missed() -> str:
+        return "\n".join([what, *(f"--- {pod.name}\n{pod.log[-1500:]}" for pod in everyone)])
+
+    until(done, missed, DEADLINE_SECONDS, check=alive, pause=0.5)
 
 
 def versions(pods: dict[str, list[Pod]]) -> list[int]:

@@ -20,7 +20,7 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.config.store import StoreConfig
 from rollmesh.store import TrajectoryStore
 
-from ...certificates import Authority
+from ...kit.certificates import Authority
 from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_all, versions, wait_until
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, RUN_FILES, Helm, Rendering

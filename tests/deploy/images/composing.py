@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.store.embedded import find_server_binary
 
 from .conftest import ROOT, Images
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds:.0f} s for {what}")
-        time.sleep(0.5)
 
 
 class Composed:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from .composing import Composed, composed_mesh, gateway_says, health, until
+from ...kit.waiting import until
+from .composing import Composed, composed_mesh, gateway_says, health
 from .conftest import TARGETS, Images
 
 LARGEST_MEGABYTES = {

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from .composing import composed_mesh, health, until
+from ...kit.waiting import until
+from .composing import composed_mesh, health
 from .conftest import ROOT, Images, build
 from .pip_access import pip_secrets
 

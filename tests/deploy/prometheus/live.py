@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 
+from ...kit.waiting import until
 from .conftest import tool
 from .rule_files import ALERTS, RECORDING
 
@@ -51,15 +50,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "curriculum": {"planner": "quorum", "planner_options": {"share": 0.75}},
 }
 """A run that never ends by itself: two generators, evaluations on the way, groups that a planner closes."""
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 300.0) -> None:
-    """Look twice a second; ``what`` says what has been waited for, and what was seen last."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds:g} s for {what()}")
-        time.sleep(0.5)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 
-from ...certificates import Authority, Certificate
+from ...kit.certificates import Authority, Certificate
 from .conftest import tool
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"

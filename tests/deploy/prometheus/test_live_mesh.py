@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ...kit.waiting import until
 from ..grafana.dashboard_files import PanelQuery, other_queries, panel_queries
 from .conftest import tool
-from .live import Mesh, Notifications, Prometheus, running_mesh, until, watching
+from .live import Mesh, Notifications, Prometheus, running_mesh, watching
 from .rule_files import recorded
 
 HOLD = "3s"

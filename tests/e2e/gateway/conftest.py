@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import yaml
 from rollmesh.config import load_run_config
 from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+
+from ...kit.waiting import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Locator, Page
@@ -134,14 +135,6 @@ class Scene:
                 process = subprocess.Popen(command, env=env, text=True, stdout=output, stderr=subprocess.STDOUT)
         self.processes[name] = process
         return process
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
-    """Poll a condition with a deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.05)
 
 
 @contextmanager

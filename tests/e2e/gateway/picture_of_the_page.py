@@ -18,7 +18,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from .conftest import FLAGS, until
+from ...kit.waiting import until
+from .conftest import FLAGS
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 VIEW = {"width": 1280, "height": 724}

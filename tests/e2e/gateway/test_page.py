@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
-from .conftest import NARROW, WIDE, Scene, Window, expect, show_section, until
+from ...kit.waiting import until
+from .conftest import NARROW, WIDE, Scene, Window, expect, show_section
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator

@@ -9,7 +9,8 @@ import pytest
 
 from rollmesh.runtime.addresses import free_port
 
-from .conftest import TOKEN, Scene, Window, expect, until
+from ...kit.waiting import until
+from .conftest import TOKEN, Scene, Window, expect
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route

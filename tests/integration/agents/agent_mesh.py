@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,6 +38,8 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import Batch
+
+from ...kit.waiting import reached
 
 TOKEN = "an-agent-token"
 CHATML = (
@@ -183,16 +184,12 @@ class AgentMesh:
         return any(g.serving and g.policy_version == version for g in await self.store.generators.live())
 
     async def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while True:
-            result = condition()
-            if await result if asyncio.iscoroutine(result) else result:
-                return
+        def fail() -> None:
             for task in self.tasks:
                 if task.done():
                     task.result()
-            assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-            await asyncio.sleep(0.02)
+
+        await reached(condition, what, seconds, check=fail, pause=0.02)
 
     async def batch(self, step: int) -> Batch:
         """The batch of a train step, once it is cut; it counts as trained from then on."""

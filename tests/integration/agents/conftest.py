@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.store import EmbeddedOptions, EmbeddedServer
+from rollmesh.store import EmbeddedServer
 
 from .agent_mesh import AgentMesh, agent_mesh
 
@@ -25,21 +25,13 @@ def _quiet() -> None:
     disable_progress_bar()
 
 
-@pytest.fixture(scope="session")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 27))
-    embedded.start()
-    yield embedded
-    embedded.kill()
-
-
 @pytest.fixture
-async def make_mesh(redis: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+async def make_mesh(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """``await make_mesh(rollout={...})``: a run with these sections changed."""
     async with AsyncExitStack() as stack:
 
         async def make(**sections: Any) -> AgentMesh:
             folder = tmp_path / f"agents{next(_NUMBERS)}"
-            return await stack.enter_async_context(agent_mesh(folder, redis, **sections))
+            return await stack.enter_async_context(agent_mesh(folder, server, **sections))
 
         yield make

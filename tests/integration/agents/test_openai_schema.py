@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.runtime.addresses import free_port
 
-from ..schema_requests import ask_everything, wrong_methods
+from ...kit.schema_requests import ask_everything, wrong_methods
 from .agent_mesh import TOKEN, AgentMesh, agents_process
 
 

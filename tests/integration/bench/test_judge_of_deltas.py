@@ -13,7 +13,7 @@ from rollmesh.bench.judge.full_weights import delta_count
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.objects import ObjectStore
 
-from ...unit.checkpoints.checkpoint_samples import publish
+from ...kit.checkpoint_samples import publish
 from ..checkpoints.test_delta_policies import ANCHOR_EVERY, DELTA, WEIGHTS, write_weights
 
 SECRET = "0123456789abcdef" * 4

@@ -18,7 +18,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 
-from ...unit.checkpoints.checkpoint_samples import publish, publish_adapter, write_model
+from ...kit.checkpoint_samples import publish, publish_adapter, write_model
 
 ANCHOR_EVERY = 4
 WEIGHTS, DELTA = "model.safetensors", "model.safetensors.delta"

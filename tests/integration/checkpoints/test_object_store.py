@@ -21,8 +21,8 @@ from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 
-from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.checkpoint_samples import CURSOR, make_batch, publish
+from ...kit.ledger import read_ledger
 from .conftest import SECRET, Bucket
 
 Node = Callable[..., CheckpointStore]

@@ -12,7 +12,7 @@ import torch
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 
-from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, make_batch, publish
 
 
 class DiskCalls:

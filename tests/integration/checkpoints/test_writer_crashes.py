@@ -17,8 +17,8 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
-from ...unit.checkpoints.checkpoint_samples import SECRET, publish, write_model
-from ..warm import TRAINER, WarmProcess, template
+from ...kit.checkpoint_samples import SECRET, publish, write_model
+from ...kit.warm import TRAINER, WarmProcess, template
 
 
 def start_writer(folder: Path, *arguments: str) -> WarmProcess:

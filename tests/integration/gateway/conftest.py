@@ -12,20 +12,12 @@ import pytest
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.store import StoreConfig
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
 
 from .gateway_scene import RunningGateway, Scene, start_gateway, write_run_file
 
 _NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 28))
-    embedded.start()
-    yield embedded
-    embedded.kill()
 
 
 @pytest.fixture(scope="session")

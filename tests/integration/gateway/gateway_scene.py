@@ -35,7 +35,7 @@ from rollmesh.types import (
     SegmentSource,
 )
 
-from ..warm import GATEWAY, WarmProcess, template
+from ...kit.warm import GATEWAY, WarmProcess, template
 
 DEADLINE_SECONDS = 120.0
 """For what comes in a moment unless the machine is busy with other things: a start, an answer, the next look."""

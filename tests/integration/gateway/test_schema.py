@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from ..schema_requests import ask_everything, wrong_methods
+from ...kit.schema_requests import ask_everything, wrong_methods
 from .gateway_scene import RunningGateway, Scene
 
 

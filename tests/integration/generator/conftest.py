@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.location import open_checkpoints
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
 from .generator_run import GeneratorRun, make_config
@@ -25,14 +25,6 @@ _NUMBERS = itertools.count()
 def _quiet() -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
 
 
 @pytest.fixture

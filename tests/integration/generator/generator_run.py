@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,9 @@ from rollmesh.types import (
 )
 from rollmesh.wire.generation_client import GenerationClient
 
-from ..warm import GENERATOR, WarmProcess, template
+from ...kit import models
+from ...kit.waiting import reached
+from ...kit.warm import GENERATOR, WarmProcess, template
 
 VOCAB = 61
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -50,7 +51,6 @@ SLOWEST = [[1, 0.06]]
 
 def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
     """A random Qwen2 whose distributions differ from token to token."""
-    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
@@ -61,13 +61,7 @@ def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
         tie_word_embeddings=True,
         max_position_embeddings=512,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6.0)
-    model.save_pretrained(folder)
-    return folder
+    return models.write_model(folder, config, seed, scale=6.0, shift=0.0)
 
 
 @functools.lru_cache(maxsize=16)
@@ -250,17 +244,15 @@ class GeneratorRun:
         return process
 
     async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not await condition():
+        def fail() -> None:
             for generator in self.inside:
                 if generator.task.done() and not generator.shutdown.is_set():
                     generator.task.result()
-            if time.monotonic() > deadline:
-                logs = "".join(f.read_text()[-3000:] for f in self.folder.glob("generator-*.log"))
-                raise AssertionError(
-                    f"{what}: not within {seconds} s; registry {await self.store.generators.live()}\n{logs}"
-                )
-            await asyncio.sleep(0.01)
+
+        def missed() -> str:
+            return what + "".join(f"\n{file.read_text()[-3000:]}" for file in self.folder.glob("generator-*.log"))
+
+        await reached(condition, missed, seconds, check=fail)
 
     async def serving(self, version: int, count: int = 1, seconds: float = 120.0) -> list[GeneratorRecord]:
         """Wait until ``count`` generators serve ``version``; their records, ordered by address."""

@@ -26,7 +26,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import Batch, PolicyRecord
 
-from ...adapters import ALPHA, RANK, change_tensors, merge, write_adapter
+from ...kit.adapters import ALPHA, RANK, change_tensors, merge, write_adapter
 from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
 from .sampled_groups import group_of, sampled
 

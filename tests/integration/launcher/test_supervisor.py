@@ -15,6 +15,8 @@ from rollmesh.config.secrets import secret_environment
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor, start_process
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
+from ...kit.waiting import reached
+
 
 def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
     return ServiceSpec(
@@ -27,21 +29,15 @@ def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
     )
 
 
-async def until(condition, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> None:
     supervisor = Supervisor(restart_limit=5)
     supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
     log = tmp_path / "worker-0.log"
-    await until(lambda: log.exists() and log.read_text().count("up") == 1)
+    await reached(lambda: log.exists() and log.read_text().count("up") == 1)
     pid = supervisor.pid("worker-0")
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: log.read_text().count("up") == 2)
+    await reached(lambda: log.read_text().count("up") == 2)
     assert supervisor.restart_counts() == {"worker-0": 1}
     await supervisor.stop(["worker"])
     assert supervisor.pid("worker-0") is None
@@ -110,7 +106,7 @@ async def test_starts_that_take_minutes_reach_the_restart_limit_unless_they_fail
     line = {"event": "service_failed", "error": "StoreUnavailable", "message": "loading", "passing": passing}
     supervisor.start(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"))
     log = tmp_path / "worker-0.log"
-    await until(lambda: supervisor.failed.done() or (log.exists() and log.read_text().count("loading") >= 4))
+    await reached(lambda: supervisor.failed.done() or (log.exists() and log.read_text().count("loading") >= 4))
     assert supervisor.failed.done() is not passing
     await supervisor.kill_all()
 
@@ -120,10 +116,10 @@ async def test_restarts_are_forgiven_after_ten_minutes_of_service(tmp_path: Path
     supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
     log = tmp_path / "worker-0.log"
     for starts in range(1, 4):
-        await until(lambda starts=starts: log.exists() and log.read_text().count("up") == starts)
+        await reached(lambda starts=starts: log.exists() and log.read_text().count("up") == starts)
         supervisor.count_service(["worker-0"], 600.0)
         os.kill(supervisor.pid("worker-0") or 0, signal.SIGKILL)
-    await until(lambda: log.read_text().count("up") == 4)
+    await reached(lambda: log.read_text().count("up") == 4)
     assert not supervisor.failed.done()
     await supervisor.kill_all()
 
@@ -146,7 +142,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: 
     script = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause(); signal.pause()"
     supervisor.start(spec(tmp_path, script, grace_seconds=0.2))
     log = tmp_path / "worker-0.log"
-    await until(lambda: log.exists() and "up" in log.read_text())
+    await reached(lambda: log.exists() and "up" in log.read_text())
     await asyncio.wait_for(supervisor.stop(["worker"]), 60)
     assert supervisor.pid("worker-0") is None
     assert not supervisor.failed.done()
@@ -156,7 +152,7 @@ async def test_a_one_shot_child_that_ends_well_is_not_restarted(tmp_path: Path) 
     supervisor = Supervisor(restart_limit=0)
     supervisor.start(spec(tmp_path, "print('done')", one_shot=True))
     log = tmp_path / "worker-0.log"
-    await until(lambda: log.exists() and "done" in log.read_text() and supervisor.pid("worker-0") is None)
+    await reached(lambda: log.exists() and "done" in log.read_text() and supervisor.pid("worker-0") is None)
     assert supervisor.restart_counts() == {"worker-0": 0}
     assert not supervisor.failed.done()
 
@@ -173,10 +169,10 @@ async def test_a_child_that_cannot_even_be_started_fails_the_run_instead_of_hang
 async def test_a_one_shot_child_that_was_asked_to_stop_too_early_is_started_again(tmp_path: Path, status: int) -> None:
     supervisor = Supervisor(restart_limit=1)
     supervisor.start(spec(tmp_path, f"print('done'); raise SystemExit({status})", one_shot=True))
-    await until(lambda: supervisor.finished("worker-0"))
+    await reached(lambda: supervisor.finished("worker-0"))
     supervisor.start_again("worker-0")
     assert not supervisor.finished("worker-0")
-    await until(lambda: supervisor.finished("worker-0"))
+    await reached(lambda: supervisor.finished("worker-0"))
     assert (tmp_path / "worker-0.log").read_text().count("done") == 2
     supervisor.start_again("worker-0")
     assert "worker-0 ended with status 0, 2 times" in await asyncio.wait_for(supervisor.failed, 60)

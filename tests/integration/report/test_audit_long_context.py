@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import GenerationCall, Prompt, SamplingParams, Segment, Trajectory
+
+from ...kit.models import write_model
 
 VOCAB = 61
 POSITIONS = 8192
@@ -37,18 +37,6 @@ _LLAMA3 = {
 }
 
 
-def write_model(folder: Path, config: PretrainedConfig) -> Path:
-    """A random model that attends far back: its keys and queries are large."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(16.0)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -58,7 +46,7 @@ def write_model(folder: Path, config: PretrainedConfig) -> Path:
     ids=["default", "llama3"],
 )
 async def test_a_correct_engine_passes_the_audit_at_8k_positions(tmp_path, config):
-    folder = write_model(tmp_path / "policy", config)
+    folder = write_model(tmp_path / "policy", config, scale=16.0, shift=0.0)
     prompt = np.random.default_rng(3).integers(0, VOCAB, POSITIONS - TOKENS).astype(np.int32)
     call = GenerationCall(
         trajectory_id="t",

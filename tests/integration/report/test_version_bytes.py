@@ -17,7 +17,7 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.version_bytes import version_bytes
 from rollmesh.types import PolicyRecord
 
-from ...unit.checkpoints.checkpoint_samples import SECRET, publish, publish_adapter
+from ...kit.checkpoint_samples import SECRET, publish, publish_adapter
 from ..checkpoints.test_delta_policies import write_weights
 
 

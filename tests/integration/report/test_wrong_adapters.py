@@ -27,7 +27,7 @@ from rollmesh.trainer.learner.published_policy import load_published
 from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, canary_count, canary_sequences
 from rollmesh.types import Trajectory
 
-from ...unit.trainer.learner.made_batches import random_batch
+from ...kit.made_batches import random_batch
 
 CANARY_THRESHOLD = 0.005
 """Of generator.canary_threshold in float32."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -13,29 +12,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.config.store import StoreConfig
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
 
 from .scripted import STOP, VOCAB
 
 _NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 28))
-    embedded.start()
-    yield embedded
-    embedded.kill()
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that the test may kill."""
-    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,8 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import Batch, Chunk, GenerationCall, PolicyRecord, Prompt, SamplingParams
 
-from ..warm import GENERATOR, WarmProcess, template
+from ...kit.waiting import reached
+from ...kit.warm import GENERATOR, WarmProcess, template
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -133,11 +133,7 @@ class ProcessRun:
         return "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.processes)
 
     async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not await condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {seconds} s; {await self.store.mesh.view()}\n{self.logs()}")
-            await asyncio.sleep(0.02)
+        await reached(condition, lambda: f"{what}\n{self.logs()}", seconds, pause=0.02)
 
     async def open(self) -> None:
         await self.store.limits.init_run(run_limits(self.config))

@@ -15,11 +15,11 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Prompt, Trajectory
 from rollmesh.worker.trajectory_budgets import TrajectoryBudgets
 
+from ...kit.waiting import reached
 from .environment_episodes import TURN, CountingEnvironment, program_of
 from .replicas import running, schedule
 from .scenes import start
 from .scripted import STOP, ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
-from .waiting import until
 
 
 def stages(*values: tuple[int, int], most: int = 64) -> Budget:
@@ -42,7 +42,7 @@ async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     options: dict[str, Any] = {"token_budget": budget, "chunk": 4}
     async with running(store, cluster, ScriptedReward(), plan, **options) as first:
-        await until(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await reached(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await first.stop()
         assert (await store.mesh.view()).partial > 0
         await trainer.announce(1)

@@ -15,6 +15,7 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.programs import RolloutContext
 from rollmesh.worker.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
 
+from ...kit.waiting import reached
 from .environment_episodes import (
     REPLY,
     TURN,
@@ -28,7 +29,6 @@ from .environment_episodes import (
 )
 from .replicas import running, schedule
 from .scripted import STOP, ScriptedGenerator, ScriptedReward
-from .waiting import until
 
 
 async def test_turns_alternate_and_the_environments_reward_counts(store, tokenizer):
@@ -72,7 +72,7 @@ async def test_pace_waits_for_a_group_whose_tokens_are_not_saved_before_the_end(
 
     async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, []), chunk=chunk):
         assert [g.group_id for g in (await trainer.train(1)).groups] == ["e0-1"]
-        await until(second_cut_is_decided)
+        await reached(second_cut_is_decided)
         assert (await store.mesh.view()).cut_step == 1
         gate.set()
         batch = await trainer.train(2)
@@ -106,8 +106,8 @@ async def test_a_spare_member_is_cut_off_within_its_turn_whatever_the_environmen
     options = {"program": program, "chunk": 4, "heartbeat": 0.05, "grace": 0.5}
     async with running(store, cluster, ScriptedReward(), plan, **options) as replica:
         check(await trainer.train(1))
-        await until(lambda: len(opened) == 3 and not any(environment.open for environment in opened))
-        await until(lambda: not replica.session.trajectories)
+        await reached(lambda: len(opened) == 3 and not any(environment.open for environment in opened))
+        await reached(lambda: not replica.session.trajectories)
     assert (await store.mesh.counts()).totals["surplus_total"] == 1
 
 
@@ -117,7 +117,7 @@ async def test_a_replayable_environment_is_played_again_after_a_lost_worker(stor
     log = []
     program = program_of(CountingEnvironment, tokenizer, log)
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
-        await until(lambda: len(log) >= 10)
+        await reached(lambda: len(log) >= 10)
         await first.stop()
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
             check(await trainer.train(1))
@@ -130,7 +130,7 @@ async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trac
     log = []
     program = program_of(ForgetfulEnvironment, tokenizer, log)
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
-        await until(lambda: len(log) >= 10)
+        await reached(lambda: len(log) >= 10)
         await first.stop()
         view = await store.mesh.view()
         assert (view.leased, view.partial) == (0, 0)
@@ -144,7 +144,7 @@ async def test_an_environment_with_snapshots_continues_in_another_worker(store, 
     log = []
     program = program_of(SnapshottingEnvironment, tokenizer, log)
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
-        await until(lambda: len(log) >= 10)
+        await reached(lambda: len(log) >= 10)
         await first.stop()
         assert (await store.mesh.view()).partial > 0
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):

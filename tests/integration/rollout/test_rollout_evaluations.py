@@ -5,10 +5,10 @@ import pytest
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.store.queue_types import EvalRequest
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import start
 from .scripted import ScriptedGenerator, ScriptedReward
-from .waiting import until
 
 
 async def evaluated(store, evaluation_id):
@@ -33,7 +33,7 @@ async def test_an_evaluation_counts_only_answers_of_the_pinned_version_and_leave
             await cluster.register()
             return (await store.evaluations.all())[0].result
 
-        done = await until(result)
+        done = await reached(result)
         assert (done.sample_count, done.discarded_count) == (24, 0)
         assert done.mean == pytest.approx(0.5)
         assert done.standard_error == 0, "each of the 12 prompts has one right answer of two"
@@ -57,14 +57,14 @@ async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_i
             await cluster.register()
             return (await store.evaluations.all())[0].result
 
-        await until(claimed)
+        await reached(claimed)
         assert await store.policies.pinned() == 0
         await store.policies.pin(None)
-        assert (await until(result)).sample_count == 2
+        assert (await reached(result)).sample_count == 2
         assert await store.policies.pinned() is None
         await store.policies.pin(1)
         await store.evaluations.request(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
-        await until(lambda: evaluated(store, "again"))
+        await reached(lambda: evaluated(store, "again"))
         assert await store.policies.pinned() == 1
 
 
@@ -73,8 +73,8 @@ async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_score
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan) as replica:
         await store.evaluations.request(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
-        await until(lambda: evaluated(store, "v9"))
-        await until(lambda: finished(replica, 1))
+        await reached(lambda: evaluated(store, "v9"))
+        await reached(lambda: finished(replica, 1))
         assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1
     assert (await store.evaluations.all())[0].result.sample_count == 0
 
@@ -94,8 +94,8 @@ async def test_an_evaluation_that_no_generator_can_serve_is_given_up_and_the_nex
             found = [r.result for r in await store.evaluations.all()]
             return found if all(found) else None
 
-        given_up, done = await until(results)
+        given_up, done = await reached(results)
         assert (given_up.sample_count, done.sample_count) == (0, 2)
         assert await store.policies.pinned() is None
-        await until(lambda: finished(replica, 2))
+        await reached(lambda: finished(replica, 2))
         assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1

@@ -12,6 +12,7 @@ from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, Trajectory
 from rollmesh.worker.programs import SingleTurnProgram
 
+from ...kit.waiting import reached
 from .environment_episodes import (
     TURN,
     CountingEnvironment,
@@ -23,7 +24,6 @@ from .environment_episodes import (
 )
 from .replicas import running, schedule
 from .scripted import STOP, ScriptedGenerator, ScriptedReward
-from .waiting import until
 
 
 class HangingEnvironment(CountingEnvironment):
@@ -60,7 +60,7 @@ async def test_an_attempt_that_hangs_or_awaits_a_cancelled_call_ends_as_a_dead_l
             await cluster.register()
             return await store.dead_letters.newest()
 
-        letter = (await until(letters))[0]
+        letter = (await reached(letters))[0]
         assert letter.reason == "max_attempts"
         assert letter.attempts >= 3
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 3
@@ -78,7 +78,7 @@ async def test_an_environment_with_snapshots_that_fails_at_its_first_turn_ends_a
     log = []
     program = program_of(BrokenToolEnvironment, tokenizer, log)
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4):
-        letter = (await until(store.dead_letters.newest))[0]
+        letter = (await reached(store.dead_letters.newest))[0]
     assert letter.reason == "max_attempts"
     assert log.count(f"{letter.trajectory_id}:0") == 4, "the first attempt, then three without progress"
 
@@ -159,7 +159,7 @@ async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_nev
             await cluster.register()
             return run.task.done() or (await store.evaluations.all())[0].result
 
-        done = await until(result)
+        done = await reached(result)
         assert not run.task.done()
         assert (done.sample_count, done.discarded_count) == (0, 3)
 
@@ -201,5 +201,5 @@ async def test_a_finished_trajectory_whose_score_always_raises_ends_as_a_dead_le
     await store.sessions.close(session)
     await store.settings.set_user_paused(True)
     async with running(store, cluster, ScriptedReward(), plan, program=ReplayRaises()):
-        (letter,) = await until(store.dead_letters.newest)
+        (letter,) = await reached(store.dead_letters.newest)
     assert (letter.trajectory_id, letter.reason) == ("e0-0.0", "max_attempts to score it")

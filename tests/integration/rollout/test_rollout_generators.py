@@ -9,10 +9,10 @@ import pytest
 from rollmesh.errors import EngineError
 from rollmesh.types import FinishReason
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import check_batch, start
 from .scripted import ScriptedGenerator, ScriptedReward
-from .waiting import until
 
 
 def wrong_version(chunk):
@@ -78,7 +78,7 @@ async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_
     dying = ScriptedGenerator("dying", seconds_per_token=0.01)
     cluster, trainer = await start(store, plan, dying, ScriptedGenerator("other", seconds_per_token=0.005))
     async with running(store, cluster, ScriptedReward(), plan) as run:
-        await until(lambda: len(dying.running) >= 2)
+        await reached(lambda: len(dying.running) >= 2)
         dying.dead = True
         check_batch(await trainer.train(1), plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="broken") >= 1
@@ -157,10 +157,10 @@ async def test_tokens_of_a_version_that_died_with_its_generator_are_continued_on
 
     async with running(store, cluster, ScriptedReward(), plan):
         check_batch(await trainer.train(1), plan)
-        await until(saved)
+        await reached(saved)
         assert (behind.version, ahead.version, await required()) == (0, 1, 0)
         ahead.die()
-        assert await until(required) == 1
+        assert await reached(required) == 1
         behind.wanted = True
         behind.load(1)
         for step in range(2, 5):
@@ -184,14 +184,14 @@ async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_h
     stuck = ScriptedGenerator("stuck", hang=True)
     cluster, trainer = await start(store, plan, stuck)
     async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
-        await until(lambda: len(stuck.running) == plan.pool_size)
+        await reached(lambda: len(stuck.running) == plan.pool_size)
         await store.settings.set_user_paused(True)
 
         async def at_rest():
             await cluster.register()
             return (await store.mesh.view()).leased == 0
 
-        await until(at_rest)
+        await reached(at_rest)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == plan.pool_size
         stuck.hang = False
         await store.settings.set_user_paused(False)

@@ -23,9 +23,9 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.types import Prompt
 
+from ...kit.waiting import reached
 from .replicas import limits, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedTrainer
-from .waiting import until
 
 
 @asynccontextmanager
@@ -73,14 +73,14 @@ async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) 
         return desired.pool_size == plan.pool_size and not desired.paused
 
     async with leading(store, plan):
-        await until(working)
+        await reached(working)
         keys = store.connection.keys
         await at_once(
             store,
             ("HSET", keys.single("desired"), "paused", 1, "reason", "from before"),
             ("HSET", keys.single("meta"), "run_id", "another"),
         )
-        await until(working)
+        await reached(working)
 
 
 async def test_a_desired_state_that_someone_else_changed_is_written_again(store) -> None:
@@ -92,9 +92,9 @@ async def test_a_desired_state_that_someone_else_changed_is_written_again(store)
         return desired.pool_size == plan.pool_size and not desired.paused
 
     async with leading(store, plan):
-        await until(working)
+        await reached(working)
         await store.connection.command("HSET", store.connection.keys.single("desired"), "paused", 1, "pool_size", 1)
-        await until(working)
+        await reached(working)
 
 
 async def test_an_automatic_pool_falls_to_what_the_generators_report_that_their_caches_hold(store) -> None:
@@ -108,7 +108,7 @@ async def test_an_automatic_pool_falls_to_what_the_generators_report_that_their_
 
     async with leading(store, plan):
         await store.generators.register(small, 3600)
-        await until(one_group)
+        await reached(one_group)
 
 
 async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> None:
@@ -120,9 +120,9 @@ async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> No
 
     async with leading(store, plan):
         await command("HSET", keys.single("meta"), "filtered_in_a_row", 1)
-        await until(failed)
+        await reached(failed)
         await command("HSET", keys.single("meta"), "failure", "")
-        await until(failed)
+        await reached(failed)
 
 
 async def test_the_leader_reads_the_mesh_at_most_ten_times_a_second_and_groups_only_for_a_decision(
@@ -141,7 +141,7 @@ async def test_the_leader_reads_the_mesh_at_most_ten_times_a_second_and_groups_o
         for number in range(15):  # something changes between any two looks
             await command("HSET", keys.single("counts"), "finished", number)
             seen = len(looks)
-            await until(lambda seen=seen: len(looks) > seen)
+            await reached(lambda seen=seen: len(looks) > seen)
     assert not any(groups for _, groups in looks)
     assert looks[10][0] - looks[0][0] >= 0.9
 
@@ -152,14 +152,14 @@ async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) 
 
     async with leading(store, schedule("copris"), EvalConfig(every_versions=1)) as trainer:
         await trainer.announce(1)
-        await until(asked)
+        await reached(asked)
         keys = store.connection.keys
         await at_once(
             store,
             ("DEL", keys.single("evaluations"), keys.of("evaluation", "version-1")),
             ("HSET", keys.single("meta"), "run_id", "another"),
         )
-        await until(asked)
+        await reached(asked)
 
 
 async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> None:
@@ -175,9 +175,9 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
         return (await store.mesh.view()).open_groups > 0
 
     async with leading(store, schedule("copris"), open_prompts=open_prompts):
-        await until(opening.is_set)
+        await reached(opening.is_set)
         awake.set()
-        await until(admitted)
+        await reached(admitted)
 
 
 async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that_says_so(store) -> None:
@@ -193,7 +193,7 @@ async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that
     await store.limits.init_run(limits(plan))
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 9)
     async with leading(store, plan, open_prompts=lambda _: Shrunken()):
-        failure = await until(store.leadership.failure)
+        failure = await reached(store.leadership.failure)
     assert failure == (
         "prompt (epoch 0, index 9): data.source has 5 training prompts, but this run has admitted more of the epoch: "
         "the data has shrunk since; restore it and restart the run, or start another run"
@@ -214,17 +214,17 @@ async def test_opening_a_large_table_neither_stops_the_health_beat_nor_holds_the
 
     async with leading(store, schedule("copris"), open_prompts=open_prompts, health=health):
         try:
-            await until(opening.is_set)
+            await reached(opening.is_set)
             for _ in range(3):
                 now += 1000.0
                 assert "leader" in health.stalled(), "no beat since the clock has moved"
-                await until(lambda: not health.stalled())
+                await reached(lambda: not health.stalled())
             other = await store.leadership.acquire("another replica")
             assert other is not None
             await store.leadership.resign(other)
         finally:
             opened.set()
-        await until(admitted)
+        await reached(admitted)
 
 
 async def test_a_replica_that_is_stopped_while_it_opens_its_prompts_ends_the_opening(store) -> None:
@@ -240,15 +240,15 @@ async def test_a_replica_that_is_stopped_while_it_opens_its_prompts_ends_the_ope
         raise AssertionError("unreachable")
 
     async with leading(store, schedule("copris"), open_prompts=open_prompts):
-        await until(checked.is_set)
-    await until(ended.is_set)
+        await reached(checked.is_set)
+    await reached(ended.is_set)
 
 
 async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypatch) -> None:
     monkeypatch.setattr("rollmesh.rollout.leader._EXPLAIN_SECONDS", 0.3)
     with capture_logs() as logs:
         async with leading(store, schedule("copris")):
-            await until(lambda: sum(line["event"] == "cut_waits" for line in logs) >= 2)
+            await reached(lambda: sum(line["event"] == "cut_waits" for line in logs) >= 2)
             view = await store.mesh.view(groups=False)
             assert (
                 view.desired.waiting_for == (await store.leadership.desired()).waiting_for == "2 more ready groups of 2"
@@ -269,7 +269,7 @@ async def test_a_replay_that_waits_for_room_comes_before_new_prompts(store) -> N
             await store.trajectories.fail(session, [(i, "broke") for i in ids])
             return bool(ids)
 
-        await until(fail_one)
+        await reached(fail_one)
         assert sorted(await store.mesh.live_groups()) == ["e0-0", "e0-1"], "as many as the bound allows"
         group_id = await store.dead_letters.replay("e0-0.0")
         assert (await store.mesh.view()).open_groups == 2
@@ -278,10 +278,10 @@ async def test_a_replay_that_waits_for_room_comes_before_new_prompts(store) -> N
             await fail_one()
             return "e0-0" not in await store.mesh.live_groups()
 
-        await until(dropped)
+        await reached(dropped)
 
         async def opened() -> bool:
             return (await store.mesh.view()).open_groups == 2
 
-        await until(opened)
+        await reached(opened)
         assert sorted(await store.mesh.live_groups()) == sorted(["e0-1", group_id])

@@ -13,9 +13,9 @@ from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.types import Chunk, GenerationCall
 
+from ...kit.waiting import reached
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
-from .waiting import until
 
 
 @dataclass
@@ -56,7 +56,7 @@ class BarrierTrainer(FollowingTrainer):
             return (await self.store.leadership.desired()).paused
 
         if step > 0 and self.at_barrier is not None:
-            await until(paused)
+            await reached(paused)
             await self.at_barrier()
         await super().announce(step)
 
@@ -104,7 +104,7 @@ async def test_every_second_version_is_evaluated_during_training(store) -> None:
             records = await store.evaluations.all()
             return records if len(records) == 3 and all(r.result for r in records) else None
 
-        records = await until(results)
+        records = await reached(results)
         tokens = run.value("rollmesh_rollout_evaluation_tokens_total")
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
@@ -131,7 +131,7 @@ async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_
     async def pin_renewed() -> None:
         if await store.policies.pinned() is not None:
             await store.connection.command("HSET", meta, "pin_instance", "another")
-            await until(renewed)
+            await reached(renewed)
             await trainer.follow()
 
     async def is_pinned() -> bool:
@@ -148,12 +148,12 @@ async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_
     async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
         for step in (1, 2, 3):
             await trainer.train(step)
-        await until(is_pinned)
+        await reached(is_pinned)
         for step in (4, 5):
             await trainer.train(step)
         for generator in generators:
             generator.answers.set()
-        done = await until(result)
+        done = await reached(result)
     assert (done.sample_count, done.discarded_count) == (12, 0)
     assert [generator.loaded for generator in generators] == [sorted(g.loaded) for g in generators]
     assert (3, 5) in trainer.behind
@@ -173,7 +173,7 @@ async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generato
         await store.evaluations.request(
             EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=6, samples_per_prompt=2)
         )
-        await until(lambda: held_calls() >= 4)
+        await reached(lambda: held_calls() >= 4)
         assert len(await pinned_generators(store)) == 1
         assert held_calls() == 4
 
@@ -187,7 +187,7 @@ async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generato
         await trainer.train(1)
         for generator in generators:
             generator.answers.set()
-        done = await until(result)
+        done = await reached(result)
     assert (done.sample_count, done.discarded_count) == (12, 0)
 
 
@@ -209,7 +209,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
                 records = await store.evaluations.all()
                 return records if records and all(r.claimed or r.result for r in records) else None
 
-            records = await until(results)
+            records = await reached(results)
         # Version 2 is two evaluations back: its weights may be gone, no evaluation needs it.
         assert [r.request.policy_version for r in records] == [4]
 

@@ -4,10 +4,10 @@ from rollmesh.config.reward import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.types import OutcomeKind, RewardOutcome
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import start
 from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
-from .waiting import until
 
 
 class BadPrompts(ScriptedPrompts):
@@ -101,8 +101,8 @@ async def test_a_bad_row_fails_the_run_with_its_place_and_stops_the_mesh(store):
     plan = schedule("copris", train_steps=3)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan, prompts=BadPrompts()):
-        failure = await until(store.leadership.failure)
+        failure = await reached(store.leadership.failure)
         assert "index 3" in failure
         assert "line 4: no field 'prompt'" in failure
-        await until(lambda: paused(store))
+        await reached(lambda: paused(store))
     assert await store.leadership.failure() == ""

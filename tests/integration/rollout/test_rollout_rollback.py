@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.types import SegmentSource
 
+from ...kit.waiting import reached
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
-from .waiting import until
 
 
 @dataclass
@@ -56,7 +56,7 @@ async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
             }
             assert min(written_by) >= 3
         assert cluster.generators["lags"].calls - calls <= plan.pool_size
-        await until(lambda: _finished(store))
+        await reached(lambda: _finished(store))
     assert (await store.mesh.counts()).drops["rolled_back"] > 0
 
 

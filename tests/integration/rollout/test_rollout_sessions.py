@@ -10,10 +10,10 @@ from rollmesh.errors import StoreUnavailable
 from rollmesh.store import Append, TrajectoryStore, WriteStatus
 from rollmesh.types import Segment
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import all_groups, check_batch, start
 from .scripted import ScriptedGenerator, ScriptedReward, answer_of
-from .waiting import until
 
 
 async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_leased_again(store, monkeypatch):
@@ -73,7 +73,7 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
     async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.05):
         for step in range(1, 7):
             check_batch(await trainer.train(step), plan)
-        await until(lambda: len(compared) >= 10)
+        await reached(lambda: len(compared) >= 10)
     assert stated == []
 
 
@@ -106,7 +106,7 @@ async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(s
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
     async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
-        longest = await until(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
+        longest = await reached(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
         ids = np.array(answer_of(longest, 40)[:3], np.int32)
         other = Segment(
             token_ids=ids,
@@ -145,7 +145,7 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
         await TrajectoryStore.connect(StoreConfig(), run=run_name, url=server.url) as b,
     ):
         session = run.session
-        longest = await until(
+        longest = await reached(
             lambda: next(
                 (i for i, h in session.trajectories.items() if h.saved_token_count >= 8 and not h.finished), None
             )
@@ -181,7 +181,7 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_continue(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
         first = run.session.current
         await store.sessions.close(first)
         check_batch(await trainer.train(1), plan)
@@ -199,7 +199,7 @@ async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost
         if not refused and run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24:
             refused.append(session)
             await store.sessions.close(session)
-            await until(lambda: run.session.current != session)
+            await reached(lambda: run.session.current != session)
         return await lease(session, *arguments)
 
     monkeypatch.setattr(store.trajectories, "lease", refused_late)
@@ -227,7 +227,7 @@ async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, 
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
         await store.sessions.close(run.session.current)
         check_batch(await trainer.train(1), plan)
         assert run.value("rollmesh_rollout_leases_total") == plan.pool_size
@@ -252,7 +252,7 @@ async def test_saves_continue_while_everything_is_registered_with_a_restarted_se
     async def answer_late(session, held, worker=""):
         answers = await reregister(session, held, worker)
         before = await saved()
-        saves.append(await until(more_than(before)) - before)
+        saves.append(await reached(more_than(before)) - before)
         generator.seconds_per_token = 0.005
         return answers
 
@@ -262,7 +262,7 @@ async def test_saves_continue_while_everything_is_registered_with_a_restarted_se
     generator = ScriptedGenerator("a", seconds_per_token=0.2)
     cluster, trainer = await start(store, plan, generator)
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
         await run.session.recover(run.session.current, "another server")
         check_batch(await trainer.train(1), plan)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
@@ -293,16 +293,18 @@ async def test_a_lease_whose_answer_comes_after_everything_was_registered_again_
     assert late == [plan.pool_size]
 
 
-async def test_a_killed_redis_costs_time_and_nothing_else(own_server):
+async def test_a_killed_redis_costs_time_and_nothing_else(durable_server):
     plan = schedule("sync", train_steps=2)
-    async with await TrajectoryStore.connect(StoreConfig(), run="killed", url=own_server.url, retry_seconds=1) as store:
+    async with await TrajectoryStore.connect(
+        StoreConfig(), run="killed", url=durable_server.url, retry_seconds=1
+    ) as store:
         generator = ScriptedGenerator("a", seconds_per_token=0.02)
         cluster, trainer = await start(store, plan, generator, session_ttl_seconds=5.0)
         async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-            await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
-            own_server.kill()
+            await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+            durable_server.kill()
             await asyncio.sleep(2)
-            await asyncio.to_thread(own_server.start)
+            await asyncio.to_thread(durable_server.start)
             for step in (1, 2):
                 check_batch(await trainer.train(step), plan)
             assert len(set(all_groups(trainer))) == 4

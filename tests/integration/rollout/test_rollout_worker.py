@@ -6,10 +6,10 @@ import pytest
 
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import all_groups, check_batch, start
 from .scripted import ScriptedGenerator, ScriptedReward
-from .waiting import until
 
 
 async def store_is_empty(store):
@@ -30,7 +30,7 @@ async def test_every_preset_trains_its_steps_and_every_group_ends(store, preset)
     async with running(store, cluster, ScriptedReward(), plan) as run:
         for step in range(1, 5):
             check_batch(await trainer.train(step), plan)
-        await until(lambda: store_is_empty(store))
+        await reached(lambda: store_is_empty(store))
         assert run.value("rollmesh_rollout_leader") == 1
     groups = all_groups(trainer)
     assert len(groups) == len(set(groups)) == 8
@@ -45,17 +45,17 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
     generator = ScriptedGenerator("a", seconds_per_token=0.2)
     cluster, trainer = await start(store, plan, generator)
     async with running(store, cluster, ScriptedReward(), plan) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await store.settings.set_user_paused(True)
 
         async def at_rest():
             await cluster.register()
             return (await store.mesh.view()).leased == 0
 
-        await until(at_rest)
+        await reached(at_rest)
         assert (await store.mesh.view()).partial > 0
         # The queue has it a moment before the worker has counted it.
-        await until(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
+        await reached(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
         generator.seconds_per_token = 0.001
         await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
@@ -72,7 +72,7 @@ async def is_at_rest(store):
 async def pause_for(worker, store):
     """Pause the run, and wait until the worker has parked what it knows of."""
     await store.settings.set_user_paused(True)
-    await until(lambda: worker._desired.paused)
+    await reached(lambda: worker._desired.paused)
 
 
 async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, monkeypatch):
@@ -91,9 +91,9 @@ async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, m
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan) as run:
         parked = lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused")  # noqa: E731
-        await until(lambda: leased_in_the_window and (cluster.contexts or parked() == len(leased_in_the_window)))
+        await reached(lambda: leased_in_the_window and (cluster.contexts or parked() == len(leased_in_the_window)))
         assert cluster.contexts == {}, "no generator was called in the pause"
-        await until(lambda: is_at_rest(store))
+        await reached(lambda: is_at_rest(store))
         await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
 
@@ -108,18 +108,18 @@ async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(st
             await pause_for(run.replica._worker, store)
         else:
             draining.append(asyncio.create_task(run.stop()))
-            await until(run.replica._worker._draining.is_set)
+            await reached(run.replica._worker._draining.is_set)
         return answer
 
     monkeypatch.setattr(store.trajectories, "fork", fork_then_stop)
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
         parent = next(held for held in run.session.trajectories.values() if not held.finished)
         answer = await run.replica._worker.fork(parent, "nonce")
         child = answer.leased.trajectory.trajectory_id
-        await until(lambda: child not in run.session.trajectories)
+        await reached(lambda: child not in run.session.trajectories)
         await asyncio.gather(*draining)
         assert child not in cluster.contexts, "no generator was called for it"
         assert run.value("rollmesh_rollout_trajectories_parked_total", reason=stops) >= 1
@@ -129,7 +129,7 @@ async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     async with running(store, cluster, ScriptedReward(), plan) as first:
-        await until(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await reached(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await first.stop()
         view = await store.mesh.view()
         assert view.leased == 0
@@ -188,10 +188,10 @@ async def test_a_worker_does_not_walk_over_all_its_leases_at_every_poll(store, m
 
     # A short grace: the drain waits for the hanging calls until they are cut off.
     async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
-        await until(everything_is_leased)
-        await until(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
+        await reached(everything_is_leased)
+        await reached(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
         monkeypatch.setattr(ActiveTrajectory, "finished", property(counted))
         monkeypatch.setattr(store.leadership, "desired", looked)
-        await until(lambda: looks >= 8)
+        await reached(lambda: looks >= 8)
         assert walked < plan.pool_size
         monkeypatch.undo()

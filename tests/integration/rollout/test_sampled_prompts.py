@@ -24,10 +24,10 @@ from rollmesh.tasks.sources.source_registry import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import all_groups, check_batch, start
 from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward
-from .waiting import until
 
 ROW_COUNT = 7
 
@@ -77,7 +77,7 @@ async def test_a_sampler_that_fails_stops_the_run_and_loses_nothing(
     build = partial(running, store, cluster, ScriptedReward(), plan, prompts=ScriptedRows())
     async with build(open_draws=draws(store, function)):
         check_batch(await trainer.train(1), plan)
-        failure = await until(store.leadership.failure)
+        failure = await reached(store.leadership.failure)
         position = await store.leadership.cursor()
     assert failure.startswith(f"prompt (epoch {position.epoch}, index {position.index}): ")
     assert re.search(message, failure)

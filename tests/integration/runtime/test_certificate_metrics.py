@@ -18,7 +18,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity
 from rollmesh.runtime.tls import TlsFiles
 
-from ...certificates import Authority, Certificate
+from ...kit.certificates import Authority, Certificate
 
 NAMES = ("rollmesh_reward_certificate_start_timestamp_seconds", "rollmesh_reward_certificate_expiry_timestamp_seconds")
 

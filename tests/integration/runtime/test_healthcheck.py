@@ -17,7 +17,7 @@ from rollmesh.runtime.healthcheck import check, main
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 
-from ...certificates import Authority
+from ...kit.certificates import Authority
 
 
 async def test_a_service_is_healthy_while_its_loops_live_whether_ready_or_not() -> None:

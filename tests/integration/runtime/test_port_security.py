@@ -27,7 +27,7 @@ from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity, is_l
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 
-from ...certificates import Authority, Certificate
+from ...kit.certificates import Authority, Certificate
 
 SERVICE = "rollmesh.v1.RewardService"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.location import open_checkpoints
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
 from ...sglang_cpu.server import FORKING, START_SECONDS
@@ -48,14 +48,6 @@ def _quiet() -> None:
 def kit() -> ModuleType:
     """The run of the generator's own tests: the trainer's part is played there."""
     return generator_run
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
 
 
 @pytest.fixture(scope="session")

@@ -17,18 +17,9 @@ from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
-from ...adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
-from ...contract.contract_kit import (
-    KEY,
-    LONGEST,
-    WAIT_SECONDS,
-    StandIn,
-    collect,
-    make_call,
-    prompt_ids,
-    until,
-    write_model,
-)
+from ...contract.contract_kit import KEY, LONGEST, WAIT_SECONDS, StandIn, collect, make_call, prompt_ids, write_model
+from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
+from ...kit.waiting import reached
 from ...sglang_cpu.options import sglang_options
 
 FLAGS = (
@@ -138,7 +129,7 @@ async def test_a_version_that_waits_to_be_scored_stays_loaded(tmp_path, base, fo
     for version in (2, 3, 4):
         folders[version] = write_adapter(tmp_path / f"late-{version}", base, version)
         await serve(engine, folders, version)
-    await until(lambda: "policy-v2" not in names(server))
+    await reached(lambda: "policy-v2" not in names(server))
     assert "policy-v1" in names(server) and not first.done()
     post(server, "continue_generation")
     (scores,) = await late

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +19,7 @@ from rollmesh.generator.engines.sglang.server_process import ServerProcess, rele
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.types import Chunk
 
+from ...kit.waiting import reached
 from ...sglang_cpu.options import sglang_options
 from ...sglang_cpu.server import START_SECONDS
 
@@ -31,12 +32,6 @@ children = [subprocess.Popen([sys.executable, "-c", inner]) for _ in range(2)]
 print("outer", flush=True)
 time.sleep(600)
 """
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -66,11 +61,11 @@ def server_of(generator: int) -> psutil.Process:
 async def test_stopping_ends_the_program_and_all_that_it_started(tmp_path):
     log = tmp_path / "logs" / "server.log"
     process = ServerProcess([sys.executable, "-c", _TREE], {}, log)
-    await until(lambda: log.read_text().count("inner") == 2)
+    await reached(lambda: log.read_text().count("inner") == 2)
     processes = tree(process.pid)
     assert len(processes) == 4 and process.alive
     await process.stop(5.0)
-    await until(lambda: gone(processes))
+    await reached(lambda: gone(processes))
     assert not process.alive
 
 
@@ -106,12 +101,12 @@ async def test_a_killed_owner_leaves_no_process_behind(tmp_path):
         "asyncio.run(main())\n"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", owner, _TREE, str(log))
-    await until(lambda: log.exists() and log.read_text().count("inner") == 2)
+    await reached(lambda: log.exists() and log.read_text().count("inner") == 2)
     processes = tree(process.pid)
     assert len(processes) == 5
     process.kill()
     await process.wait()
-    await until(lambda: gone(processes))
+    await reached(lambda: gone(processes))
 
 
 async def test_a_server_that_is_not_ready_in_time_is_an_error_that_names_its_log(tmp_path, kit):
@@ -200,7 +195,7 @@ async def test_a_killed_generator_takes_its_server_along(make_run, request, whic
     assert len(processes) >= 3
     process.kill()
     process.wait()
-    await until(lambda: gone(processes))
+    await reached(lambda: gone(processes))
 
 
 async def test_a_paused_server_is_not_taken_for_dead(tmp_path, kit, stand_in):

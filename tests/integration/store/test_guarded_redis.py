@@ -20,7 +20,7 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.runtime.addresses import free_port
 from rollmesh.store import TrajectoryStore
 
-from ...certificates import Authority, Certificate
+from ...kit.certificates import Authority, Certificate
 from .store_mesh import limits
 
 USER, PASSWORD, SENTINEL_PASSWORD = "mesh", "between friends", "of the watchers"

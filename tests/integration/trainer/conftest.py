@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.store import EmbeddedOptions, EmbeddedServer
+from rollmesh.store import EmbeddedServer
 
+from ...kit.redis_servers import running_server
 from .trainer_run import write_tiny_model
 
 _TEST_SECONDS = 900
@@ -36,10 +37,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server of the test's own, that it may kill."""
-    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
-    embedded.start()
-    yield embedded
-    embedded.kill()
+    with running_server(tmp_path / "redis") as server:
+        yield server
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.service.published_canary import canary_sequences
 
-from ...unit.trainer.learner.made_batches import VOCAB, random_batch
+from ...kit.made_batches import VOCAB, random_batch
 
 STEPS = 2
 VERSIONS = {v: v for v in range(STEPS + 1)}

@@ -25,7 +25,7 @@ from rollmesh.trainer.main import build_ranks
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import PolicyRecord
 
-from ...unit.trainer.learner.made_batches import batch_of, policy_segment, trajectory
+from ...kit.made_batches import batch_of, policy_segment, trajectory
 from .parts_rank_process import first_moments
 
 BUDGET, OTHER_BUDGET = 70, 80

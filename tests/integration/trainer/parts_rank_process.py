@@ -17,7 +17,7 @@ from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.distributed import World, join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-from ...unit.trainer.learner.made_batches import random_batch
+from ...kit.made_batches import random_batch
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 VERSIONS = {v: v for v in range(8)}

@@ -20,7 +20,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes, join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-from ...unit.trainer.learner.made_batches import random_batch
+from ...kit.made_batches import random_batch
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}

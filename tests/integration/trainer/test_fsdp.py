@@ -12,8 +12,8 @@ from rollmesh.checkpoints.committed import committed_states
 from rollmesh.checkpoints.states import load_state
 from rollmesh.trainer.learner.distributed import World
 
-from ...unit.trainer.learner.made_batches import random_batch, write_random_model
-from ...unit.trainer.learner.reference import largest_difference, weights_of
+from ...kit.made_batches import random_batch, write_random_model
+from ...kit.trainer_reference import largest_difference, weights_of
 from .rank_process import RECIPES, SECRET, STEPS, VERSIONS, make_trainer, run
 from .two_ranks import run_two_ranks
 

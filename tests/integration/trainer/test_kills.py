@@ -15,7 +15,7 @@ from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import PolicyRecord
 
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.ledger import read_ledger
 from .trainer_run import TrainerRun, opened_run, write_run_file
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Int32Array, Segment
 
-from ...unit.trainer.learner.made_batches import VOCAB, batch_of, trajectory, write_random_model
+from ...kit.made_batches import VOCAB, batch_of, trajectory, write_random_model
 
 PROMPT = 2
 TOKENS = 2

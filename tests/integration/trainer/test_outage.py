@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.store import EmbeddedServer
 
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.ledger import read_ledger
 from .trainer_run import opened_run, write_run_file
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rollmesh.trainer.learner.distributed import World
 
-from ...unit.trainer.learner.made_batches import write_random_model
+from ...kit.made_batches import write_random_model
 from .parts_rank_process import BATCH, VERSIONS, first_moments, trainer_at_step_two
 from .two_ranks import run_two_ranks
 

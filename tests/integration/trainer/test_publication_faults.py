@@ -17,7 +17,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.ledger import read_ledger
 from .test_background_publication import held_run, release, uninterrupted, versions, waits
 from .test_full_disk import fill
 from .test_kills import assert_every_batch_counts_once, last_weights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rollmesh.config import load_run_config
 
-from ...unit.trainer.learner.made_batches import write_random_model
+from ...kit.made_batches import write_random_model
 from .other_settings_process import BUDGET, OTHER_BUDGET, ranks_of, train
 from .parts_rank_process import first_moments
 from .two_ranks import run_two_ranks

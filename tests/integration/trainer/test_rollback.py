@@ -10,7 +10,7 @@ from rollmesh.errors import Conflict
 from rollmesh.store import EmbeddedServer
 from rollmesh.types import PolicyRecord
 
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.ledger import read_ledger
 from .test_background_publication import held_run, release
 from .trainer_run import TrainerRun, opened_run, write_run_file
 

@@ -22,7 +22,7 @@ from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
 from rollmesh.worker.trajectory_scoring import shape
 
-from ...unit.checkpoints.ledger import read_ledger
+from ...kit.ledger import read_ledger
 from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, opened_run, write_run_file
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import yaml
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -27,7 +27,8 @@ from rollmesh.segments import slice_segment
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
-from ..warm import TRAINER, WarmProcess, template
+from ...kit.waiting import reached
+from ...kit.warm import TRAINER, WarmProcess, template
 from .two_ranks import WORLD, TwoRanks
 
 Process = subprocess.Popen[bytes] | WarmProcess | TwoRanks
@@ -144,16 +145,12 @@ class TrainerRun:
         self, what: str, condition: Callable[[], bool | Awaitable[bool]], seconds: float = 120.0, pause: float = 0.0
     ) -> None:
         """Wait for a condition while batches are cut; a trainer that fails ends the wait."""
-        deadline = time.monotonic() + seconds
-        while True:
-            holds = condition()
-            if holds if isinstance(holds, bool) else await holds:
-                return
+
+        def fail() -> None:
             if self.process is not None and self.process.poll() not in (None, 0):
-                raise AssertionError(f"{what}: the trainer ended with {self.process.returncode}\n{self.log()[-4000:]}")
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {seconds} s\n{self.log()[-4000:]}")
-            await asyncio.sleep(pause)
+                pytest.fail(f"{what}: the trainer ended with {self.process.returncode}\n{self.log()[-4000:]}")
+
+        await reached(condition, lambda: f"{what}\n{self.log()[-4000:]}", seconds, check=fail, pause=pause)
 
     async def until_finished(self, seconds: float = 120.0) -> None:
         """The trainer has trained the last step and ended by itself."""

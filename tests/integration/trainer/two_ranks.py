@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from ..warm import TRAINER, WarmProcess, template
+from ...kit.warm import TRAINER, WarmProcess, template
 
 WORLD = 2
 

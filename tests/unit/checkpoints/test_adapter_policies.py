@@ -13,7 +13,7 @@ from rollmesh.checkpoints.manifest import MANIFEST_FILE, Manifest
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import SECRET, publish, publish_adapter
+from ...kit.checkpoint_samples import SECRET, publish, publish_adapter
 
 
 @pytest.fixture

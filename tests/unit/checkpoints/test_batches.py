@@ -15,7 +15,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import Batch
 
-from .checkpoint_samples import CURSOR, SECRET, make_batch
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch
 
 
 @pytest.fixture

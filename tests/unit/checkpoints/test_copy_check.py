@@ -11,7 +11,7 @@ from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.bucket_copies import stored_copies
 from rollmesh.checkpoints.objects import ObjectStore
 
-from .checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 
-from .checkpoint_samples import CANARY, SECRET, publish, write_model
+from ...kit.checkpoint_samples import CANARY, SECRET, publish, write_model
 
 
 @pytest.fixture

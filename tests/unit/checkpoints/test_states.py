@@ -12,7 +12,7 @@ from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import SECRET
+from ...kit.checkpoint_samples import SECRET
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import CURSOR, SECRET, make_batch
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch
 
 
 @pytest.fixture

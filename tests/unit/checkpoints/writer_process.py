@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
 
 
 def write_large(folder: Path) -> None:

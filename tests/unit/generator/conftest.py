@@ -17,6 +17,8 @@ from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
+from ...kit.models import write_model
+
 VOCAB = 61
 _SHAPE = {
     "vocab_size": VOCAB,
@@ -71,20 +73,6 @@ def _one_thread() -> Iterator[None]:
     disable_progress_bar()
     yield
     torch.set_num_threads(threads)
-
-
-def write_model(folder: Path, config: PretrainedConfig, seed: int) -> Path:
-    """A random model whose distributions are neither flat nor certain, and whose norms and biases matter."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(5.0)
-    model.save_pretrained(folder)
-    return folder
 
 
 ModelMaker = Callable[..., Path]

@@ -14,7 +14,7 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.adapter_folder import AdaptedLayers, AdapterSettings, adapted_layers
 from rollmesh.generator.engines.stored_tensors import read_shapes
 
-from ...adapters import ALL_LINEAR, ALPHA, RANK, change_config, change_tensors, write_adapter
+from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_config, change_tensors, write_adapter
 from .conftest import ModelMaker
 
 _FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

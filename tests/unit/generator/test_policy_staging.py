@@ -17,7 +17,7 @@ from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.policy_staging import PolicyStaging
 from rollmesh.runtime.metrics import Metrics
 
-from ..checkpoints.checkpoint_samples import SECRET, publish
+from ...kit.checkpoint_samples import SECRET, publish
 
 
 class Engine:

@@ -20,7 +20,7 @@ from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
-from ...adapters import ALL_LINEAR, ALPHA, RANK, change_tensors, merge, write_adapter
+from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_tensors, merge, write_adapter
 from .conftest import CONFIGS, ModelMaker, Rollout, collect, hf_logprobs, make_call, prompt_ids
 
 _LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"

@@ -22,13 +22,8 @@ from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.generator.engines.torch.torch_options import step_seconds
 from rollmesh.types import FinishReason
 
+from ...kit.waiting import reached
 from .conftest import Rollout, collect, hf_logprobs, make_call, prompt_ids
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def generated(engine: TorchEngine) -> int:
@@ -65,9 +60,9 @@ async def start_calls(engine: TorchEngine, count: int) -> CallsUnderWay:
     enough = generated(engine) + 5 * count
     at_full_speed = slow_steps(engine, lambda: generated(engine) > enough)
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(lambda: engine.status().running_count == count and generated(engine) > enough)
+    await reached(lambda: engine.status().running_count == count and generated(engine) > enough)
     together = generated(engine)  # one of them may have been first
-    await until(lambda: generated(engine) > together + 2 * count)
+    await reached(lambda: generated(engine) > together + 2 * count)
     return CallsUnderWay(tasks, at_full_speed)
 
 
@@ -96,9 +91,9 @@ async def test_closing_a_stream_early_frees_its_slot(engine_of):
     await stream.aclose()
     at_full_speed = slow_steps(engine, lambda: True)
     task = asyncio.create_task(collect(engine, make_call("cancelled", max_new_token_count=240)))
-    await until(lambda: engine.status().running_count == 1)
+    await reached(lambda: engine.status().running_count == 1)
     task.cancel()
-    await until(lambda: engine.status().running_count == 0)
+    await reached(lambda: engine.status().running_count == 0)
     assert generated(engine) < 2 * 240, "it was dropped, not finished"
     at_full_speed.set()
     assert len((await collect(engine, make_call("next"))).tokens) == 40
@@ -117,9 +112,9 @@ async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_be
     await engine.pause()
     calls = [make_call(f"t{i}", prompt_ids(i, 240), max_new_token_count=8) for i in range(16)]
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(lambda: engine.status().waiting_count == 16)
+    await reached(lambda: engine.status().waiting_count == 16)
     await engine.resume()
-    await until(lambda: engine.status().running_count > 0)
+    await reached(lambda: engine.status().running_count > 0)
     interrupted = asyncio.create_task(engine.interrupt(["t15"]))
     await asyncio.sleep(0)
     interrupting.set()
@@ -148,9 +143,9 @@ async def test_calls_without_a_token_get_the_cache_of_the_version_that_a_keep_kv
     await engine.pause()
     calls = [make_call(f"t{i}", prompt_ids(i, 240), max_new_token_count=8) for i in range(16)]
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(lambda: engine.status().waiting_count == 16)
+    await reached(lambda: engine.status().waiting_count == 16)
     await engine.resume()
-    await until(lambda: engine.status().running_count > 0)
+    await reached(lambda: engine.status().running_count > 0)
     load = asyncio.create_task(engine.load(folder, 1, OnNewVersion.KEEP_KV))
     await asyncio.sleep(0)
     loading.set()
@@ -254,7 +249,7 @@ async def test_a_preempted_call_survives_a_kept_kv_swap_with_honest_stamps(engin
 
     at_full_speed = slow_steps(engine, preempted)
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(preempted)
+    await reached(preempted)
     await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.KEEP_KV)
     assert engine.status().reprefill_token_total == 0
     at_full_speed.set()

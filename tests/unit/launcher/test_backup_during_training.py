@@ -14,7 +14,7 @@ from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.launcher.backup import back_up
 from rollmesh.launcher.run_folder import RunFolder
 
-from ..checkpoints.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_client import GenerationClient
 
-from ...certificates import Authority, Certificate
+from ...kit.certificates import Authority, Certificate
 
 
 class Idle(stubs.GenerationServiceServicer):

@@ -22,8 +22,9 @@ from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
+from ....kit.waiting import reached
 from ..served_engine import CallHung, despite_stalls, served
-from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, until, write_folder
+from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, write_folder
 
 Start = Callable[..., Awaitable[SglangEngine]]
 
@@ -85,7 +86,7 @@ async def test_the_deadline_of_a_slice_is_suspended_while_the_server_is_paused(s
         engine = await start(request_timeout_seconds=deadline)
         task = asyncio.create_task(collect(engine, make_call(count=4)))
         try:
-            await until(lambda: server.count("/generate") > before)
+            await reached(lambda: server.count("/generate") > before)
             await engine.pause()
             if not task.done():  # or the machine stalled, and the deadline came before the pause
                 await asyncio.sleep(1.1 * deadline)
@@ -115,10 +116,10 @@ async def test_a_slice_and_a_pause_of_twice_the_chunk_timeout_cost_no_call_and_n
             async def sample_through_a_pause() -> list[tuple[ActiveTrajectory, FinishReason]]:
                 async with asyncio.TaskGroup() as group:
                     sliced = group.create_task(worker.sample("sliced", 4))
-                    await until(lambda: server.count("/generate") > before)
+                    await reached(lambda: server.count("/generate") > before)
                     await engine.pause()
                     held = group.create_task(worker.sample("held", 4))
-                    await until(lambda: engine.status().waiting_count == 1)
+                    await reached(lambda: engine.status().waiting_count == 1)
                     await asyncio.sleep(2 * timeout)
                     await engine.resume()
                     server.release.set()
@@ -148,7 +149,7 @@ async def test_a_server_that_has_come_back_with_other_weights_is_noticed_without
     engine = await start(probe_seconds=0.05)
     server.version = "default"
     with pytest.raises(EngineLost, match="policy version default"):
-        await until(lambda: engine.status() is None)
+        await reached(lambda: engine.status() is None)
 
 
 async def test_loads_are_not_taken_for_foreign_weights(server, start, tmp_path):
@@ -181,7 +182,7 @@ async def test_requests_retracted_for_lack_of_cache_are_preemptions_and_those_of
     engine = await start()
     server.deaf = True
     call = asyncio.create_task(collect(engine, make_call(count=4)))
-    await until(lambda: server.count("/generate") == 1)
+    await reached(lambda: server.count("/generate") == 1)
     await engine.pause()
     await engine.resume()
     server.release.set()
@@ -196,7 +197,7 @@ async def test_a_canary_does_not_pause_the_server_again_and_its_tokens_wait_for_
     engine = await start()
     server.deaf = True
     call = asyncio.create_task(collect(engine, make_call(count=4)))
-    await until(lambda: server.count("/generate") == 1)
+    await reached(lambda: server.count("/generate") == 1)
     await engine.pause()
     await engine.load(tmp_path / "policy", 1, OnNewVersion.INTERRUPT)
     pauses = server.count("/pause_generation")
@@ -254,7 +255,7 @@ async def test_calls_in_progress_end_when_the_server_is_lost_not_at_their_deadli
     engine = await start(probe_seconds=0.05, request_timeout_seconds=300.0)
     server.deaf = True
     tasks = [asyncio.create_task(collect(engine, make_call(f"t{i}"))) for i in range(3)]
-    await until(lambda: server.count("/generate") == 3)
+    await reached(lambda: server.count("/generate") == 3)
     server.version = "9"
     for task in tasks:
         with pytest.raises(EngineLost, match="policy version 9"):
@@ -266,9 +267,9 @@ async def test_an_interrupt_does_not_wait_for_calls_that_were_given_up(server, s
     engine = await start()
     server.deaf = True
     task = asyncio.create_task(collect(engine, make_call("gone")))
-    await until(lambda: server.count("/generate") == 1)
+    await reached(lambda: server.count("/generate") == 1)
     interrupt = asyncio.create_task(engine.interrupt(["gone"]))
-    await until(lambda: server.count("/abort_request") == 1)
+    await reached(lambda: server.count("/abort_request") == 1)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -280,13 +281,13 @@ async def test_what_a_cancelled_load_left_behind_is_never_delivered(server, star
     engine = await start(probe_seconds=0.01)
     server.deaf_update = True
     load = asyncio.create_task(engine.load(tmp_path / "policy", 1, OnNewVersion.INTERRUPT))
-    await until(lambda: server.version == "1")
+    await reached(lambda: server.version == "1")
     load.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await load
     server.deaf_update = False
     call = asyncio.create_task(collect(engine, make_call()))
-    await until(lambda: server.count("/generate") >= 2)
+    await reached(lambda: server.count("/generate") >= 2)
     await engine.interrupt()
     (end,) = await call
     assert (end.finish_reason, len(end.token_ids)) == (FinishReason.INTERRUPTED, 0)

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from .made_batches import write_random_model
+from ....kit.made_batches import write_random_model
 
 ModelMaker = Callable[..., Path]
 

@@ -21,8 +21,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Trajectory
 
+from ....kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory
 from .conftest import ModelMaker
-from .made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory
 
 ADAPTER = AdapterConfig(rank=4, alpha=8)
 VERSIONS = {version: version for version in range(8)}

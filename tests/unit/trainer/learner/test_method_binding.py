@@ -19,7 +19,7 @@ from rollmesh.trainer.learner.step_inputs import apply_masks
 from rollmesh.trainer.learner.train_batch import build_train_batch
 from rollmesh.types import FinishReason
 
-from .made_batches import batch_of, policy_segment, random_batch, trajectory
+from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
 
 ROOT = Path(__file__).parents[4]
 OWN = """

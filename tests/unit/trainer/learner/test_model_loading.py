@@ -34,9 +34,9 @@ from rollmesh.trainer.learner.policy_model import load_policy_model
 from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
+from ....kit.made_batches import SHAPE, random_batch
+from ....kit.trainer_reference import largest_difference, weights_of
 from .conftest import ModelMaker
-from .made_batches import SHAPE, random_batch
-from .reference import largest_difference, weights_of
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from rollmesh.trainer.learner.step_settings import differing_settings
 from rollmesh.trainer.learner.token_explanation import TokenExplanation
 from rollmesh.types import Batch, Trajectory
 
+from ....kit.made_batches import batch_of, policy_segment, trajectory
 from .conftest import ModelMaker
-from .made_batches import batch_of, policy_segment, trajectory
 
 VERSIONS = {0: 0, 1: 1, 2: 2}
 

@@ -16,8 +16,8 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.token_scores import score_tokens
 from rollmesh.types import Int32Array
 
+from ....kit.made_batches import CONFIGS, SHAPE, VOCAB
 from .conftest import ModelMaker
-from .made_batches import CONFIGS, SHAPE, VOCAB
 
 OTHERS: dict[str, PretrainedConfig] = {
     "sliding window": MistralConfig(**SHAPE, sliding_window=4),

@@ -9,7 +9,7 @@ from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
 from rollmesh.trainer.learner.packing import balanced_bins, pack
 from rollmesh.trainer.learner.train_batch import build_train_batch
 
-from .made_batches import VOCAB, random_batch
+from ....kit.made_batches import VOCAB, random_batch
 
 
 def no_advantage(data: TrajectoryColumns) -> torch.Tensor:

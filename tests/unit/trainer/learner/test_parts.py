@@ -15,9 +15,9 @@ from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
+from ....kit.made_batches import random_batch
+from ....kit.trainer_reference import largest_difference, weights_of
 from .conftest import ModelMaker
-from .made_batches import random_batch
-from .reference import largest_difference, weights_of
 
 VERSIONS = {v: v for v in range(8)}
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)

@@ -14,8 +14,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Float32Array
 
+from ....kit.made_batches import VOCAB, random_batch
 from .conftest import ModelMaker
-from .made_batches import VOCAB, random_batch
 
 ADAPTERS = {"full": None, "adapter": AdapterConfig(rank=4, alpha=8, dropout=0.3)}
 VERSIONS = {version: version for version in range(20)}

@@ -25,8 +25,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.published_policy import write_merged
 
+from ....kit.made_batches import VOCAB, random_batch
 from .conftest import ModelMaker
-from .made_batches import VOCAB, random_batch
 
 IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in (9, 17)]
 CANARY = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]

@@ -18,9 +18,9 @@ from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
+from ....kit.made_batches import random_batch
+from ....kit.trainer_reference import largest_difference, weights_of
 from .conftest import ModelMaker
-from .made_batches import random_batch
-from .reference import largest_difference, weights_of
 
 VERSIONS = {v: v for v in range(8)}
 

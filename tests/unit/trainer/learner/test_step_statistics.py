@@ -20,7 +20,7 @@ from rollmesh.trainer.learner.step_statistics import (
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .made_batches import batch_of, environment_segment, policy_segment, trajectory
+from ....kit.made_batches import batch_of, environment_segment, policy_segment, trajectory
 
 VERSIONS = {0: 0, 1: 1, 2: 2}
 

@@ -12,8 +12,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Segment
 
+from ....kit.made_batches import batch_of, environment_segment, policy_segment, trajectory
 from .conftest import ModelMaker
-from .made_batches import batch_of, environment_segment, policy_segment, trajectory
 
 SHIFT = {"clipped_high": -0.5, "trained": 0.0, "clipped_low": 0.5, "clipped_dual": -3.0}
 

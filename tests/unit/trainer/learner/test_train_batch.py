@@ -12,7 +12,7 @@ from rollmesh.errors import DataError
 from rollmesh.trainer.learner.train_batch import NO_VERSION, build_train_batch, split_minibatches
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
 
 GRPO = ADVANTAGES["grpo"]
 

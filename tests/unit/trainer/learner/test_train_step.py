@@ -21,9 +21,9 @@ from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 
+from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from ....kit.trainer_reference import ReferenceTrainer, largest_difference, weights_of
 from .conftest import ModelMaker
-from .made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
-from .reference import ReferenceTrainer, largest_difference, weights_of
 
 RATE = 1e-2
 VERSIONS = {v: v for v in range(8)}

@@ -19,8 +19,8 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.types import Batch
 
+from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
 from .conftest import ModelMaker
-from .made_batches import batch_of, policy_segment, random_batch, trajectory
 
 VERSIONS = {v: v for v in range(9)}
 

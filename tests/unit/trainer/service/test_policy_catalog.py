@@ -16,7 +16,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.types import PolicyRecord
 
-from ...checkpoints.checkpoint_samples import SECRET, publish
+from ....kit.checkpoint_samples import SECRET, publish
 
 
 def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
 
-from ...checkpoints.checkpoint_samples import CURSOR, SECRET, make_batch
+from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch
 
 VERSIONS = dict.fromkeys(range(10), 0)
 

@@ -24,8 +24,8 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
 
-from ...checkpoints.checkpoint_samples import CURSOR, SECRET, make_batch, publish
-from ..learner.made_batches import SHAPE, write_random_model
+from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ....kit.made_batches import SHAPE, write_random_model
 
 
 class AwayStore(CheckpointStore):

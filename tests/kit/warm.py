@@ -77,7 +77,7 @@ class Template:
 
     def __init__(self, *modules: str, seed: int | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        command = [sys.executable, "-u", str(_ROOT / "tests/integration/warm_template.py"), str(_ROOT), *modules]
+        command = [sys.executable, "-u", str(_ROOT / "tests/kit/warm_template.py"), str(_ROOT), *modules]
         # torch reads the number of threads when it is imported.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if seed is not None:

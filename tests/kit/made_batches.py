@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rollmesh.types import (
     Batch,
@@ -20,6 +19,8 @@ from rollmesh.types import (
     SegmentSource,
     Trajectory,
 )
+
+from .models import write_model
 
 VOCAB = 40
 SHAPE = {
@@ -42,13 +43,7 @@ def write_random_model(
     folder: Path, name: str = "qwen2", seed: int = 0, config: PretrainedConfig | None = None
 ) -> None:
     """A random model of this architecture, or of ``config``, with a tokenizer file beside it."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config or CONFIGS[name]())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # The default initialisation gives nearly uniform distributions, which would hide errors.
-            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-    model.save_pretrained(folder)
+    write_model(folder, config or CONFIGS[name](), seed, scale=3.0, shift=0.0)
     (folder / "tokenizer.json").write_text("{}")
 
 
