@@ -138,7 +138,7 @@ class GroupView:
     min_train_step: int | None
     """Smallest train_step among the policy versions whose tokens would be in the loss; None without tokens."""
     token_count: int = 0
-    """Tokens of the scored trajectories of a ready group; 0 for an open one, and for a group of an older release."""
+    """Tokens of the scored trajectories of a ready group; 0 for an open one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,11 +335,10 @@ class RunLimits:
     """True to keep a record of every prompt, because a rule of the run reads it."""
     resume_order: ResumeOrder = ResumeOrder.ADMISSION
     window_groups: int = 0
-    """Most groups admitted and not yet trained on; 0, as in runs of older releases, for (max_staleness + 1) *
-    groups_per_batch."""
+    """Most groups admitted and not yet trained on; 0 for (max_staleness + 1) * groups_per_batch."""
     most_members: int = 0
-    """Most trajectories of a group, replacements and forks included; 0, as in runs of older releases, for twice the
-    number of scored ones that complete it."""
+    """Most trajectories of a group, replacements and forks included; 0 for twice the number of scored ones that
+    complete it."""
     fixed_settings: tuple[tuple[str, str], ...] = ()
     """Settings of the schedule that are fixed for a run, in words: (name in the run file, value)."""
     has_rounds: bool = False

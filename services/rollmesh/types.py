@@ -300,8 +300,8 @@ class GeneratorWork:
     """Integral of running calls over the time in prefill and decode."""
     slot_seconds: float = 0.0
     """Integral of slots over the time in service."""
-    generated_tokens: int | None = None
-    """Tokens sampled for any purpose; None from a release that does not report them."""
+    generated_tokens: int = 0
+    """Tokens sampled for any purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class BatchFooter(BaseModel):
     cursor_epoch: int = Field(ge=0)
     cursor_index: int = Field(ge=0)
     payload_bytes: int = Field(ge=0)
-    group_bytes: list[int] = Field(default_factory=list)
+    group_bytes: list[int]
     """Length of every group's frame, to read one group without the others."""
     payload_sha256: str
     """Digest of the batch: equal batches have equal digests, for any writer and time."""
@@ -209,13 +209,12 @@ def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id
     footer = footer_of(file, path, secret, train_step)
     if group_id not in footer.group_ids:
         return None
-    start, size = 0, footer.payload_bytes
-    if footer.group_bytes:  # empty in a file of an older release
-        position = footer.group_ids.index(group_id)
-        start, size = sum(footer.group_bytes[:position]), footer.group_bytes[position]
-    file.seek(len(_HEAD) + start)
+    position = footer.group_ids.index(group_id)
+    file.seek(len(_HEAD) + sum(footer.group_bytes[:position]))
     try:
-        found = next((g for g in decode_groups(file.read(size)) if g.group_id == group_id), None)
+        found = next(
+            (g for g in decode_groups(file.read(footer.group_bytes[position])) if g.group_id == group_id), None
+        )
     except DataError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if found is None:
@@ -227,7 +226,7 @@ def groups_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Iter
     """Read the groups of an open, seekable batch file one by one, in order; for display only, like ``group_of``."""
     footer = footer_of(file, path, secret, train_step)
     file.seek(len(_HEAD))
-    for size in footer.group_bytes or [footer.payload_bytes]:  # empty in a file of an older release
+    for size in footer.group_bytes:
         try:
             yield from decode_groups(file.read(size))
         except DataError as error:

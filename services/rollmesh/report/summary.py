@@ -64,7 +64,7 @@ class RunSummary:
     generated_tokens: int | None
     generated_per_second: float | None
     goodput: float | None
-    """Trained tokens per generated token (runs of older releases: per saved token), from the last step report."""
+    """Trained tokens per generated token, from the last step report."""
     reprefill_share: float | None
     """Share of the computed context tokens that had been sampled before, 0..1."""
     bubble_ratio: float | None
@@ -84,10 +84,9 @@ class RunSummary:
     """Saved tokens of members that were cut off, at the last train step."""
     dropped_share: tuple[float | None, ...] = ()
     """Share of the groups that were dropped rather than trained, by length decile, the shortest first; None where no
-    group has left the queue. Empty in runs of older releases."""
+    group has left the queue."""
     begun_again_by_decile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The same groups by kind and by length decile of their longest member, the shortest first. Empty in runs of older
-    releases."""
+    """The same groups by kind and by length decile of their longest member, the shortest first."""
     surplus_by_decile: tuple[int, ...] = ()
     """Members that were cut off by length decile, the shortest first."""
     masked_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -6,14 +6,10 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.store.redis_connection import Connection
 from rollmesh.types import GeneratorRecord, GeneratorWork
-
-_RECORD_FIELDS = frozenset(field.name for field in dataclasses.fields(GeneratorRecord))
-_WORK_FIELDS = frozenset(field.name for field in dataclasses.fields(GeneratorWork))
 
 
 class GeneratorRegistry:
@@ -66,10 +62,4 @@ class GeneratorRegistry:
 
 
 def _generator(fields: dict[str, Any]) -> GeneratorRecord:
-    work = GeneratorWork(**_known(_WORK_FIELDS, fields.get("work", {})))
-    return GeneratorRecord(**{**_known(_RECORD_FIELDS, fields), "work": work})
-
-
-def _known(names: frozenset[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that this release has a field for; a newer generator may register more."""
-    return {name: value for name, value in values.items() if name in names}
+    return GeneratorRecord(**{**fields, "work": GeneratorWork(**fields["work"])})

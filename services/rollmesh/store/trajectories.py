@@ -116,11 +116,8 @@ class TrajectoryQueue:
         """
         how = {ReleaseReason.FAILED: 0, ReleaseReason.RESTED: 2}.get(ReleaseReason(reason), 1)
         released = 0
-        remaining = list(trajectory_ids)
-        while remaining:
-            held, processed = await self._connection.run("release", session, how, *remaining[:_RELEASES_PER_CALL])
-            released += int(held)
-            del remaining[: int(processed)]
+        for part in slices(trajectory_ids, _RELEASES_PER_CALL):
+            released += int(await self._connection.run("release", session, how, *part))
         return released
 
     async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes, *, incarnation: int = 0) -> bool:

@@ -76,16 +76,6 @@ async def test_a_continued_run_refuses_a_changed_schedule_by_the_name_of_the_fie
     await store.limits.init_run(limits_of(schedule))
 
 
-async def test_a_run_of_an_older_release_keeps_the_settings_with_which_it_is_continued(store: TrajectoryStore) -> None:
-    older = limits_of({"preset": "copris"})
-    await store.limits.init_run(older)
-    names = [name for name, _ in older.fixed_settings]
-    await store.connection.command("HDEL", store.connection.keys.single("meta"), *names)
-    await store.limits.init_run(limits_of({"preset": "copris", "on_stale": "evict"}))
-    with pytest.raises(Conflict, match=re.escape("schedule.on_stale: this run was started with evict, not pace")):
-        await store.limits.init_run(older)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -213,19 +213,6 @@ async def test_no_token_is_wasted_twice_when_the_group_is_dropped_too(
     assert [d.token_count for d in await store.ledger.drops()] == [18], "the ledger keeps what the whole group had"
 
 
-async def test_a_member_that_an_older_version_left_without_a_score_is_charged_to_its_group(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], None)
-    keys, command = store.connection.keys, store.connection.command
-    await command("HDEL", keys.of("trajectory", "e0-0.0"), "wasted")
-    await command("DEL", keys.single("drops"))
-    await store.leadership.evict(mesh.leader, ["e0-0"], "stale")
-    assert (await store.mesh.counts()).dropped_tokens == {"stale": 5}
-
-
 async def test_a_group_of_one_is_ready_with_one_score_and_dropped_without(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, group_size=1)
     await mesh.admit(2, needed=1)

@@ -260,14 +260,3 @@ async def test_forgetting_a_large_group_that_a_batch_file_has_keeps_to_the_bound
     assert 0 < await most_keys(server, store, reassert) <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
     assert await store.mesh.live_groups() == ["e0-0"], "it is cut, and not trained yet"
-
-
-async def test_a_large_group_that_an_older_release_dropped_is_swept(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, pool_size=10_000, group_size=300)
-    await mesh.admit(1, needed=300)
-    command, keys = store.connection.command, store.connection.keys
-    await command("DEL", keys.single("pending"), keys.single("open"))
-    await command("HSET", keys.single("dropped"), "e0-0", "0 0 0 0 too_few_scored")
-    await store.leadership.reap(mesh.leader)
-    assert [drop.reason for drop in await store.ledger.drops()] == ["too_few_scored"]
-    assert await command("EXISTS", keys.of("group", "e0-0"), keys.of("prompt", "e0-0"), keys.single("dropped")) == 0

@@ -270,11 +270,3 @@ async def test_two_launchers_with_different_windows_cannot_share_a_run(store: Tr
     await store.limits.init_run(limits(window_groups=4, most_members=4))
     with pytest.raises(Conflict, match="schedule.window_groups: this run was started with 4, not 3"):
         await store.limits.init_run(limits(window_groups=3, most_members=4))
-
-
-async def test_a_start_adds_the_limits_that_an_older_release_did_not_write(store: TrajectoryStore) -> None:
-    await store.limits.init_run(limits(window_groups=4))
-    key = store.connection.keys.single("limits")
-    await store.connection.command("HDEL", key, "window_groups")
-    await store.limits.init_run(limits(window_groups=3))
-    assert await store.connection.command("HGET", key, "window_groups") == b"3"

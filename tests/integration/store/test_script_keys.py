@@ -10,7 +10,7 @@ from rollmesh.mesh import Desired
 from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
-from .store_mesh import Mesh, policy
+from .store_mesh import Mesh
 from .stored_keys import read_truth
 
 SIZE = 64
@@ -171,20 +171,4 @@ async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
     counts = await store.mesh.counts()
     assert counts.trajectories["dead"] == 0
     assert (counts.drops, counts.dropped_tokens) == ({"too_few_scored": 1}, {"dead": 5, "too_few_scored": 0})
-    assert (await read_truth(store)).problems == []
-
-
-async def test_a_group_of_an_older_release_finds_its_lowest_step_from_its_members(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await Mesh.start(store)
-    await store.policies.announce(mesh.trainer, policy(1))
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
-    await mesh.append("e0-0.0", 0, 3, version=1)
-    await mesh.append("e0-0.1", 0, 3, version=0)
-    key = store.connection.keys.of("group", "e0-0")
-    await store.connection.command("HDEL", key, "member_steps", "s0", "s1")
-    await store.trajectories.restart(mesh.session, ["e0-0.1"])
-    assert [g.min_train_step for g in (await store.mesh.view()).stalest_open] == [1]
     assert (await read_truth(store)).problems == []

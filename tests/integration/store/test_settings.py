@@ -160,15 +160,6 @@ async def test_an_operators_pause_and_the_launchers_are_two_switches(clients: Cl
     assert (view.user_paused, view.launcher_paused) == (False, True)
 
 
-async def test_the_launcher_ends_a_pause_of_an_older_release_that_does_not_say_whose_it_is(clients: Clients) -> None:
-    store, _ = clients
-    meta = store.connection.keys.single("meta")
-    await store.connection.command("HSET", meta, "user_paused", 1)
-    assert (await store.mesh.view()).user_paused
-    await store.settings.set_launcher_paused(False)
-    assert not (await store.mesh.view()).user_paused
-
-
 async def test_nothing_is_leased_while_the_launcher_pauses(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.batches import BatchFooter, StepSettings, batch_path
+from rollmesh.checkpoints.batches import StepSettings, batch_path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
@@ -187,16 +187,3 @@ def test_a_group_with_a_wrong_length_is_refused_and_the_others_are_read(store: C
         store.read_group(1, ids[0])
     found = store.read_group(1, ids[-1])
     assert found is not None and found.group_id == ids[-1]
-
-
-def test_a_group_is_read_from_a_file_that_does_not_tell_where_it_is(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As files of older versions do not: made by leaving out what they lack."""
-    whole = BatchFooter.model_dump
-    monkeypatch.setattr(BatchFooter, "model_dump", lambda self, **how: whole(self, exclude={"group_bytes"}, **how))
-    store.write_batch(make_batch(1), CURSOR)
-    assert store.batch_footer(1).group_bytes == []
-    for group in make_batch(1).groups:
-        found = store.read_group(1, group.group_id)
-        assert found is not None and found.group_id == group.group_id

@@ -54,7 +54,7 @@ for _, group in ipairs(new) do
   count('prompt_bytes_total', call('STRLEN', prompt_key(gid)))
   sequence = sequence + 1
   call('HSET', group_key(gid), 'index', sequence, 'needed', group.needed, 'launched', group.launched, 'scored', 0,
-    'terminal', 0, 'member_steps', 1, 'admitted_at', integer(now()))
+    'terminal', 0, 'admitted_at', integer(now()))
   if group.launched > group.needed then call('HSET', group_key(gid), 'spare', group.launched - group.needed) end
   if group.prompt_id ~= '' then call('HSET', group_key(gid), 'prompt', group.prompt_id) end
   if group.domain ~= '' then

@@ -11,7 +11,7 @@ if before[1] == ARGV[2] then return tonumber(before[2]) end
 local function open_replay(gid, letter, needed)
   local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
-    'member_steps', 1, 'replay_of', letter)
+    'replay_of', letter)
   local prompt = call('HGET', letter_key(letter), 'prompt')
   if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
   if call('HGET', K.limits, 'has_rounds') == '1' then begin_rounds(gid, needed, needed, '{}') end

@@ -4,13 +4,8 @@
 -- Returns the number of released trajectories; 0 means that none is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end
 local ids = call('SRANDMEMBER', held_key(ARGV[1]), ARGV[2])
-local given = {}
-for _, id in ipairs(ids) do
-  if members_read >= MOST_MEMBERS_READ then break end
-  give_back(id, ARGV[3] == '1')
-  given[#given + 1] = id
-end
-if #given > 0 then call('SREM', held_key(ARGV[1]), unpack(given)) end
+for _, id in ipairs(ids) do give_back(id, ARGV[3] == '1') end
+if #ids > 0 then call('SREM', held_key(ARGV[1]), unpack(ids)) end
 if call('SCARD', held_key(ARGV[1])) == 0 then
   call('SREM', K.closing, ARGV[1])
   call('UNLINK', session_key(ARGV[1]))
@@ -23,4 +18,4 @@ if call('SCARD', held_key(ARGV[1])) == 0 then
   end
 end
 flush_counts()
-return #given
+return #ids

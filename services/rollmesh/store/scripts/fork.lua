@@ -31,8 +31,8 @@ local member = group.launched
 group.launched = member + 1
 local incarnation = group.incarnation or '0'
 local id, birth, since = group.id .. '.' .. member, math.max(0, tonumber(meta[2] or '0')), now()
-call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order_of(group.index, member),
-  'attempts', 1, 'mark', 0, 'tokens', 0, 'birth', birth, 'since', since, 'incarnation', incarnation)
+call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'attempts', 1, 'mark', 0, 'tokens', 0,
+  'birth', birth, 'since', since, 'incarnation', incarnation)
 call('HSET', trajectory_key(parent), 'fork_nonce', ARGV[3], 'fork', id)
 call('SADD', held_key(session), id)
 count('leased', 1)

@@ -1,10 +1,8 @@
 #!lua flags=allow-oom
 -- uses: core fence
--- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Of the limits
--- that an older release did not write, the sizes and the fixed settings are added, and the others must be 0. Fixed
--- settings (`schedule.<field>`) are in K.meta: older releases read every value of K.limits as a number. Every service
--- starts with this script, so it must run when memory is short: memory is freed by training a batch, and the trainer
--- restarts too.
+-- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Fixed settings
+-- (`schedule.<field>`) are text and in K.meta; K.limits has numbers. Every service starts with this script, so it must
+-- run when memory is short: memory is freed by training a batch, and the trainer restarts too.
 -- A prompt history may begin later: the next batch file is then the first with outcomes. It never ends.
 -- ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local function place_of(name) return string.find(name, '^schedule%.') and K.meta or K.limits end
@@ -15,17 +13,14 @@ if #there > 0 then
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
     local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
-    local is_fixed = place_of(ARGV[at]) == K.meta
-    if is_fixed then old[ARGV[at]] = call('HGET', K.meta, ARGV[at]) end
-    local may_be_added = is_fixed or ARGV[at] == 'window_groups' or ARGV[at] == 'most_members'
+    if place_of(ARGV[at]) == K.meta then old[ARGV[at]] = call('HGET', K.meta, ARGV[at]) end
     local history = ARGV[at] == 'keeps_history'
     local begins = history and ARGV[at + 1] == '1' and old[ARGV[at]] ~= '1'
     history_begins = history_begins or begins
-    if begins or longer or (may_be_added and not old[ARGV[at]]) then
+    if begins or longer then
       changed[#changed + 1], changed[#changed + 2] = ARGV[at], ARGV[at + 1]
-    elseif not history and (old[ARGV[at]] or '0') ~= ARGV[at + 1] then
-      local before = old[ARGV[at]] or '0'
-      refused[#refused + 1] = ARGV[at] .. ': this run was started with ' .. before .. ', not ' .. ARGV[at + 1]
+    elseif not history and old[ARGV[at]] ~= ARGV[at + 1] then
+      refused[#refused + 1] = ARGV[at] .. ': this run was started with ' .. (old[ARGV[at]] or 'none') .. ', not ' .. ARGV[at + 1]
     end
   end
   if #refused > 0 then fail('CONFLICT', table.concat(refused, '; ')) end

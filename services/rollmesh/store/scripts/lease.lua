@@ -26,8 +26,7 @@ local leased, held, buried = {}, {}, 0
 -- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
 local max_burials = most_burials()
 
--- The field `order` is for clients of an older release.
-local function take(id, order)
+local function take(id)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since', 'incarnation')
   local attempts, tokens, since = '1', v[3] or '0', v[5] or now_text
   if v[1] and (v[2] == tokens or v[2] == '-') then
@@ -40,8 +39,8 @@ local function take(id, order)
     attempts = integer(tried + 1)
   end
   local born = v[4] or birth
-  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order, 'attempts', attempts,
-    'mark', tokens, 'tokens', tokens, 'birth', born, 'since', since)
+  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'attempts', attempts, 'mark', tokens,
+    'tokens', tokens, 'birth', born, 'since', since)
   held[#held + 1] = id
   leased[#leased + 1] = {
     id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since,
@@ -52,13 +51,13 @@ end
 
 local function take_from(queue, most)
   while #held < most and buried < max_burials do
-    local found = call('ZRANGE', queue, 0, most - #held - 1, 'WITHSCORES')
+    local found = call('ZRANGE', queue, 0, most - #held - 1)
     if #found == 0 then return end
     local seen = {}
-    for at = 1, #found, 2 do
-      seen[#seen + 1] = found[at]
+    for _, id in ipairs(found) do
+      seen[#seen + 1] = id
       -- A dead letter may open a replacement that precedes the rest of `found`, or drop their group.
-      if not take(found[at], found[at + 1]) then break end
+      if not take(id) then break end
     end
     call('ZREM', queue, unpack(seen))
   end

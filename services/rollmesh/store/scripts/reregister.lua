@@ -42,12 +42,11 @@ local birth = math.max(0, tonumber(call('HGET', K.meta, 'policy_version')))
 
 local function lease_again(id, queue)
   if taken >= free then return false end
-  local order = call('ZSCORE', queue, id)
-  if not order then return false end
+  if not call('ZSCORE', queue, id) then return false end
   local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'birth')
   local tokens = tonumber(v[2] or '0')
   call('ZREM', queue, id)
-  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order, 'tokens', tokens,
+  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'tokens', tokens,
     'attempts', math.max(1, tonumber(v[1] or '1')), 'mark', tokens, 'birth', v[3] or birth)
   call('SADD', held_key(session), id)
   taken = taken + 1

@@ -5,10 +5,9 @@
 local gid = ARGV[1]
 local before = call('HGET', K.dropped, gid)
 if not before then return 0 end
-local first, total, longest, wasted, size, reason = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d*) ?(.*)$')
+local first, total, longest, wasted, launched, reason = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
 first, total, longest, wasted = tonumber(first), tonumber(total), tonumber(longest), tonumber(wasted)
--- An older release stored the number in the group's record.
-local launched = tonumber(size ~= '' and size or call('HGET', group_key(gid), 'launched') or '0')
+launched = tonumber(launched)
 local last, keys = math.min(first + tonumber(ARGV[2]), launched) - 1, {}
 for member = first, last do
   local tokens, before_drop = take_out_member(gid .. '.' .. member, keys)

@@ -56,11 +56,10 @@ for first = 1, #ids, 1000 do
   local last = math.min(first + 999, #ids)
   local indexes = call('ZMSCORE', K.ready, unpack(ids, first, last))
   local steps = call('ZMSCORE', K.ready_steps, unpack(ids, first, last))
-  -- A group of an older release has no entry.
   local tokens = call('ZMSCORE', K.ready_tokens, unpack(ids, first, last))
   for at = first, last do
     local n = at - first + 1
-    ready[#ready + 1] = {ids[at], indexes[n], steps[n], tokens[n] or '0'}
+    ready[#ready + 1] = {ids[at], indexes[n], steps[n], tokens[n]}
   end
 end
 

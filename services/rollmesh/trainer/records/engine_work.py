@@ -24,8 +24,8 @@ _MOST_REMEMBERED = 10_000
 class GeneratedTokens:
     """Tokens that the generators of a run have sampled, from the total that each generator registers."""
 
-    total: int | None = 0
-    """Total since the start of the run; None if an older release started the run or serves a generator in it."""
+    total: int = 0
+    """Total since the start of the run."""
     seen: dict[str, int] = field(default_factory=dict)
     """Registered total by instance, the least recently seen first."""
 
@@ -33,15 +33,10 @@ class GeneratedTokens:
         """Add the tokens since the last observation of each generator, by this trainer or a previous one."""
         for record in records:
             now = record.work.generated_tokens
-            if now is None:
-                if record.work.prefill_tokens:
-                    self.total = None
-                continue
             before = self.seen.pop(record.instance_id, 0)
             # A restored Redis may have an older record.
             self.seen[record.instance_id] = max(now, before)
-            if self.total is not None:
-                self.total += max(0, now - before)
+            self.total += max(0, now - before)
         for instance_id in list(self.seen)[:-_MOST_REMEMBERED]:
             del self.seen[instance_id]
 
@@ -59,10 +54,8 @@ class GeneratedTokens:
         return {"total": self.total, "seen": [list(pair) for pair in self.seen.items()]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any] | None, *, trained_tokens: int) -> Self:
-        """Restore from ``to_json``; None is the state of an older release that had trained ``trained_tokens``."""
-        if data is None:
-            return cls(total=None if trained_tokens else 0)
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Restore from ``to_json``."""
         return cls(total=data["total"], seen=dict(data["seen"]))
 
 

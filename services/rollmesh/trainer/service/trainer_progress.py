@@ -41,20 +41,15 @@ class Progress:
 
     def to_extra(self) -> dict[str, Any]:
         """Return JSON values for the trainer state."""
-        progress = asdict(self)
-        del progress["generated"]
-        rollback_step = progress.pop("rollback_step")
-        # Outside ``progress``: a trainer of an older release ignores them there.
-        return {"progress": progress, "generated_tokens": self.generated.to_json(), "rollback_step": rollback_step}
+        return {"progress": {**asdict(self), "generated": self.generated.to_json()}}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:
         """Restore from ``to_extra``; an empty mapping gives the progress of the initial model."""
-        progress = cls(**extra.get("progress", {}), rollback_step=extra.get("rollback_step", 0))
-        progress.generated = GeneratedTokens.from_json(
-            extra.get("generated_tokens"), trained_tokens=progress.trained_token_total
-        )
-        return progress
+        if not extra:
+            return cls()
+        values = extra["progress"]
+        return cls(**{**values, "generated": GeneratedTokens.from_json(values["generated"])})
 
     def count_updates(self, applied: int, trailing_skipped: int) -> None:
         """Count the updates of one train step."""

@@ -15,7 +15,7 @@ from rollmesh.trainer.service.training_loop import mesh_numbers
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 
-def generator(name: str, generated: int | None, prefill: int = 100) -> GeneratorRecord:
+def generator(name: str, generated: int, prefill: int = 100) -> GeneratorRecord:
     return GeneratorRecord(
         instance_id=name,
         address=f"{name}:1",
@@ -89,7 +89,7 @@ def test_a_trainer_that_started_again_counts_what_was_sampled_meanwhile_once() -
 
 @pytest.mark.parametrize(
     ("records", "trained"),
-    [([], 0), ([], 5), ([generator("a", 0)], 0), ([generator("a", 10)], 11), ([generator("old", None)], 5)],
+    [([], 0), ([], 5), ([generator("a", 0)], 0), ([generator("a", 10)], 11)],
 )
 def test_a_goodput_that_cannot_be_known_is_none(records: list[GeneratorRecord], trained: int) -> None:
     generated = GeneratedTokens()
@@ -99,18 +99,8 @@ def test_a_goodput_that_cannot_be_known_is_none(records: list[GeneratorRecord], 
 
 def test_a_generator_that_has_done_nothing_yet_hides_nothing() -> None:
     generated = GeneratedTokens()
-    generated.add([generator("a", 10), generator("starting", None, prefill=0)])
+    generated.add([generator("a", 10), generator("starting", 0, prefill=0)])
     assert generated.goodput(5) == 0.5
-
-
-def test_a_run_that_an_older_release_began_has_no_goodput_and_older_trainers_read_new_states() -> None:
-    older = Progress(trained_token_total=60).to_extra()["progress"]
-    assert "generated" not in older, "an older trainer refuses what it does not know"
-    progress = Progress.from_extra({"progress": older})
-    progress.generated.add([generator("a", 100)])
-    assert progress.generated.goodput(60) is None
-    assert saved_and_loaded(progress).generated.total is None
-    assert Progress.from_extra({"progress": older | {"trained_token_total": 0}}).generated.total == 0
 
 
 def test_the_memory_of_generators_is_bounded_and_forgets_the_longest_unseen_first() -> None:
@@ -128,10 +118,3 @@ def test_a_trainer_that_started_again_forgets_the_longest_unseen_first_too() -> 
     progress.generated.add([generator("z", 1), generator("a", 2)])
     progress = saved_and_loaded(progress)
     assert list(progress.generated.seen.items()) == [("z", 1), ("a", 2)]
-
-
-def test_a_state_that_holds_the_generators_as_an_object_is_read() -> None:
-    extra = Progress().to_extra() | {"generated_tokens": {"total": 100, "seen": {"a": 60, "b": 40}}}
-    generated = Progress.from_extra(extra).generated
-    generated.add([generator("a", 70)])
-    assert generated.total == 110

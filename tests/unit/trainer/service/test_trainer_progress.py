@@ -184,7 +184,3 @@ def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_wi
     done = updates(True, False)
     progress.count_updates(done.applied.count(True), done.trailing_skipped)
     assert progress.nonfinite_updates_in_a_row == 1
-
-
-def test_the_progress_of_an_older_state_has_no_such_row() -> None:
-    assert Progress.from_extra({"progress": {"trained_token_total": 5}}).nonfinite_updates_in_a_row == 0

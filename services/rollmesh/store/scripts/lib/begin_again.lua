@@ -78,7 +78,7 @@ end
 
 local function write_fresh_group(r)
   call('HSET', group_key(r.id), 'index', r.index, 'needed', r.needed, 'launched', r.launched, 'scored', 0,
-    'terminal', #r.lost, 'member_steps', 1, 'incarnation', r.incarnation)
+    'terminal', #r.lost, 'incarnation', r.incarnation)
   if r.aside then call('HSET', group_key(r.id), 'lost', table.concat(r.lost, ' ')) end
   if r.first then
     call('HSET', group_key(r.id), 'round', 0)
@@ -97,8 +97,6 @@ local function continue_reset(gid, most)
   local entry = call('HGET', K.returning, gid)
   if not entry then return 0 end
   local r = cjson.decode(entry)
-  -- An entry of an older release has no such number.
-  r.fresh = r.fresh or (r.aside and r.needed or r.launched)
   local more = true
   if r.left > 0 then reset_members(r, most) else more = forget_last_members(r, most) end
   if more then

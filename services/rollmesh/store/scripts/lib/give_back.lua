@@ -1,10 +1,7 @@
 -- uses: core counters group places steps
--- Drops a reported first token that was never saved; its group may be younger without it. In a group of an older release
--- this reads every member, so a script that releases many trajectories stops after MOST_MEMBERS_READ members.
-local members_read, MOST_MEMBERS_READ = 0, 256
+-- Drops a reported first token that was never saved; its group may be younger without it.
 local function forget_first_token(group, id)
   call('HDEL', trajectory_key(id), 'step')
-  if not group.member_steps then members_read = members_read + group.launched end
   recompute_step(group, id)
 end
 

@@ -18,23 +18,23 @@ local function load_group(gid)
   local group = groups[gid]
   if group then return not group.gone and group or nil end
   local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step',
-    'member_steps', 'tokens', 'prompt', 'facts', 'rank', 'expected', 'incarnation', 'spare',
-    'admitted_at', 'domain', 'round', 'closed', 'ended')
+    'tokens', 'prompt', 'facts', 'rank', 'expected', 'incarnation', 'spare', 'admitted_at', 'domain', 'round', 'closed',
+    'ended')
   if not v[1] then return nil end
   group = {
     id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
     terminal = tonumber(v[5]), low = v[6], high = v[7], step = tonumber(v[8]),
-    member_steps = v[9], tokens = tonumber(v[10] or '0'), prompt = v[11], facts = v[12],
-    rank = v[13], expected = v[14], incarnation = v[15], spare = v[16], admitted_at = tonumber(v[17]),
-    domain = v[18], ended = v[21],
+    tokens = tonumber(v[9] or '0'), prompt = v[10], facts = v[11],
+    rank = v[12], expected = v[13], incarnation = v[14], spare = v[15], admitted_at = tonumber(v[16]),
+    domain = v[17], ended = v[20],
     -- Set while the leader decides at the end of each round.
-    round = not v[20] and tonumber(v[19]) or nil,
+    round = not v[19] and tonumber(v[18]) or nil,
   }
   groups[gid] = group
   return group
 end
 
--- Most members of a group, replacements and forks included. A run of an older release does not have this limit.
+-- Most members of a group, replacements and forks included; by default twice the needed ones.
 local member_limit
 local function most_members(needed)
   member_limit = member_limit or tonumber(call('HGET', K.limits, 'most_members') or '0')

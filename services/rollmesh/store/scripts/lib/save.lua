@@ -63,7 +63,7 @@ local function link_chunks(id, first, last)
 end
 
 -- Writes the tokens of one item if it continues the saved tokens. Field d<n> is the digest of the first n tokens, for
--- every n at which a save ended. Older releases did not write these fields; then only the number of tokens is compared.
+-- every n at which a save ended.
 -- Returns status, number of saved tokens, the fields that the caller must write, and the state before.
 local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens

@@ -17,8 +17,6 @@ local function write_setting(name, number, value)
     call('HSET', K.meta, 'user_paused', value)
   elseif name == 'hold' then
     call('HSET', K.meta, 'launcher_paused', value)
-    -- A release without holds did not record the owner of a pause; the launcher has always ended it.
-    if setting_number('pause') == 0 then call('HSET', K.meta, 'user_paused', 0) end
   elseif name == 'pin' then
     call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance')
     if value ~= '' then call('HSET', K.meta, 'pinned', value, 'pin_owner', '', 'pin_instance', '') end

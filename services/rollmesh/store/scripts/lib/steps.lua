@@ -14,20 +14,7 @@ local function lower_step(group, step, id)
   call('ZADD', K.open_steps, step, group.id)
 end
 
-local IN_LOSS = {[S.leased] = true, [S.partial] = true, [S.resting] = true, [S.finished] = true, [S.scored] = true}
-
--- The record of a group of an older release does not have the steps of its members.
-local function lowest_of_members(group)
-  local lowest
-  for member = 0, group.launched - 1 do
-    local v = call('HMGET', trajectory_key(group.id .. '.' .. member), 'state', 'step')
-    if v[1] and IN_LOSS[v[1]] and v[2] then lowest = math.min(lowest or math.huge, tonumber(v[2])) end
-  end
-  return lowest
-end
-
 local function lowest_of_group(group)
-  if not group.member_steps then return lowest_of_members(group) end
   local fields, lowest = call('HGETALL', group_key(group.id)), nil
   for at = 1, #fields, 2 do
     if string.match(fields[at], '^s%d+$') then lowest = math.min(lowest or math.huge, tonumber(fields[at + 1])) end
