@@ -21,8 +21,8 @@ from rollmesh.generator.engines.torch.weights import load_weights
 from rollmesh.trainer.learner.policy_model import load_policy_model
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
+from ....kit.made_batches import SHAPE
 from .conftest import ModelMaker
-from .made_batches import SHAPE
 
 CPU = torch.device("cpu")
 FAMILIES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
