@@ -149,7 +149,8 @@ def demo_seeds(
 def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) -> int:
     """Run, audit and report; with ``inline`` all services run in this process.
 
-    Returns the exit status: 0 finished and green, or only pruned too far to be green; 1 not green, or audit and report could not be written; 130 stopped.
+    Returns the exit status: 0 finished, with an audit that is green or only pruned too far; 1 with another audit, or if
+    audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
     from rollmesh.report.model_export import trained_model_lines

@@ -23,7 +23,7 @@ from rollmesh.text import Tokenizer
 
 
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
-    """Audit a finished run (one with an account), write its report, and return True if the audit is accepted (``is_accepted``).
+    """Audit a finished run (one with an account), write its report, and return True if the audit ``is_accepted``.
 
     A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
     it.
