@@ -29,7 +29,7 @@ class Page:
         """Return the dashboard as Grafana's JSON."""
         made = _frame(self)
         if self.instances_of:
-            query = f'label_values(up{{run=~"$run", service=~"{self.instances_of}"}}, instance)'
+            query = f'label_values(up{{{RUN}, service=~"{self.instances_of}"}}, instance)'
             made.with_variable(_choice("instance", "Process", query))
         for heading, panels in self.rows.items():
             made.with_row(dashboard.Row(heading))
@@ -61,7 +61,9 @@ def _frame(page: Page) -> dashboard.Dashboard:
             .keep_time(True)
         )
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_choice("run", "Run", 'label_values(up{run!=""}, run)'))
+        # Runs of one machine have no namespace.
+        .with_variable(_choice("namespace", "Namespace", 'label_values(up{run!=""}, namespace)').all_value(".*"))
+        .with_variable(_choice("run", "Run", 'label_values(up{run!="", namespace=~"$namespace"}, run)'))
         .annotation(_marks("Policy versions", _NEW_VERSION, "blue", shown=True))
         .annotation(_marks("Alerts", _FIRING, "red", shown=False))
     )

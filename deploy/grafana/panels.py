@@ -23,8 +23,9 @@ from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 PROMETHEUS = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-RUN = 'run=~"$run"'
-PROCESS = 'run=~"$run", instance=~"$instance"'
+RUN = 'namespace=~"$namespace", run=~"$run"'
+"""Two namespaces may have runs of one name: every query chooses by both labels and every sum keeps both."""
+PROCESS = f'{RUN}, instance=~"$instance"'
 Panel = Builder[models.Panel]
 GREEN, ORANGE, RED = "green", "orange", "red"
 Limits = Sequence[tuple[float | None, str]]
@@ -44,55 +45,60 @@ class Query:
 
 def rule(name: str, word: str = "", legend: str = "") -> Query:
     """Query a recording rule of the run; ``name`` follows ``run:rollmesh_``."""
-    return Query(f"run:rollmesh_{name}{{{RUN}}}", legend or _legend("run", word))
+    return Query(f"run:rollmesh_{name}{{{RUN}}}", legend or _legend("", word))
 
 
 def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Query:
     """Query a metric as it is; of every process if ``labels`` is PROCESS."""
-    return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "run", word))
+    return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "", word))
 
 
-def total(metric: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def total(metric: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
     """Query the sum of a gauge."""
-    return Query(f"sum by ({by}) ({metric}{{{labels}}})", legend or _legend(by, word))
+    return Query(f"sum {by_run(by)} ({metric}{{{labels}}})", legend or _legend(by, word))
 
 
-def per_second(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def per_second(counter: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
     """Query the summed increase of a counter per second."""
     return Query(rate(counter, by, labels), legend or _legend(by, word))
 
 
-def per_minute(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def per_minute(counter: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
     """Query the summed increase of a counter per minute."""
     return Query(f"60 * {rate(counter, by, labels)}", legend or _legend(by, word))
 
 
-def quantiles(histogram: str, *shares: float, by: str = "run") -> list[Query]:
+def quantiles(histogram: str, *shares: float, by: str = "") -> list[Query]:
     """Query quantiles of a histogram, one curve each."""
     return [Query(quantile(share, histogram, by), _legend(by, f"{share:.0%}")) for share in shares]
 
 
 def led(metric: str, by: str = "") -> str:
     """Return a gauge of the whole mesh from the leader; the value of any other replica is stale."""
-    labels = f"run, {by}" if by else "run"
     leads = "and on (namespace, run, instance) rollmesh_rollout_leader == 1"
-    return f"max by ({labels}) ({metric}{{{RUN}}} {leads})"
+    return f"max {by_run(by)} ({metric}{{{RUN}}} {leads})"
 
 
-def rate(counter: str, by: str = "run", labels: str = RUN) -> str:
+def rate(counter: str, by: str = "", labels: str = RUN) -> str:
     """Return the summed increase of a counter per second."""
-    return f"sum by ({by}) (rate({counter}{{{labels}}}[$__rate_interval]))"
+    return f"sum {by_run(by)} (rate({counter}{{{labels}}}[$__rate_interval]))"
 
 
-def quantile(q: float, histogram: str, by: str = "run") -> str:
+def quantile(q: float, histogram: str, by: str = "") -> str:
     """Return a quantile of a histogram over the rate interval."""
-    buckets = rate(f"{histogram}_bucket", by=f"{by}, le")
+    buckets = rate(f"{histogram}_bucket", by=f"{by}, le" if by else "le")
     return f"histogram_quantile({q:g}, {buckets})"
 
 
+def by_run(labels: str = "") -> str:
+    """Return the clause that keeps the run apart from all others, and these further labels."""
+    return f"by (namespace, run, {labels})" if labels else "by (namespace, run)"
+
+
 def _legend(by: str, word: str) -> str:
-    """Join a word and the values of the labels, the run last."""
-    values = " ".join(f"{{{{{label}}}}}" for label in reversed(by.split(", ")))
+    """Join a word, the values of the labels and the run; an instance is of one run."""
+    labels = by.split(", ") if "instance" in by else [*filter(None, by.split(", ")), "run", "namespace"]
+    values = " ".join(f"{{{{{label}}}}}" for label in labels)
     return f"{word} {values}".lstrip()
 
 

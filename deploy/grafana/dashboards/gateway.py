@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame import Page
-from panels import RUN, Query, curve, per_second, rate, total
+from panels import RUN, Query, by_run, curve, per_second, rate, total
 
 PAGE = Page(
     name="gateway",
@@ -14,7 +14,7 @@ PAGE = Page(
             curve(
                 "Requests",
                 "Per second, by class of status.",
-                per_second("rollmesh_gateway_requests_total", "run, status"),
+                per_second("rollmesh_gateway_requests_total", "status"),
                 unit="ops",
                 stacked=True,
             ),
@@ -23,7 +23,7 @@ PAGE = Page(
                 "Mean duration of a snapshot, and snapshots per second that failed.",
                 Query(
                     f"{rate('rollmesh_gateway_look_seconds_sum')} / {rate('rollmesh_gateway_look_seconds_count')}",
-                    "duration {{run}}",
+                    "duration {{run}} {{namespace}}",
                 ),
                 per_second("rollmesh_gateway_look_failures_total", word="refused"),
                 unit="s",
@@ -32,8 +32,14 @@ PAGE = Page(
             curve(
                 "Actions",
                 "Operator actions in an hour, and requests with a missing or wrong token.",
-                Query(f"sum by (action) (increase(rollmesh_gateway_actions_total{{{RUN}}}[1h]))", "{{action}}"),
-                Query(f"sum(increase(rollmesh_gateway_refused_tokens_total{{{RUN}}}[1h]))", "refused tokens"),
+                Query(
+                    f"sum {by_run('action')} (increase(rollmesh_gateway_actions_total{{{RUN}}}[1h]))",
+                    "{{action}} {{run}} {{namespace}}",
+                ),
+                Query(
+                    f"sum {by_run()} (increase(rollmesh_gateway_refused_tokens_total{{{RUN}}}[1h]))",
+                    "refused tokens {{run}} {{namespace}}",
+                ),
             ),
         ],
     },

@@ -11,6 +11,7 @@ from panels import (
     Query,
     above,
     bars,
+    by_run,
     curve,
     density,
     gauge,
@@ -39,16 +40,21 @@ PAGE = Page(
             curve(
                 "Running calls",
                 "Calls in slots, beside the slots of the generators in rotation.",
-                Query(f"sum(rollmesh_generator_running_calls{{{PROCESS}}})", "running"),
-                Query(f"sum(rollmesh_generator_waiting_calls{{{PROCESS}}})", "waiting for a slot"),
-                Query(f"sum({_SERVING})", "slots"),
+                Query(
+                    f"sum {by_run()} (rollmesh_generator_running_calls{{{PROCESS}}})", "running {{run}} {{namespace}}"
+                ),
+                Query(
+                    f"sum {by_run()} (rollmesh_generator_waiting_calls{{{PROCESS}}})",
+                    "waiting for a slot {{run}} {{namespace}}",
+                ),
+                Query(f"sum {by_run()} ({_SERVING})", "slots {{run}} {{namespace}}"),
             ),
             share(
                 "Bubble",
                 "Share of each generator's slot time without a running call.",
                 Query(
                     f"1 - {rate('rollmesh_generator_running_slot_seconds_total', 'instance', PROCESS)}"
-                    f" / sum by (instance) ({_SERVING})",
+                    f" / sum {by_run('instance')} ({_SERVING})",
                     "{{instance}}",
                 ),
                 limits=above(0.5, ORANGE),
@@ -79,7 +85,7 @@ PAGE = Page(
                 Query(
                     f"{rate('rollmesh_generator_prefill_tokens_total', 'run', PROCESS)}"
                     f" - {rate('rollmesh_generator_reprefill_tokens_total', 'run', PROCESS)}",
-                    "first time {{run}}",
+                    "first time {{run}} {{namespace}}",
                 ),
                 per_second("rollmesh_generator_reprefill_tokens_total", word="again", labels=PROCESS),
                 per_second("rollmesh_generator_cached_tokens_total", word="from cache", labels=PROCESS),
@@ -149,7 +155,7 @@ PAGE = Page(
             curve(
                 "Finished rollouts",
                 "By finish reason.",
-                per_second("rollmesh_rollout_trajectories_finished_total", "run, reason"),
+                per_second("rollmesh_rollout_trajectories_finished_total", "reason"),
                 unit="ops",
                 stacked=True,
             ),
@@ -169,13 +175,13 @@ PAGE = Page(
             curve(
                 "Saved as partial",
                 "Rollouts saved as partial trajectories, by reason.",
-                per_second("rollmesh_rollout_trajectories_parked_total", "run, reason"),
+                per_second("rollmesh_rollout_trajectories_parked_total", "reason"),
                 unit="ops",
             ),
             curve(
                 "Dropped by workers",
                 "Trajectories that a worker dropped, by reason; lost ones continue on another worker.",
-                per_second("rollmesh_rollout_trajectories_dropped_total", "run, reason"),
+                per_second("rollmesh_rollout_trajectories_dropped_total", "reason"),
                 unit="ops",
             ),
             curve(
@@ -194,12 +200,16 @@ PAGE = Page(
                 "Evaluations",
                 "Claimed, finished, and dropped because no generator served their version, since the workers started.",
                 Query(
-                    f"label_replace(sum(rollmesh_rollout_evaluations_started_total{{{RUN}}}),"
-                    f" 'what', 'claimed', '', '')"
-                    f" or label_replace(sum(rollmesh_rollout_evaluations_total{{{RUN}}}), 'what', 'finished', '', '')"
-                    f" or label_replace(sum(rollmesh_rollout_evaluations_given_up_total{{{RUN}}}),"
-                    f" 'what', 'given up', '', '')",
-                    "{{what}}",
+                    " or ".join(
+                        f"label_replace(sum {by_run()} (rollmesh_rollout_evaluations_{counter}{{{RUN}}}),"
+                        f" 'what', '{word}', '', '')"
+                        for counter, word in (
+                            ("started_total", "claimed"),
+                            ("total", "finished"),
+                            ("given_up_total", "given up"),
+                        )
+                    ),
+                    "{{what}} {{run}} {{namespace}}",
                 ),
             ),
         ],

@@ -10,6 +10,7 @@ from panels import (
     RUN,
     Query,
     above,
+    by_run,
     curve,
     gauge,
     led,
@@ -38,7 +39,9 @@ PAGE = Page(
                 "Versions",
                 "Build of every process.",
                 Query(
-                    f'max by (service, instance, version) ({{__name__=~"rollmesh_[a-z]+_build_info", {PROCESS}}})', ""
+                    f"max {by_run('service, instance, version')}"
+                    f' ({{__name__=~"rollmesh_[a-z]+_build_info", {PROCESS}}})',
+                    "",
                 ),
             ),
             curve(
@@ -84,7 +87,7 @@ PAGE = Page(
             curve(
                 "Calls",
                 "Calls to the store per second, by service.",
-                rule("store_calls:rate5m", legend="{{service}}"),
+                rule("store_calls:rate5m", legend="{{service}} {{run}} {{namespace}}"),
                 unit="ops",
             ),
             curve(
@@ -92,8 +95,8 @@ PAGE = Page(
                 "Median and 99% of the calls, as each service sees them.",
                 *(
                     Query(
-                        f"histogram_quantile({q}, sum by (service, le) (rate({buckets}[$__rate_interval])))",
-                        f"{q:.0%} {{{{service}}}}",
+                        f"histogram_quantile({q}, sum {by_run('service, le')} (rate({buckets}[$__rate_interval])))",
+                        f"{q:.0%} {{{{service}}}} {{{{run}}}} {{{{namespace}}}}",
                     )
                     for q in (0.5, 0.99)
                 ),
@@ -103,23 +106,23 @@ PAGE = Page(
             curve(
                 "Failures",
                 "Attempts per second without an answer or without memory.",
-                rule("store_call_failures:rate5m", legend="{{service}}"),
+                rule("store_call_failures:rate5m", legend="{{service}} {{run}} {{namespace}}"),
                 unit="ops",
             ),
             curve(
                 "Memory of Redis",
                 "Used by Redis, and the most it may use (0 without a limit).",
-                Query(led("rollmesh_rollout_store_used_memory_bytes"), "used {{run}}"),
-                Query(led("rollmesh_rollout_store_max_memory_bytes"), "maxmemory {{run}}"),
+                Query(led("rollmesh_rollout_store_used_memory_bytes"), "used {{run}} {{namespace}}"),
+                Query(led("rollmesh_rollout_store_max_memory_bytes"), "maxmemory {{run}} {{namespace}}"),
                 unit="bytes",
             ),
             curve(
                 "Sessions",
                 "Living worker sessions, and those that expired in the last moments.",
-                Query(led("rollmesh_rollout_store_sessions"), "living {{run}}"),
+                Query(led("rollmesh_rollout_store_sessions"), "living {{run}} {{namespace}}"),
                 Query(
-                    f"sum by (run) (increase(rollmesh_rollout_sessions_lost_total{{{RUN}}}[$__rate_interval]))",
-                    "lost {{run}}",
+                    f"sum {by_run()} (increase(rollmesh_rollout_sessions_lost_total{{{RUN}}}[$__rate_interval]))",
+                    "lost {{run}} {{namespace}}",
                 ),
             ),
             curve(

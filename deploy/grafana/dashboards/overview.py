@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame import Page
-from panels import GREEN, ONE_OR_MORE, ORANGE, RED, RUN, Query, curve, gauge, number, per_second, rule, share
+from panels import GREEN, ONE_OR_MORE, ORANGE, RED, RUN, Query, by_run, curve, gauge, number, per_second, rule, share
 
 PAGE = Page(
     name="overview",
@@ -21,7 +21,7 @@ PAGE = Page(
             number(
                 "Train step",
                 "Batches the policy has been trained on.",
-                Query(f'run:rollmesh_train_step:max{{{RUN}, kind="trained"}}', "{{run}}"),
+                Query(f'run:rollmesh_train_step:max{{{RUN}, kind="trained"}}', "{{run}} {{namespace}}"),
             ),
             number(
                 "Done",
@@ -29,7 +29,7 @@ PAGE = Page(
                 Query(
                     f'run:rollmesh_train_step:max{{{RUN}, kind="trained"}}'
                     f' / ignoring (kind) run:rollmesh_train_step:max{{{RUN}, kind="last"}}',
-                    "{{run}}",
+                    "{{run}} {{namespace}}",
                 ),
                 unit="percentunit",
             ),
@@ -51,7 +51,7 @@ PAGE = Page(
             number(
                 "Processes up",
                 "Share of the run's scrape targets that answer.",
-                Query(f"avg by (run) (up{{{RUN}}})", "{{run}}"),
+                Query(f"avg {by_run()} (up{{{RUN}}})", "{{run}} {{namespace}}"),
                 unit="percentunit",
                 limits=((None, RED), (0.8, ORANGE), (1, GREEN)),
             ),
@@ -123,7 +123,7 @@ PAGE = Page(
             curve(
                 "Groups by state",
                 "Open: rollouts run. Ready: complete, waiting for a batch. Cut: in a batch, not trained yet.",
-                rule("queue_groups:max", legend="{{state}} {{run}}"),
+                rule("queue_groups:max", legend="{{state}} {{run}} {{namespace}}"),
                 stacked=True,
             ),
             curve(
@@ -138,19 +138,19 @@ PAGE = Page(
                 "Announced by the trainer, and the oldest and newest served by generators in rotation.",
                 rule("policy_version:max", word="announced"),
                 Query(
-                    f"max by (run) (rollmesh_generator_policy_version{{{RUN}}} and rollmesh_generator_serving == 1)",
-                    "newest served {{run}}",
+                    f"max {by_run()} (rollmesh_generator_policy_version{{{RUN}}} and rollmesh_generator_serving == 1)",
+                    "newest served {{run}} {{namespace}}",
                 ),
                 Query(
-                    f"min by (run) (rollmesh_generator_policy_version{{{RUN}}} and rollmesh_generator_serving == 1)",
-                    "oldest served {{run}}",
+                    f"min {by_run()} (rollmesh_generator_policy_version{{{RUN}}} and rollmesh_generator_serving == 1)",
+                    "oldest served {{run}} {{namespace}}",
                 ),
                 least=None,
             ),
             curve(
                 "Reward outcomes",
                 "Answers scored per second, timed out, and failed by an error of the verifier.",
-                per_second("rollmesh_reward_outcomes_total", "run, kind"),
+                per_second("rollmesh_reward_outcomes_total", "kind"),
                 unit="ops",
             ),
         ],

@@ -30,7 +30,7 @@ PAGE = Page(
                 "Trajectories by state",
                 "Pending: no worker has it. Leased: rolling out. Partial: saved, without a worker. Finished: waits for "
                 "reward.",
-                rule("queue_trajectories:max", legend="{{state}} {{run}}"),
+                rule("queue_trajectories:max", legend="{{state}} {{run}} {{namespace}}"),
                 stacked=True,
             ),
             curve(
@@ -43,14 +43,14 @@ PAGE = Page(
                 "Automatic pool",
                 "Trajectories that the trainer can consume in time, and that the generators' caches hold: the smaller "
                 "bound is the pool. Empty with a fixed pool.",
-                Query(led("rollmesh_rollout_auto_pool_bound_trajectories", "by"), "{{by}} {{run}}"),
+                Query(led("rollmesh_rollout_auto_pool_bound_trajectories", "by"), "{{by}} {{run}} {{namespace}}"),
             ),
             curve(
                 "Time to ready and time per update",
                 "Time from the admission of a group to ready, and of the trainer for an update. The automatic pool "
                 "follows their ratio.",
-                Query(led("rollmesh_rollout_ready_seconds"), "to ready {{run}}"),
-                Query(led("rollmesh_rollout_update_seconds"), "per update {{run}}"),
+                Query(led("rollmesh_rollout_ready_seconds"), "to ready {{run}} {{namespace}}"),
+                Query(led("rollmesh_rollout_update_seconds"), "per update {{run}} {{namespace}}"),
                 unit="s",
             ),
             curve(
@@ -72,7 +72,7 @@ PAGE = Page(
                 per_second("rollmesh_rollout_groups_admitted_total", word="admitted"),
                 Query(
                     f"{rate('rollmesh_rollout_batches_cut_total')} * {led('rollmesh_rollout_batch_groups')}",
-                    "cut {{run}}",
+                    "cut {{run}} {{namespace}}",
                 ),
                 per_second("rollmesh_rollout_groups_evicted_total", word="evicted"),
                 unit="ops",
@@ -81,7 +81,7 @@ PAGE = Page(
                 "Paused",
                 "Why no rollouts are started, if they are not: an operator, a failure, a recovery, a barrier of the "
                 "schedule.",
-                rule("paused:max", legend="{{by}} {{run}}"),
+                rule("paused:max", legend="{{by}} {{run}} {{namespace}}"),
                 unit="bool",
                 most=1,
             ),
@@ -116,7 +116,7 @@ PAGE = Page(
             curve(
                 "Tokens by age",
                 "Tokens kept for training, by how many versions old their policy was when they arrived.",
-                per_second("rollmesh_rollout_sampled_tokens_total", "run, age"),
+                per_second("rollmesh_rollout_sampled_tokens_total", "age"),
                 unit="short",
                 stacked=True,
             ),
@@ -129,7 +129,7 @@ PAGE = Page(
                 Query(
                     f"(time() - {led('rollmesh_rollout_cut_blocked_since_timestamp_seconds')})"
                     f" * ({led('rollmesh_rollout_cut_blocked_since_timestamp_seconds')} > bool 0)",
-                    "{{run}}",
+                    "{{run}} {{namespace}}",
                 ),
                 unit="s",
                 limits=above(300, RED),
@@ -140,14 +140,14 @@ PAGE = Page(
                 "Prediction of lengths",
                 "Rank correlation of the length of a group with its prompt's history, and with its first member. Below "
                 "0.5 for the history, groups start in admission order.",
-                Query(led("rollmesh_rollout_length_rank_correlation", "source"), "{{source}} {{run}}"),
+                Query(led("rollmesh_rollout_length_rank_correlation", "source"), "{{source}} {{run}} {{namespace}}"),
                 least=None,
                 most=1,
             ),
             curve(
                 "Longest first",
                 "1 while groups start longest expected first, 0 in admission order.",
-                Query(led("rollmesh_rollout_longest_first"), "{{run}}"),
+                Query(led("rollmesh_rollout_longest_first"), "{{run}} {{namespace}}"),
                 unit="bool",
                 most=1,
             ),
@@ -156,28 +156,28 @@ PAGE = Page(
             curve(
                 "Evicted groups",
                 "Groups that the leader dropped, per second and by reason.",
-                per_second("rollmesh_rollout_groups_evicted_total", "run, reason"),
+                per_second("rollmesh_rollout_groups_evicted_total", "reason"),
                 unit="ops",
             ),
             curve(
                 "Groups that begin again",
                 "Groups that lost their tokens and started again at once (restarted), or after a wait for a long round "
                 "(set aside, then recalled), per second.",
-                per_second("rollmesh_rollout_groups_begun_again_total", "run, kind"),
+                per_second("rollmesh_rollout_groups_begun_again_total", "kind"),
                 unit="ops",
             ),
             curve(
                 "Wasted tokens",
                 "Saved tokens dropped: of dropped groups by reason, of members as unscorable, dead or surplus, of "
                 "groups that were restarted or set aside.",
-                per_second("rollmesh_trainer_wasted_tokens_total", "run, reason"),
+                per_second("rollmesh_trainer_wasted_tokens_total", "reason"),
                 unit="short",
                 stacked=True,
             ),
             curve(
                 "Share of tokens wasted",
                 "The same as shares of the sampled tokens, over half an hour.",
-                rule("wasted:ratio_rate30m", legend="{{reason}} {{run}}"),
+                rule("wasted:ratio_rate30m", legend="{{reason}} {{run}} {{namespace}}"),
                 unit="percentunit",
                 stacked=True,
             ),
@@ -197,7 +197,7 @@ PAGE = Page(
             curve(
                 "Zero variance in a row",
                 "Groups in a row whose rewards were all equal; too many end the run.",
-                Query(led("rollmesh_rollout_filtered_in_a_row_groups"), "{{run}}"),
+                Query(led("rollmesh_rollout_filtered_in_a_row_groups"), "{{run}} {{namespace}}"),
             ),
             curve("Dead letters", "Failed trajectories, kept for inspection.", rule("dead_letters:max")),
         ],

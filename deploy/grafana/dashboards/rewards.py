@@ -11,6 +11,7 @@ from panels import (
     Query,
     above,
     bars,
+    by_run,
     curve,
     density,
     gauge,
@@ -58,7 +59,7 @@ PAGE = Page(
             curve(
                 "Outcomes at the workers",
                 "Per second as the rollout workers receive them.",
-                per_second("rollmesh_rollout_reward_outcomes_total", "run, kind"),
+                per_second("rollmesh_rollout_reward_outcomes_total", "kind"),
                 unit="ops",
             ),
             curve(
@@ -93,13 +94,13 @@ PAGE = Page(
                 "Answers in the service",
                 "Received and not answered (running, the waiting ones included), waiting, and the worker processes.",
                 total("rollmesh_reward_items", "state", labels=PROCESS),
-                Query(f"sum(rollmesh_reward_workers{{{PROCESS}}})", "workers"),
+                Query(f"sum {by_run()} (rollmesh_reward_workers{{{PROCESS}}})", "workers {{run}} {{namespace}}"),
             ),
             curve(
                 "Answers that wait",
                 "Finished trajectories that wait for their outcome at the workers, and those without a worker.",
                 total("rollmesh_rollout_awaiting_reward_trajectories", word="held"),
-                Query(led("rollmesh_rollout_unheld_scoring_trajectories"), "unheld {{run}}"),
+                Query(led("rollmesh_rollout_unheld_scoring_trajectories"), "unheld {{run}} {{namespace}}"),
             ),
             curve(
                 "Workers replaced",
@@ -117,7 +118,10 @@ PAGE = Page(
             bars(
                 "Isolation of the workers",
                 "What the kernel allows here, measured at the start; 1 where a property holds.",
-                Query(f"min by (property) (rollmesh_reward_isolation_enforced{{{PROCESS}}})", "{{property}}"),
+                Query(
+                    f"min {by_run('property')} (rollmesh_reward_isolation_enforced{{{PROCESS}}})",
+                    "{{property}} {{run}} {{namespace}}",
+                ),
                 unit="bool",
                 most=1,
                 limits=((None, ORANGE), (1, GREEN)),

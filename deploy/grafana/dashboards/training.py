@@ -40,9 +40,9 @@ PAGE = Page(
                 "Groups without signal",
                 "Share of the trained groups whose rewards were all equal, by outcome.",
                 Query(
-                    f"{rate('rollmesh_trainer_zero_variance_groups_total', 'run, outcome')}"
-                    f" / on (run) group_left () {rate('rollmesh_trainer_groups_total')}",
-                    "{{outcome}} {{run}}",
+                    f"{rate('rollmesh_trainer_zero_variance_groups_total', 'outcome')}"
+                    f" / on (namespace, run) group_left () {rate('rollmesh_trainer_groups_total')}",
+                    "{{outcome}} {{run}} {{namespace}}",
                 ),
                 stacked=True,
             ),
@@ -78,13 +78,13 @@ PAGE = Page(
             curve(
                 "Masked tokens",
                 "Per second, by the first mask that took the token out of the loss.",
-                per_second("rollmesh_trainer_masked_tokens_total", "run, reason"),
+                per_second("rollmesh_trainer_masked_tokens_total", "reason"),
                 unit="short",
             ),
             curve(
                 "Skipped trajectories",
                 "Per second: their advantage is 0, so they need no pass (skip_zero_advantage).",
-                per_second("rollmesh_trainer_skipped_trajectories_total", "run"),
+                per_second("rollmesh_trainer_skipped_trajectories_total"),
                 unit="short",
             ),
             share(
@@ -103,20 +103,20 @@ PAGE = Page(
             curve(
                 "Groups drawn by domain",
                 "Per second.",
-                per_second("rollmesh_trainer_domain_groups_total", "run, domain"),
+                per_second("rollmesh_trainer_domain_groups_total", "domain"),
                 unit="short",
             ),
             curve(
                 "Completed trajectories by domain",
                 "Per second, in ended groups; and those with a positive reward.",
-                per_second("rollmesh_trainer_domain_trajectories_total", "run, domain"),
-                per_second("rollmesh_trainer_domain_solved_trajectories_total", "run, domain", word="solved"),
+                per_second("rollmesh_trainer_domain_trajectories_total", "domain"),
+                per_second("rollmesh_trainer_domain_solved_trajectories_total", "domain", word="solved"),
                 unit="short",
             ),
             curve(
                 "Tokens by domain",
                 "Of completed trajectories, per second.",
-                per_second("rollmesh_trainer_domain_tokens_total", "run, domain"),
+                per_second("rollmesh_trainer_domain_tokens_total", "domain"),
                 unit="short",
             ),
             curve(
@@ -163,7 +163,7 @@ PAGE = Page(
             curve(
                 "Old log-probabilities that fell back",
                 "Tokens per second whose old log-probability had to be the sampler's, by reason.",
-                per_second("rollmesh_trainer_old_logprob_fallbacks_total", "run, reason"),
+                per_second("rollmesh_trainer_old_logprob_fallbacks_total", "reason"),
                 unit="short",
             ),
         ],
@@ -172,9 +172,9 @@ PAGE = Page(
                 "Time of a train step",
                 "Seconds by phase, per step over the last moments.",
                 Query(
-                    f"{rate('rollmesh_trainer_phase_seconds_sum', 'run, phase')}"
-                    f" / on (run) group_left () {rate('rollmesh_trainer_steps_total')}",
-                    "{{phase}} {{run}}",
+                    f"{rate('rollmesh_trainer_phase_seconds_sum', 'phase')}"
+                    f" / on (namespace, run) group_left () {rate('rollmesh_trainer_steps_total')}",
+                    "{{phase}} {{run}} {{namespace}}",
                 ),
                 unit="s",
                 stacked=True,

@@ -11,6 +11,7 @@ from panels import (
     RUN,
     Query,
     above,
+    by_run,
     curve,
     density,
     gauge,
@@ -71,7 +72,7 @@ PAGE = Page(
                 Query(
                     f"{rate('rollmesh_generator_reload_phase_seconds_sum', 'phase', PROCESS)}"
                     f" / {rate('rollmesh_generator_reload_phase_seconds_count', 'phase', PROCESS)}",
-                    "{{phase}}",
+                    "{{phase}} {{run}} {{namespace}}",
                 ),
                 unit="s",
             ),
@@ -111,8 +112,9 @@ PAGE = Page(
                 "Interrupted calls",
                 "Calls that a reload (or a drain) ended; their rollouts continue under the new weights.",
                 Query(
-                    f'sum by (instance) (rate(rollmesh_generator_calls_ended_total{{{PROCESS}, reason="interrupted"}}'
-                    f"[$__rate_interval]))",
+                    f"sum {by_run('instance')}"
+                    f' (rate(rollmesh_generator_calls_ended_total{{{PROCESS}, reason="interrupted"}}'
+                    "[$__rate_interval]))",
                     "{{instance}}",
                 ),
                 unit="ops",
@@ -132,7 +134,7 @@ PAGE = Page(
                 Query(
                     f"{rate('rollmesh_trainer_phase_seconds_sum', 'phase', _PHASES)}"
                     f" / {rate('rollmesh_trainer_phase_seconds_count', 'phase', _PHASES)}",
-                    "{{phase}}",
+                    "{{phase}} {{run}} {{namespace}}",
                 ),
                 unit="s",
             ),
@@ -143,7 +145,7 @@ PAGE = Page(
                 Query(
                     f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
                     f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",
-                    "{{phase}}",
+                    "{{phase}} {{run}} {{namespace}}",
                 ),
                 unit="s",
             ),
@@ -166,7 +168,7 @@ PAGE = Page(
                 Query(
                     f"rollmesh_trainer_checkpoint_free_bytes{{{RUN}}}"
                     f" / (rollmesh_trainer_checkpoint_disk_bytes{{{RUN}}} > 0)",
-                    "{{run}}",
+                    "{{run}} {{namespace}}",
                 ),
                 unit="percentunit",
                 limits=((None, RED), (0.05, ORANGE), (0.15, GREEN)),

@@ -23,10 +23,10 @@ class PanelQuery:
     panel: str
     expression: str
 
-    def asked(self, run: str = ".*", instance: str = ".*", window: str = "30s") -> str:
+    def asked(self, window: str = "30s") -> str:
         """The expression with Grafana's variables replaced."""
         text = self.expression
-        for name, value in (("$__rate_interval", window), ("$instance", instance), ("$run", run)):
+        for name, value in (("$__rate_interval", window), ("$instance", ".*"), ("$run", ".*"), ("$namespace", ".*")):
             text = text.replace(name, value)
         return text
 

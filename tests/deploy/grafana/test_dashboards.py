@@ -17,7 +17,8 @@ from rollmesh.report.metrics_document import service_metrics
 from rollmesh.rollout.mesh_metrics import MeshMetrics
 from rollmesh.runtime.metrics import Metrics
 
-from ..prometheus.rule_files import asked_values, exported_values, read_series, unknown_series
+from ..prometheus import rule_files
+from ..prometheus.rule_files import ALERTS, RECORDING, asked_values, exported_values, read_series, unknown_series
 from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
 
 NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway", "agents"}
@@ -78,24 +79,44 @@ def test_panels_lie_side_by_side(file: Path) -> None:
 def test_a_dashboard_has_the_variables_that_its_queries_use(file: Path) -> None:
     dashboard = load(file)
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert {"datasource", "run"} <= variables
+    assert {"datasource", "namespace", "run"} <= variables
     used = set(re.findall(r"\$([a-z]+)", " ".join(t["expr"] for p in panels(dashboard) for t in p["targets"])))
-    assert used | {"datasource", "run"} == variables
+    assert used | {"datasource"} == variables
     assert [mark["name"] for mark in dashboard["annotations"]["list"]] == ["Policy versions", "Alerts"]
 
 
 def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_exported_metrics() -> None:
     queries = [*panel_queries(), *other_queries()]
     values = exported_values() | {"service": {*service_metrics(), ".+"}}
+    free = ("namespace", "run", "instance", "__name__", "alertstate")
     for query in queries:
         asked = query.asked()
         promql_parser.parse(asked)
         left = unknown_series(asked) - {"ALERTS", "scrape_duration_seconds"}
         assert not left, query
         for label, value in asked_values(asked):
-            assert label in ("run", "instance", "__name__", "alertstate") or value in values.get(label, set()), query
-        assert "$run" in query.expression or query.panel == "variable run", query
+            assert label in free or value in values.get(label, set()), query
+        assert "$run" in query.expression or query.panel in ("variable run", "variable namespace"), query
     print(f"{len(queries)} queries parse")
+
+
+def test_no_query_alert_or_rule_adds_up_runs_of_one_name_in_two_namespaces() -> None:
+    """A density of one colour cannot keep runs apart, and the number of alerts is of all chosen runs."""
+    whole = ("sum by (le) (increase(", "count(ALERTS{")
+    queries = [query.expression for query in (*panel_queries(), *other_queries())]
+    for query in queries:
+        assert 'namespace=~"$namespace"' in query or query == 'up{run!=""}', query
+        assert query.count('run=~"$run"') == query.count('namespace=~"$namespace", run=~"$run"'), query
+    rules = [rule["expr"] for file in (RECORDING, ALERTS) for rule in rule_files.rules(file)]
+    checked = 0
+    for query in [*queries, *rules]:
+        if query.startswith(whole):
+            continue
+        for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", query):
+            assert {"namespace", "run"} <= set(labels.split(", ")), query
+            checked += 1
+        assert not re.search(r"\b(sum|min|max|avg|count|group|quantile)\s*\(", query), query
+    assert checked > 250
 
 
 def test_gauges_of_the_whole_mesh_are_read_from_the_leader() -> None:
