@@ -217,8 +217,8 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     async def read_account() -> tuple[Path, QueueAccount | None]:
         _, folder = run_of(run)
         try:
-            async with store_of(run) as (config, _, store):
-                return folder.path, await queue_account(store, config)
+            async with store_of(run) as (_, _, store):
+                return folder.path, await queue_account(store)
         except StoreUnavailable as error:
             console.print(f"lost groups are not checked: {error}", markup=False, highlight=False, soft_wrap=True)
             return folder.path, None

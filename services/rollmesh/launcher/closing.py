@@ -10,16 +10,11 @@ from rich.console import Console
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
-from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import CheckpointError, ConfigError, DataError
+from rollmesh.errors import CheckpointError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger_counts import QueueAccount
-from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.repeated import RepeatedPrompts
-from rollmesh.tasks.sources.source_registry import build_prompt_source
-from rollmesh.text import Tokenizer
 
 
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
@@ -37,7 +32,7 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
     return accepted
 
 
-async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccount:
+async def queue_account(store: TrajectoryStore) -> QueueAccount:
     """Read the live and the dropped groups of the queue, for the audit's count of lost groups.
 
     Cursor and dead letters are read first and the drops last, so that no group of a run in progress seems lost: a group
@@ -49,7 +44,7 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
     return QueueAccount(
         cursor=cursor,
         replays=tuple(letter.replayed_as for letter in reversed(letters) if letter.replayed_as),
-        epoch_size=await asyncio.to_thread(_epoch_size, config) if cursor.epoch > 0 else None,
+        epoch_size=await store.leadership.epoch_size(),
         live=live,
         dropped=await store.ledger.dropped_groups(),
         forgotten_drops=await store.ledger.forgotten_drops(),
@@ -81,15 +76,3 @@ def _committed_on_disk(config: RunConfig) -> int:
             raise
         return -1
     return -1 if state is None else state.train_step
-
-
-def _epoch_size(config: RunConfig) -> int | None:
-    """Return the number of groups per epoch; None for prompts from user code or prompts that cannot be opened here."""
-    if any(source.runs_user_code for source in config.data.sources.values()):
-        return None
-    try:
-        tokenizer = Tokenizer(resolve_model(config.model.path))
-        source = build_prompt_source(config.data, tokenizer, config.seed)
-        return RepeatedPrompts(source, Schedule.from_config(config).prompt_repeats).epoch_size
-    except (ConfigError, DataError):
-        return None

@@ -47,7 +47,7 @@ async def run_up(
         async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console, serve) as mesh:
             try:
                 await _train(mesh)
-                account = await mesh.answer(lambda: queue_account(mesh.store, config), "the final counts of the queue")
+                account = await mesh.answer(lambda: queue_account(mesh.store), "the final counts of the queue")
                 return RunResult(folder=folder, account=account)
             except Interrupted:
                 mesh.progress.note("stopped; the same command continues this run")

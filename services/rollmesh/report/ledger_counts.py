@@ -6,20 +6,15 @@ checked.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
 from rollmesh.report.replay_check import ReplayRule, Replays
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
-
-_GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +34,8 @@ class QueueAccount:
 
     Replays of deleted dead letters are not included.
     """
-    epoch_size: int | None = None
-    """Prompts per epoch; None infers it from the largest known index after the first epoch."""
+    epoch_size: int = 0
+    """Prompts per epoch, as the run recorded them."""
     policies: tuple[PolicyRecord, ...] = ()
     """Registry entries, with the train step also of versions whose checkpoint is pruned."""
 
@@ -193,18 +188,14 @@ def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple
     ``forgotten_drops`` groups, dropped long ago; as many of the oldest missing groups are skipped. The others are lost.
     """
     known = {*in_batch_files, *account.live, *account.dropped}
-    missing = tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
+    missing = tuple(group_id for group_id in admitted_groups(account) if group_id not in known)
     return missing[account.forgotten_drops :]
 
 
-def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[str]:
+def admitted_groups(account: QueueAccount) -> Iterable[str]:
     """Yield the group ids of every prompt position before the cursor, then those of replayed dead letters."""
-    size = account.epoch_size
-    if size is None and account.cursor.epoch > 0:
-        indices = [int(match[2]) for group_id in known if (match := _GROUP_ID.match(group_id))]
-        size = int(np.max(indices, initial=-1)) + 1
     for epoch in range(account.cursor.epoch):
-        yield from (f"e{epoch}-{index}" for index in range(size or 0))
+        yield from (f"e{epoch}-{index}" for index in range(account.epoch_size))
     yield from (f"e{account.cursor.epoch}-{index}" for index in range(account.cursor.index))
     yield from account.replays
 

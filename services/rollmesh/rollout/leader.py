@@ -16,7 +16,7 @@ from rollmesh.mesh import Cursor, Decisions, Desired, MeshView, WasteReason
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_draws import PromptDraws
-from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
+from rollmesh.rollout.prompt_opening import OpenPrompts, check_rows, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.round_decisions import RoundDecisions
@@ -83,6 +83,7 @@ class MeshLeader:
         self._reap_due = 0.0
         self._count_due = 0.0
         self._failed = ""
+        self._rows_checked = False
         self._refusals = refusals
         self._refused = ""
         self._waiting_for = ""
@@ -133,6 +134,7 @@ class MeshLeader:
             self._evaluations.forget()
             self._pool_evidence.forget()
             self._forget_draws()
+            self._rows_checked = False
             self._count_due = 0.0
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
@@ -164,6 +166,8 @@ class MeshLeader:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
             self._evaluations.forget()
             self._forget_draws()
+            self._rows_checked = False
+        await self._check_rows()
         decisions = decide(self._schedule, view)
         self._metrics.mesh.pool(self._schedule, view, decisions.desired)
         failure = decisions.fail or self._failed or self._refused
@@ -198,6 +202,16 @@ class MeshLeader:
         begins = decisions.restart or decisions.set_aside or decisions.recall
         decides = await self._decide_rounds(token, view)
         return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+
+    async def _check_rows(self) -> None:
+        if self._rows_checked:
+            return
+        assert self._prompts is not None
+        try:
+            await check_rows(self._store, "data.source", self._prompts, self._prompts.epoch_size)
+        except DataError as error:
+            self._failed = str(error)
+        self._rows_checked = True
 
     async def _judge_refusals(self, view: MeshView) -> str:
         """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""
@@ -297,11 +311,6 @@ class MeshLeader:
             await asyncio.sleep(0)
 
     def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
-        if cursor.index >= prompts.epoch_size:
-            raise DataError(
-                f"data.source has {prompts.epoch_size} training prompts, but this run has admitted more of the epoch: "
-                "the data has shrunk since; restore it and restart the run, or start another run"
-            )
         drawn = None if self._draws is None else self._draws.draw(cursor)
         return NewGroup(
             group_id=f"e{cursor.epoch}-{cursor.index}",

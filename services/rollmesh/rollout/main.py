@@ -160,6 +160,7 @@ def _evaluator(
             scorer=deps.scorer,
             program=deps.program,
             open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
+            section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
             metrics=metrics,
             unserved_seconds=config.launcher.start_timeout_seconds,
         ),

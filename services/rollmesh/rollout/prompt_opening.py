@@ -7,14 +7,29 @@ import threading
 import time
 from collections.abc import Callable
 
+from rollmesh.errors import DataError
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 
 OpenPrompts = Callable[[OnChecked], PromptSource]
 
 _BEAT_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
+
+
+async def check_rows(store: TrajectoryStore, section: str, source: PromptSource, epoch_size: int | None = None) -> None:
+    """Record the rows of a source with the run; raises DataError if the run has used others.
+
+    Its progress is a position in their order, its audit counts them, and its evaluations are compared.
+    """
+    began = await store.leadership.record_rows(section, source.content, epoch_size)
+    if began != source.content:
+        raise DataError(
+            f"{section}: the rows have changed since the run began: {began} then, {source.content} now (number and "
+            "digest); restore them, or start another run in another folder"
+        )
 
 
 class _Stopped(Exception):

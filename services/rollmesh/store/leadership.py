@@ -71,6 +71,20 @@ class Leadership:
         )
         return Cursor(epoch=int(epoch or 0), index=int(index or 0))
 
+    async def record_rows(self, section: str, rows: str, epoch_size: int | None = None) -> str:
+        """Record the rows behind a section of the data settings, unless there are some; returns those of the run.
+
+        Other rows replace them as long as no prompt was admitted and no evaluation was requested. ``epoch_size`` is the
+        number of prompts in one epoch of training.
+        """
+        size = "" if epoch_size is None else epoch_size
+        recorded: bytes = await self._connection.run("record_rows", section, rows, size)
+        return recorded.decode()
+
+    async def epoch_size(self) -> int:
+        """Return the recorded number of prompts in one epoch; 0 before there is one."""
+        return int(await self._connection.command("HGET", self._keys.single("meta"), "epoch_size") or 0)
+
     async def set_desired(self, leader: str, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state and the set of groups that blocks the cut (Decisions.blocked_by).
 

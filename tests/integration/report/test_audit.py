@@ -264,13 +264,12 @@ def test_dropped_groups_that_the_ledger_no_longer_names_are_not_taken_for_lost(a
     assert not result.green and result.lost == ("e0-15",)
 
 
-@pytest.mark.parametrize("epoch_size", [4, None])
-def test_earlier_epochs_count_as_admitted_entirely(epoch_size: int | None) -> None:
+def test_earlier_epochs_count_as_admitted_entirely() -> None:
     account = QueueAccount(
         live={"e2-0"},
         dropped={"e1-3": "filtered", "replay-1": "evicted"},
         cursor=Cursor(epoch=2, index=2),
-        epoch_size=epoch_size,
+        epoch_size=4,
     )
     trained = {"e0-0", "e0-1", "e0-2", "e0-3", "e1-0", "e1-1"}
     assert lost_groups(account, trained) == ("e1-2", "e2-1")

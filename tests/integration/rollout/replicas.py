@@ -152,6 +152,7 @@ def build(
             scorer=deps.scorer,
             program=program,
             open_prompts=lambda: source,
+            section="data.source",
             metrics=metrics,
             unserved_seconds=unserved_seconds,
         ),

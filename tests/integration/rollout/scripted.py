@@ -209,6 +209,7 @@ class ScriptedPrompts:
     """Endless prompts of three tokens."""
 
     epoch_size = 1000
+    content = ""
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         ids = np.array([1, 2, 3 + index % 4], np.int32)

@@ -1,14 +1,17 @@
 """Evaluations by the rollout service: one pinned version, outside of the pool."""
 
+import asyncio
+
 import pytest
 
 from rollmesh.config.evaluation import EvalConfig
+from rollmesh.errors import DataError
 from rollmesh.store.queue_types import EvalRequest
 
 from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import start
-from .scripted import ScriptedGenerator, ScriptedReward
+from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward
 
 
 async def evaluated(store, evaluation_id):
@@ -66,6 +69,22 @@ async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_i
         await store.evaluations.request(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
         await reached(lambda: evaluated(store, "again"))
         assert await store.policies.pinned() == 1
+
+
+async def test_an_evaluation_with_other_rows_than_those_of_the_run_is_refused(store):
+    """The file was changed between two starts: the evaluations of one run would have different prompts."""
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    assert await store.leadership.record_rows("data.source", "") == ""
+    await store.evaluations.request(EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=2))
+    prompts = ScriptedPrompts()
+    prompts.content = "47 rows bb"
+    with pytest.raises(DataError, match="data.source: the rows have changed since the run began: .* 47 rows bb now"):
+        async with running(store, cluster, ScriptedReward(), plan, prompts=prompts) as replica:
+            while not replica.task.done():
+                await cluster.register()
+                await asyncio.sleep(0)
+    assert (await store.evaluations.all())[0].result is None
 
 
 async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_scores(store):

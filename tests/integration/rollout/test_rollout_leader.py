@@ -12,16 +12,17 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from rollmesh.config.evaluation import EvalConfig
-from rollmesh.mesh import MeshView
+from rollmesh.launcher.closing import queue_account
+from rollmesh.mesh import Cursor, MeshView
+from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
-from rollmesh.store import TrajectoryStore
+from rollmesh.store import EvalRequest, TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
-from rollmesh.types import Prompt
 
 from ...kit.waiting import reached
 from .replicas import limits, schedule
@@ -180,24 +181,52 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
         await reached(admitted)
 
 
-async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that_says_so(store) -> None:
-    class Shrunken(ScriptedPrompts):
-        epoch_size = 5
+class Rows(ScriptedPrompts):
+    """Prompts of a table; ``content`` stands for its rows."""
 
-        def prompt(self, epoch: int, index: int) -> Prompt:
-            if index >= self.epoch_size:
-                raise IndexError(f"no position (epoch {epoch}, index {index})")  # as every source does
-            return super().prompt(epoch, index)
+    def __init__(self, content: str, epoch_size: int = 5) -> None:
+        self.content, self.epoch_size = content, epoch_size
 
-    plan = schedule("copris")
-    await store.limits.init_run(limits(plan))
-    await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 9)
-    async with leading(store, plan, open_prompts=lambda _: Shrunken()):
+
+async def test_rows_that_changed_since_the_run_began_end_it_with_both_numbers(store) -> None:
+    async def begun() -> bool:
+        return await store.leadership.cursor() != Cursor(epoch=0, index=0)
+
+    async with leading(store, schedule("copris"), open_prompts=lambda _: Rows("5 rows aa")):
+        await reached(begun)
+    cursor, groups = await store.leadership.cursor(), (await store.mesh.view()).open_groups
+    async with leading(store, schedule("copris"), open_prompts=lambda _: Rows("47 rows bb", 47)):
         failure = await reached(store.leadership.failure)
     assert failure == (
-        "prompt (epoch 0, index 9): data.source has 5 training prompts, but this run has admitted more of the epoch: "
-        "the data has shrunk since; restore it and restart the run, or start another run"
+        "data.source: the rows have changed since the run began: 5 rows aa then, 47 rows bb now (number and digest); "
+        "restore them, or start another run in another folder"
     )
+    assert (await store.leadership.cursor(), (await store.mesh.view()).open_groups) == (cursor, groups)
+    account = await queue_account(store)
+    assert account.epoch_size == 5, "the audit counts the prompts that the run had"
+    in_queue = {*account.live, *account.dropped}
+    assert lost_groups(account, ()) == () and len(in_queue) == cursor.epoch * 5 + cursor.index
+
+    async def withdrawn() -> bool:
+        return not await store.leadership.failure()
+
+    async with leading(store, schedule("copris"), open_prompts=lambda _: Rows("5 rows aa")):
+        await reached(withdrawn)
+
+
+async def test_rows_may_change_until_the_first_prompt_or_evaluation(store) -> None:
+    await store.limits.init_run(limits(schedule("copris")))
+    record = store.leadership.record_rows
+    assert await record("data.source", "5 rows aa", 5) == "5 rows aa"
+    assert await record("data.source", "47 rows bb", 47) == "47 rows bb"
+    assert await store.leadership.epoch_size() == 47
+    await store.evaluations.request(
+        EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=1, samples_per_prompt=1)
+    )
+    assert await record("data.evaluation_source", "9 rows cc") == "9 rows cc"
+    assert await record("data.evaluation_source", "8 rows dd") == "9 rows cc"
+    assert await record("data.source", "5 rows aa", 5) == "47 rows bb"
+    assert await store.leadership.epoch_size() == 47
 
 
 async def test_opening_a_large_table_neither_stops_the_health_beat_nor_holds_the_lead(store) -> None:

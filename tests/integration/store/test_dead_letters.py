@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import Conflict
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor
@@ -46,19 +45,18 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
 
 
 async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(store: TrajectoryStore) -> None:
-    config = validate_run_config({"name": "a", "folder": "a", "model": {"path": "a"}}, "made")
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     await store.trajectories.lease(mesh.session, 1)
     assert await store.trajectories.fail(mesh.session, [("e0-0.0", "made")]) == 1
     new = await store.dead_letters.replay("e0-0.0")
     assert await store.leadership.admit_replays(mesh.leader, 1) == 1
-    account = await queue_account(store, config)
+    account = await queue_account(store)
     assert account.replays == (new,) and lost_groups(account, ()) == ()
     keys = store.connection.keys
     await store.connection.command("ZREM", keys.single("open"), new)
     await store.connection.command("DEL", keys.of("group", new))
-    assert lost_groups(await queue_account(store, config), ()) == (new,)
+    assert lost_groups(await queue_account(store), ()) == (new,)
 
 
 async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:

@@ -18,6 +18,7 @@ from statistics import fmean, stdev
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.rollout.evaluation.pinned_generator import Pin
+from rollmesh.rollout.prompt_opening import check_rows
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
@@ -101,6 +102,8 @@ class EvaluatorDeps:
     program: Program
     open_prompts: Callable[[], PromptSource]
     """Function that opens the evaluation prompts, called by the first evaluation."""
+    section: str
+    """Section of their source: data.source or data.evaluation_source."""
     unserved_seconds: float
     """Seconds that no generator may serve a pinned version before its evaluation ends without a score."""
     metrics: RolloutMetrics
@@ -187,7 +190,9 @@ class Evaluator:
 
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[EvaluationAnswer]:
         if self._prompts is None:
-            self._prompts = await asyncio.to_thread(self._deps.open_prompts)
+            prompts = await asyncio.to_thread(self._deps.open_prompts)
+            await check_rows(self._deps.store, self._deps.section, prompts)
+            self._prompts = prompts
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
         waiting.reverse()

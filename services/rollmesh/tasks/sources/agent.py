@@ -45,6 +45,10 @@ class AgentPrompts:
     def epoch_size(self) -> int:
         return self._source.epoch_size
 
+    @property
+    def content(self) -> str:
+        return self._source.content
+
     def prompt(self, epoch: int, index: int) -> Prompt:
         return self._with_task(self._source.prompt(epoch, index))
 

@@ -120,6 +120,10 @@ class CountdownPrompts:
         """Number of prompts in one epoch; every epoch has new prompts, unless their number is given."""
         return self._puzzles or EPOCH_SIZE
 
+    @property
+    def content(self) -> str:
+        return ""
+
     def puzzle(self, epoch: int, index: int) -> Puzzle:
         """Return the puzzle at a cursor position. Raises IndexError outside the epoch."""
         if not 0 <= index < EPOCH_SIZE:

@@ -43,6 +43,11 @@ class MixturePrompts:
         """Number of prompts in one epoch of the mixture."""
         return len(self._places)
 
+    @property
+    def content(self) -> str:
+        contents = [(part.name, part.source.content) for part in self._parts]
+        return "; ".join(f"{name}: {content}" for name, content in contents if content)
+
     def prompt(self, epoch: int, index: int) -> Prompt:
         if epoch < 0 or not 0 <= index < len(self._places):
             raise IndexError(f"mixture: no position (epoch {epoch}, index {index})")

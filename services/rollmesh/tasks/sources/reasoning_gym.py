@@ -15,6 +15,7 @@ from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
 from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.types import Prompt
 
+_PUZZLES_IN_DIGEST = 8
 _SEED_SPAN = 2**30
 
 
@@ -37,6 +38,13 @@ class ReasoningGymPrompts:
     @property
     def epoch_size(self) -> int:
         return len(self._items)
+
+    @property
+    def content(self) -> str:
+        # Another version of the library may make other puzzles of the same seed.
+        items = create_task(self._source.task, {**self._source.options, "size": _PUZZLES_IN_DIGEST, "seed": 0})
+        texts = [entry_to_text(items[number]) for number in range(len(items))]
+        return f"puzzles {hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()}"
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         size, task = len(self._items), self._source.task

@@ -17,5 +17,9 @@ class RepeatedPrompts:
     def epoch_size(self) -> int:
         return self._source.epoch_size * self._times
 
+    @property
+    def content(self) -> str:
+        return self._source.content
+
     def prompt(self, epoch: int, index: int) -> Prompt:
         return self._source.prompt(epoch, index // self._times)

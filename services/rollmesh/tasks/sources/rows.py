@@ -50,6 +50,7 @@ class RowPrompts:
         self._count = len(reader) if settings.first_rows is None else min(len(reader), settings.first_rows)
         domains: list[str] = []
         self._domains = domains
+        self._digest = hashlib.blake2b(digest_size=8)
         hashes = np.fromiter(self._checked(settings.on_checked), np.uint64, self._count)
         self._rows = _rows_of_split(hashes, split, settings.held_out_ratio)
         if len(self._rows) == 0 and 0 < self._count < len(reader):
@@ -65,6 +66,10 @@ class RowPrompts:
     def epoch_size(self) -> int:
         """Number of rows in the split."""
         return len(self._rows)
+
+    @property
+    def content(self) -> str:
+        return f"{self._count} rows {self._digest.hexdigest()}"
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         if epoch < 0 or not 0 <= index < len(self._rows):
@@ -94,6 +99,7 @@ class RowPrompts:
         check_row(row, self._form, self._settings)
         if self._settings.domain_field is not None:
             self._domains.append(domain_of_row(row, self._settings.domain_field))
+        self._digest.update(json.dumps(row.fields, sort_keys=True, default=str).encode() + b"\n")
         content = json.dumps(prompt_value(row, self._form), sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 

@@ -63,6 +63,10 @@ class PromptSource(Protocol):
     def epoch_size(self) -> int:
         """Number of prompts in one epoch; indices are in [0, epoch_size)."""
 
+    @property
+    def content(self) -> str:
+        """Number and digest of the rows that the settings only point to; empty for prompts from the settings alone."""
+
     def prompt(self, epoch: int, index: int) -> Prompt:
         """Return the prompt at a position.
 

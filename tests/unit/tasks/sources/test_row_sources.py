@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -103,6 +104,34 @@ def test_the_same_position_is_the_same_prompt_after_a_restart(tmp_path: Path, to
 def assert_same_prompt(one: Prompt, other: Prompt) -> None:
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert (one.prompt_id, one.verifier, one.metadata) == (other.prompt_id, other.verifier, other.metadata)
+
+
+def test_the_content_of_a_table_follows_its_rows_and_nothing_else(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = numbered(20)
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    content = open_jsonl(path, tokenizer).content
+    assert re.fullmatch("20 rows [0-9a-f]{16}", content)
+    assert open_jsonl(path, tokenizer, split="eval", seed=9).content == content, "one file has both splits"
+    spaced = write_jsonl(tmp_path / "spaced.jsonl", [f" {json.dumps(dict(reversed(row.items())))} " for row in rows])
+    assert open_jsonl(spaced, tokenizer).content == content
+    mixed = {
+        "type": "mixture",
+        "parts": [
+            {"name": name, "weight": 0.5, "source": source}
+            for name, source in (("own", {"type": "jsonl", "path": str(path)}), ("made", {"type": "countdown"}))
+        ],
+    }
+    config = DataConfig.model_validate({"source": mixed})
+    assert build_prompt_source(config, tokenizer, 1).content == f"own: {content}"
+    others = [
+        [*rows, {"prompt": "one more", "answer": 1}],
+        rows[:-1],
+        [rows[1], rows[0], *rows[2:]],
+        [{**rows[0], "answer": 7}, *rows[1:]],
+        [{**rows[0], "prompt": "another"}, *rows[1:]],
+    ]
+    found = [open_jsonl(write_jsonl(path, other), tokenizer).content for other in others]
+    assert len({content, *found}) == 6
 
 
 def test_every_epoch_has_every_row_once_in_another_order(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,12 @@
+#!lua flags=allow-oom
+-- uses: core
+-- Records the rows behind a section of the data settings once, and returns those that are recorded. Nothing depends on
+-- them before the first prompt and the first evaluation: until then other rows replace them.
+-- ARGV: section, rows in words, prompts of an epoch ('' for prompts of evaluations).
+local name = 'rows:' .. ARGV[1]
+local meta = call('HMGET', K.meta, name, 'cursor_epoch', 'cursor_index')
+local begun = meta[2] ~= '0' or meta[3] ~= '0' or call('EXISTS', K.evaluations) == 1
+if meta[1] and begun then return meta[1] end
+call('HSET', K.meta, name, ARGV[2])
+if ARGV[3] ~= '' then call('HSET', K.meta, 'epoch_size', ARGV[3]) end
+return ARGV[2]
