@@ -40,6 +40,7 @@ means to meet a running call may be held up for longer. The other engines wait f
 _PASSED: Counter[str] = Counter()
 _TEST_SECONDS = 1500
 """The first case of a kind waits for the start of its server, which takes minutes on busy cores."""
+_SMOKE_TEST = "test_server_facts.py"
 _HERE = Path(__file__).parent
 
 
@@ -47,13 +48,17 @@ _HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every deadline inside of a test passes first and says what it waited for; a process has all cases of a kind.
 
-    The kinds with a real server come first: they take longest.
+    The kinds with a real server come first: they take longest. `make test` asks one real server for the facts that the
+    engine relies on, the smoke test of all others.
     """
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
             if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-                item.add_marker(pytest.mark.xdist_group(_group(item.callspec.params)))
+                group = _group(item.callspec.params)
+                item.add_marker(pytest.mark.xdist_group(group))
+                if "sglang" in group and item.path.name != _SMOKE_TEST:
+                    item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: "sglang" not in _group(getattr(getattr(item, "callspec", None), "params", {})))
 
 

@@ -9,10 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rollmesh.store import EmbeddedServer
 
 from .conftest import WAIT_SECONDS
+
+pytestmark = pytest.mark.long
 
 STEPS = 40
 """More than it gets to before it is lost, at the pace of its generators."""

@@ -111,6 +111,7 @@ def test_a_path_or_an_override_that_means_nothing_is_a_clear_error(
 # Refused by a service ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_of_its_generator(small_run) -> None:
     line = small_run(
         model={"path": "model"},
@@ -128,6 +129,7 @@ def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_o
     assert "restart 1 of" not in done.stdout
 
 
+@pytest.mark.long
 def test_a_bad_row_after_the_first_ones_ends_the_run_at_once_and_the_error_names_its_line(tmp_path: Path) -> None:
     good = [{"prompt": f"{a} {b} 5 > 7 :", "answer": "7"} for a in range(1, 10) for b in range(1, 10)]
     rows = [*(good * (1 + FIRST_ROWS // len(good))), {"question": "1 2 5 > 7 :", "answer": "7"}]
@@ -230,6 +232,7 @@ def hard_run(tmp_path_factory: pytest.TempPathFactory, server: EmbeddedServer) -
     return line, subprocess.CompletedProcess([], launcher.returncode, output, ""), second
 
 
+@pytest.mark.long
 def test_a_run_with_a_moody_verifier_a_lost_redis_and_a_second_launcher_loses_nothing(hard_run: HardRun) -> None:
     line, done, second = hard_run
     assert done.returncode == 0, done.stdout
@@ -243,6 +246,7 @@ def test_a_run_with_a_moody_verifier_a_lost_redis_and_a_second_launcher_loses_no
     assert "another launcher" in second.stderr
 
 
+@pytest.mark.long
 def test_values_that_are_no_numbers_are_named_and_never_trained_on(hard_run: HardRun) -> None:
     line, _, _ = hard_run
     log = (line.folder / "logs" / "reward-0.log").read_text()
@@ -251,6 +255,7 @@ def test_values_that_are_no_numbers_are_named_and_never_trained_on(hard_run: Har
     assert sum(step["batch"]["unscored_trajectories"] for step in line.json_lines("metrics.jsonl")) == 0
 
 
+@pytest.mark.long
 def test_a_finished_run_goes_back_when_it_is_next_started_and_to_no_unknown_version(hard_run: HardRun) -> None:
     line, _, _ = hard_run
     unknown = line.run("rollback", str(line.folder), "--version", "99")

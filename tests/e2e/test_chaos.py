@@ -7,7 +7,7 @@ import pytest
 from rollmesh.bench.chaos import run_rounds
 from rollmesh.report.console import output_console
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.mark.timeout(4200)

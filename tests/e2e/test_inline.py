@@ -88,6 +88,7 @@ def audit_of(line: CommandLine) -> dict:
     return json.loads((line.folder / "audit.json").read_text())
 
 
+@pytest.mark.long
 def test_a_breakpoint_in_a_loss_and_in_a_verifier_stops_in_the_process_of_the_command(
     own_code: Callable[..., CommandLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
+@pytest.mark.long
 def test_pdb_in_an_environment_stops_the_mesh_beyond_every_expiry_and_ctrl_c_ends_it(
     own_code: Callable[..., CommandLine], terminal: Callable[..., Terminal], wait_until: Callable[..., None]
 ) -> None:

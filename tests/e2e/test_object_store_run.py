@@ -15,6 +15,8 @@ from rollmesh.checkpoints.objects import ObjectStore
 
 from ..integration.checkpoints.conftest import Bucket
 
+pytestmark = pytest.mark.long
+
 
 def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
     small_run, tmp_path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,8 @@ import redis
 
 from .conftest import WAIT_SECONDS
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
 RUN = "small"
 STEPS = 40

@@ -42,6 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
     EmbeddedServer(line.folder / "redis").kill()
 
 
+@pytest.mark.long
 def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) -> None:
     line = finished
     steps = line.json_lines("metrics.jsonl")
@@ -76,6 +77,7 @@ def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) 
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.long
 def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(finished: CommandLine, tmp_path: Path) -> None:
     inside = finished.run("backup", str(finished.folder), str(finished.folder / "backup"))
     assert inside.returncode == 2
@@ -132,6 +134,7 @@ def stopped_in_its_audit(line: CommandLine, *command: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
     """Its weights are useless after one step: the trainer publishes none that no generator can serve."""
     line = small_run(trainer={"train_steps": 12, "learning_rate": 1e30})
@@ -147,6 +150,7 @@ def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
     assert any(problem.startswith(f"the run failed: {failure}") for problem in json.loads(audit.stdout)["problems"])
 
 
+@pytest.mark.long
 def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_ends_it_at_once(
     started, wait_until
 ) -> None:

@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollmesh.runtime.endpoints import read_endpoints
 
 from .conftest import ENDLESS, WAIT_SECONDS
+
+pytestmark = pytest.mark.long
 
 
 def indexes(folder: Path, service: str) -> list[int]:

@@ -21,6 +21,8 @@ from rollmesh.store.embedded import find_server_binary
 
 from .conftest import WAIT_SECONDS
 
+pytestmark = pytest.mark.long
+
 SERVICE = "queue"
 PASSWORD, SENTINEL_PASSWORD = "of the data", "of the watchers"
 STEPS = 16

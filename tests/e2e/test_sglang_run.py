@@ -21,6 +21,8 @@ from rollmesh.runtime.endpoints import read_endpoints
 from ..sglang_cpu.server import UNPINNED
 from .audits import assert_rescored
 
+pytestmark = pytest.mark.long
+
 _INSTALL = Path(__file__).parents[1] / "sglang_cpu" / "install.py"
 _STEPS = 16
 _SERVER_SECONDS = 600.0

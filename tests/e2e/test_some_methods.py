@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollmesh.report.method_effects import effect_of, read_traces
 from rollmesh.report.recorded_run import RecordedRun
 
 from .conftest import environment
+
+pytestmark = pytest.mark.long
 
 UPDATES = 2
 METHODS = ("advantage/pairs", "masks/ratio")

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollmesh.user_code import CODE_FOLDER
 
 from .conftest import WAIT_SECONDS
+
+pytestmark = pytest.mark.long
 
 
 def rollmesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

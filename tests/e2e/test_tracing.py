@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.redis import running_store
@@ -18,6 +20,8 @@ from rollmesh.types import Batch, Trajectory
 
 from .conftest import ENDLESS, WAIT_SECONDS
 from .otlp_collector import ReceivedSpan, collector
+
+pytestmark = pytest.mark.long
 
 STEPS = 3
 OF_A_TRAJECTORY = {

@@ -30,7 +30,7 @@ from rollmesh.v1 import reward_service_pb2_grpc as reward_stubs
 
 from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, until, write_small_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 MOVED = {

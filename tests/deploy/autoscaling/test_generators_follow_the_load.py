@@ -33,7 +33,7 @@ from ..prometheus.conftest import tool
 from .hpa import ReplicaMemory, ReplicaMetrics, next_replicas
 from .rule import load_rule
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[3]
 RULES = REPOSITORY / "helm" / "rollmesh" / "files" / "autoscaling"

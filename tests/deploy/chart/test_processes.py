@@ -25,7 +25,11 @@ from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, RUN_FILES, Helm, Rendering
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # every deadline inside of a test passes first
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:

@@ -18,7 +18,11 @@ from .pod_mesh import KIND, SMALL, machine_for, start_all, versions, wait_until
 from .pods import pods_of
 from .rendering import CHART, ROOT, Helm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # every deadline inside of a test passes first
 
 SIDECAR: dict[str, Any] = {
     "run": {

@@ -16,7 +16,11 @@ from .rule_files import recorded
 HOLD = "3s"
 SETTLE_SECONDS = 400.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # every deadline inside of a test passes first
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # every deadline inside of a test passes first
 
 
 @pytest.fixture(scope="module")

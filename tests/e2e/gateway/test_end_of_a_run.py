@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from rollmesh.runtime.endpoints import read_endpoints
 
 from ..conftest import end
 from .conftest import TOKEN, Window, expect, order, viewing
+
+pytestmark = pytest.mark.long
 
 Open = Callable[..., Window]
 

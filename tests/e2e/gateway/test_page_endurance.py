@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import Scene, Window, expect, scene_of
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from playwright.sync_api import CDPSession
 

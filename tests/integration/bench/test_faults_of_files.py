@@ -19,6 +19,8 @@ from rollmesh.bench.faults import faults_named
 from rollmesh.bench.faults_of_files import damage_last_step, damage_replay, damage_state
 from rollmesh.store.embedded import EmbeddedServer
 
+pytestmark = pytest.mark.long
+
 CONTENT = bytes(1000)
 
 

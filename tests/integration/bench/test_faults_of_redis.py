@@ -19,6 +19,8 @@ from rollmesh.bench.faults_of_redis import fill_redis, stall_redis
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
 
+pytestmark = pytest.mark.long
+
 LEASED = 7
 
 

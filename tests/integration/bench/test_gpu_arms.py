@@ -13,6 +13,8 @@ from rollmesh.bench import gpu
 from rollmesh.bench.gpu_arm import Update
 from rollmesh.config.generator import GeneratorConfig
 
+pytestmark = pytest.mark.long
+
 PLAN = gpu.quick_plan()
 SYNC, COPRIS = "sync", "copris_paper 32"
 

@@ -13,6 +13,8 @@ from rollmesh.bench.gpu_arm import Update
 from rollmesh.errors import ConfigError
 from rollmesh.sim.decode_curve import CurvePoint
 
+pytestmark = pytest.mark.long
+
 UPDATE = Update(
     arm="sync",
     train_step=1,

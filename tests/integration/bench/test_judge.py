@@ -22,6 +22,8 @@ from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 from ..report.made_checkpoints import MadeRun, make_audited_run
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 
 

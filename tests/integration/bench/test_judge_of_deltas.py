@@ -16,6 +16,8 @@ from rollmesh.checkpoints.objects import ObjectStore
 from ...kit.checkpoint_samples import publish
 from ..checkpoints.test_delta_policies import ANCHOR_EVERY, DELTA, WEIGHTS, write_weights
 
+pytestmark = pytest.mark.long
+
 SECRET = "0123456789abcdef" * 4
 VERSIONS = 6
 

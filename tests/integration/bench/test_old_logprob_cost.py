@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rollmesh.bench.old_logprob_cost import _ratios, _sampled, _train, _trainer
 from rollmesh.bench.train import ragged_batch, write_demo_model
+
+pytestmark = pytest.mark.long
 
 
 def test_the_ratio_of_recompute_is_1_and_that_of_loglinear_leaves_1_with_the_first_update(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rollmesh.bench.s3_server import BUCKET, CREDENTIALS, is_installed, running_
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.runtime.addresses import free_port
 
-pytestmark = pytest.mark.skipif(not is_installed(), reason="moto and s3fs are not installed")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not is_installed(), reason="moto and s3fs are not installed")]
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_the_server(

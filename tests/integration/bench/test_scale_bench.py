@@ -12,7 +12,7 @@ import pytest
 from rollmesh.bench.scale_answers import Answers
 from rollmesh.types import Prompt, Segment, Trajectory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 FAULTS = (
     "trajectories in no state",

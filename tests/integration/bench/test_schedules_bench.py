@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollmesh.bench.schedules import run
+
+pytestmark = pytest.mark.long
 
 
 def test_the_bench_measures_decisions_choices_and_views_with_their_bars() -> None:

@@ -14,7 +14,7 @@ import pytest
 from rollmesh.bench.engine import MIXED_SLOTS, mixed_lengths
 from rollmesh.sim.decode_curve import DecodeCurve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 Object = dict[str, object]
 

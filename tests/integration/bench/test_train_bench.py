@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,8 @@ from rollmesh.bench.train import (
 )
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+
+pytestmark = pytest.mark.long
 
 
 def test_the_padded_baseline_makes_the_same_update(tmp_path: Path) -> None:

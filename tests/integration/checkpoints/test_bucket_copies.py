@@ -17,7 +17,7 @@ from rollmesh.report.sentences import audit_claims
 from rollmesh.trainer.service.adapter_base import model_folder
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
-from ...unit.checkpoints.checkpoint_samples import publish
+from ...kit.checkpoint_samples import publish
 from ..report.made_checkpoints import STEPS, make_audited_run
 from .conftest import Bucket
 from .test_delta_policies import WEIGHTS, write_weights

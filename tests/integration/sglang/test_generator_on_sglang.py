@@ -12,7 +12,7 @@ from rollmesh.types import FinishReason
 
 from ...sglang_cpu.server import START_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 SERVERS = ["stand_in", "real"]
 

@@ -23,7 +23,7 @@ from ...kit.waiting import reached
 from ...sglang_cpu.options import sglang_options
 from ...sglang_cpu.server import START_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 _TREE = """
 import subprocess, sys, time
