@@ -74,6 +74,8 @@ class ParquetSource(JsonlSource):
     """Parquet file with the fields of jsonl (extra: datasets)."""
 
     type: Literal["parquet"] = "parquet"  # type: ignore[assignment]
+    path: str
+    """Parquet file with one prompt per row; columns may be nested."""
 
 
 class ReasoningGymSource(SourceSection):

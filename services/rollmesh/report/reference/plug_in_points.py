@@ -79,7 +79,13 @@ def plug_in_points() -> Mapping[str, PlugInPoint]:
                 contract=contract["advantage"],
                 own="own_advantage.py",
             ),
-            "loss": PlugInPoint(title="Losses", page="losses", field=f"{algorithm}.loss", contract=contract["loss"]),
+            "loss": PlugInPoint(
+                title="Losses",
+                page="losses",
+                field=f"{algorithm}.loss",
+                contract=contract["loss"],
+                own="own_loss.py",
+            ),
             "masks": PlugInPoint(
                 title="Token masks", page="token-masks", field=f"{algorithm}.masks", contract=contract["masks"]
             ),

@@ -11,13 +11,15 @@ from types import ModuleType
 def protocol_source(module: ModuleType, *names: str) -> str:
     """Return the definitions of a module's top-level names, with the docstrings below them, in the order of the file.
 
+    A comment above them says how to import them.
     Raises LookupError for a name that the module does not define.
     """
     text = inspect.getsource(module)
     found = dict(_definitions(text))
     if missing := [name for name in names if name not in found]:
         raise LookupError(f"{module.__name__} defines no {missing[0]}")
-    return "\n\n\n".join(found[name] for name in found if name in names)
+    imported = f"# from {module.__name__} import {', '.join(names)}"
+    return "\n\n\n".join((imported, *(found[name] for name in found if name in names)))
 
 
 def _definitions(text: str) -> Iterator[tuple[str, str]]:

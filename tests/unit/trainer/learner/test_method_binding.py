@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import LossInput
+from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput
 from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.config.mask_methods import MaskConfig
 from rollmesh.config.trainer import AlgorithmConfig
@@ -159,6 +159,26 @@ def loss_input(advantages: list[float], mask: list[bool]) -> LossInput:
         sequence_index=column.long(),
         sequence_count=1,
     )
+
+
+def test_the_loss_of_the_examples_caps_the_ratio_to_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    algorithm = AlgorithmConfig(loss="own_loss:capped", loss_options={"cap": 1.5})
+    data = LossInput(
+        logprobs=torch.log(torch.tensor([0.5, 0.2])).requires_grad_(),
+        old_logprobs=torch.zeros(2),
+        behavior_logprobs=torch.log(torch.tensor([0.4, 0.1])),
+        advantages=torch.tensor([2.0, -1.0]),
+        mask=torch.tensor([True, True]),
+        sequence_index=torch.zeros(2, dtype=torch.int64),
+        sequence_count=1,
+    )
+    result = bind_loss(algorithm)(data, LOSSES["ppo_clip"].options())
+    result.loss.sum().backward()
+    # The ratios are 0.5 / 0.4 and 0.2 / 0.1; the gradient of -w A log pi to log pi is -w A.
+    assert data.logprobs.grad is not None
+    torch.testing.assert_close(data.logprobs.grad, torch.tensor([-1.25 * 2, 1.5]))
+    assert result.clip.tolist() == [ClipReason.NONE, ClipReason.TRUNCATED]
 
 
 def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> None:
