@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.control_groups import available_memory, cpu_quota
 from rollmesh.runtime.endpoints import read_endpoints
 
 PROCESSES_PER_CORE = 8
@@ -36,9 +38,13 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the cores that this process may use and the available memory."""
+    """Return the cores that this process may use and the available memory, within the limits of its container."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return Machine(cores=cores, available_bytes=psutil.virtual_memory().available)
+    available, quota, limit = psutil.virtual_memory().available, cpu_quota(), available_memory()
+    return Machine(
+        cores=cores if quota is None else min(cores, math.ceil(quota)),
+        available_bytes=available if limit is None else min(available, limit),
+    )
 
 
 def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str, replicas: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from rollmesh.config import RunConfig
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.runtime.capacity import this_machine
 from rollmesh.sim.core_shares import Samples
 from rollmesh.sim.recorded_times import recorded_times
 from rollmesh.sim.reward_model import RewardModel
@@ -103,7 +103,7 @@ class Calibration:
         if not schedule.rests_while_training:
             return cls(records=records, machine=None)
         on_cpu = config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _GPU_DRIVER.exists())
-        machine = SimulatedMachine(cores=len(os.sched_getaffinity(0)), is_shared=True) if on_cpu else None
+        machine = SimulatedMachine(cores=this_machine().cores, is_shared=True) if on_cpu else None
         trainer = config.trainer.model_copy(update={"train_steps": len(records.updates)})
         own = config.model_copy(update={"trainer": trainer})
         return cls(records=with_latencies(own, records, machine), machine=machine)
