@@ -64,7 +64,7 @@ def run(*, quick: bool = False, save: Path | None = None) -> list[Measure]:
     of ``quick`` has few points from one round and is not checked.
     """
     options = ["--quick"] * quick + (["--save", str(save)] if save is not None else [])
-    command = [sys.executable, "-m", __name__, *options]
+    command = [sys.executable, "-P", "-m", __name__, *options]
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     done = subprocess.run(command, env={**environment, **ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -47,7 +47,7 @@ def running_redis(folder: Path, megabytes: int) -> Iterator[EmbeddedServer]:
 
 def command(*arguments: object) -> list[str]:
     """Return the command line of ``rollmesh`` with these arguments."""
-    return [sys.executable, "-m", "rollmesh.cli.main", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "rollmesh.cli.main", *map(str, arguments)]
 
 
 def write_run_file(file: Path, data: Mapping[str, Any]) -> RunConfig:

@@ -51,7 +51,7 @@ def is_installed() -> bool:
 @contextmanager
 def running_s3(log: Path) -> Iterator[S3Server]:
     """Run a server on a free port during the block. Raises RollmeshError if it does not start."""
-    command = [sys.executable, "-u", "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-uP", "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         try:

@@ -59,7 +59,7 @@ def _trial_in_a_process(config: RunConfig) -> list[str]:
         write_run_config(config, run)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollmesh.launcher.input_trial", str(run), str(result)],
+                [sys.executable, "-P", "-m", "rollmesh.launcher.input_trial", str(run), str(result)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -60,10 +60,12 @@ def service_spec(
     config: RunConfig, folder: RunFolder, environment: Mapping[str, str], service: str, index: int
 ) -> ServiceSpec:
     """Return the specification of one service process."""
-    interpreter = [sys.executable]
+    # -P: a module of the user, such as redis.py, in the current folder hides no library.
+    interpreter = [sys.executable, "-P"]
     if service == "trainer" and config.launcher.trainer_processes > 1:
         ranks = str(config.launcher.trainer_processes)
         interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
+        interpreter += ["--no-python", sys.executable, "-u", "-P"]
     command = [
         *interpreter,
         "-m",

@@ -59,6 +59,8 @@ args:
 env:
   - name: SGLANG_KEY
     {{- include "rollmesh.sglangKey" $root | nindent 4 }}
+  - name: PYTHONSAFEPATH
+    value: "1"
   - name: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
     value: "1"
   - name: SGLANG_RETURN_ORIGINAL_LOGPROB

@@ -52,7 +52,7 @@ spec:
       image: {{ include "rollmesh.image" (list $root $trainer.image) | quote }}
       imagePullPolicy: {{ $trainer.image.pullPolicy | quote }}
       {{- if $severalRanks }}
-      command: ["python3", "-m", "rollmesh.trainer.torchrun"]
+      command: ["python3", "-P", "-m", "rollmesh.trainer.torchrun", "--no-python", "python3", "-u", "-P"]
       args: ["-m", "rollmesh.cli.main", "trainer", "/etc/rollmesh/run/run.yaml"]
       {{- else }}
       args: ["trainer", "/etc/rollmesh/run/run.yaml"]

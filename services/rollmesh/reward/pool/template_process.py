@@ -49,6 +49,7 @@ class TemplateProcess:
         with template_end:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "rollmesh.reward.pool.template",
                 str(template_end.fileno()),

@@ -125,6 +125,7 @@ class SglangOptions:
         kept = {k: v for k, v in inherited.items() if not k.startswith(_SECRET_PREFIX)}
         if self.server.python is not None:
             kept = {k: v for k, v in kept.items() if k not in _PYTHON_VARIABLES}
+        kept["PYTHONSAFEPATH"] = "1"  # -P of its processes; an older interpreter has no -P
         kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for _SPARE_TOKENS, which no call reaches
         kept["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probabilities at the sampling temperature
         # Far longer than the client's: a server that closes an idle connection first may cut off a request.

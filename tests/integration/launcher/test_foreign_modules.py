@@ -1,0 +1,62 @@
+"""Modules in the current folder that are called like libraries break no process of a run, and the user's are found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rollmesh.config import RunConfig, write_run_config
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.service_specs import service_spec
+
+LIBRARIES = ("redis", "types", "random", "numpy", "grpc", "torch", "yaml", "selectors", "queue", "pydantic")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder: modules with the names of libraries, and a verifier beside its helper."""
+    for name in LIBRARIES:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} is hidden')\n")
+    (tmp_path / "my_verifier.py").write_text(
+        "import my_helper\ndef reward(response, metadata):\n    return my_helper.VALUE\n"
+    )
+    (tmp_path / "my_helper.py").write_text("VALUE = 1.0\n")
+    rows = [f'{{"prompt": "1 2 {n} > 7 :", "answer": "7"}}\n' for n in range(3, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+def run_of(folder: Path, ranks: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "foreign",
+            "folder": str(folder / "run"),
+            "model": {"path": "recipe:countdown"},
+            "data": {"source": {"type": "jsonl", "path": "rows.jsonl"}, "max_prompt_tokens": 64},
+            "reward": {"verifier": "my_verifier:reward"},
+            "rollout": {"max_new_tokens": 64},
+            "generator": {"max_context_tokens": 512},
+            "launcher": {"trainer_processes": ranks},
+        }
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_services_and_the_trial_of_user_code_see_no_module_of_the_current_folder_before_a_library(
+    folder: Path, ranks: int
+) -> None:
+    config = run_of(folder, ranks)
+    run = folder / "run.yaml"
+    write_run_config(config, run)
+    command = service_spec(config, RunFolder(folder / "run"), {}, "trainer", 0).command
+    interpreter = command[: command.index("trainer")]
+    done = subprocess.run(
+        [*interpreter, "config", "validate", str(run)], cwd=folder, capture_output=True, text=True, env=os.environ
+    )
+    assert "is hidden" not in done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run.yaml: valid") == ranks
