@@ -101,6 +101,10 @@ class OutcomeKind(StrEnum):
 
 LOWEST_TEMPERATURE = 1e-3
 """Smallest softmax temperature above 0; a float32 logit divided by a smaller one overflows."""
+LARGEST_REWARD = 1e9
+"""Largest reward, advantage and loss of a token in size: sums and squares of larger ones may overflow float32."""
+LOWEST_LOGPROB = -1e4
+"""Smallest log-probability of a sampled token; engines write the smallest float for a token that was ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from rollmesh.characters import half_character
 from rollmesh.config.section import greedy_or_resolvable
+from rollmesh.types import LARGEST_REWARD
 
 MOST_CHOICES = 32
 MOST_ANSWERS = 128
@@ -79,6 +80,7 @@ def _of_sampled_token(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
+Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 TemplateValue = Annotated[Any, AfterValidator(_json_value)]
 NoAlternatives = Annotated[int, Field(ge=0, le=0), BeforeValidator(_of_sampled_token)]
 PromptText = Annotated[str, Field(min_length=1), AfterValidator(_whole_characters)]
@@ -300,13 +302,13 @@ class SessionRequest(Closed):
 class RewardRequest(Closed):
     """POST /v1/sessions/{id}/reward: exactly one of reward, error and verify."""
 
-    reward: float | None = None
+    reward: Reward | None = None
     """Value of the agent's work."""
     error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_whole_characters)] | None = None
     """Reason for a missing value; the run's reward.on_error decides its effect."""
     verify: bool = False
     """Score the answer with the run's verifier; only for sessions with one trajectory."""
-    parts: dict[Text, float] = Field(default_factory=dict)
+    parts: dict[Text, Reward] = Field(default_factory=dict)
     """Further numbers that are stored with the reward."""
 
     @model_validator(mode="after")

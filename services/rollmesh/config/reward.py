@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollmesh.config.section import Section
+from rollmesh.types import LARGEST_REWARD
 
 
 class RewardConfig(Section):
@@ -34,7 +35,7 @@ class RewardConfig(Section):
     marked, independent of this field."""
     on_error: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
     """Outcome of a verifier error, with the same choices."""
-    fixed_value: float = 0.0
+    fixed_value: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward that ``fixed`` assigns for training; the outcome kind stays recorded."""
     workers: int = Field(default=1, ge=1)
     """Verifier processes per reward service; at most 255 if it runs as root, because each then has its own uid."""

@@ -47,7 +47,8 @@ def _candidate(train_step: int, group: Group, version_train_steps: Mapping[int, 
         train_step=train_step,
         group_id=group.group_id,
         oldest=min(version_train_steps[version] for version in versions),
-        reward=math.fsum(t.shaped_reward for t in scored) / len(scored),
+        # Divided first: the sum of finite rewards may not be finite, and an audit reads what it finds.
+        reward=math.fsum(t.shaped_reward / len(scored) for t in scored),
     )
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
 from rollmesh.errors import RollmeshError
-from rollmesh.types import Chunk, FinishReason
+from rollmesh.types import LOWEST_LOGPROB, Chunk, FinishReason
 
 LOGPROB_SLACK = 1e-4
 """Largest log-probability accepted: rounding may push it above 0."""
@@ -50,9 +48,11 @@ def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tok
         low, high = int(chunk.token_ids.min()), int(chunk.token_ids.max())
         if low < 0 or high >= expected.vocab_size:
             raise GarbageAnswer("token_id", f"token id {low if low < 0 else high} outside [0, {expected.vocab_size})")
-        largest = float(chunk.behavior_logprobs.max())
-        if not np.isfinite(chunk.behavior_logprobs).all() or largest > LOGPROB_SLACK:
-            raise GarbageAnswer("logprob", f"behavior_logprobs must be finite and not above 0, got {largest}")
+        smallest, largest = float(chunk.behavior_logprobs.min()), float(chunk.behavior_logprobs.max())
+        if not LOWEST_LOGPROB <= smallest <= largest <= LOGPROB_SLACK:
+            raise GarbageAnswer(
+                "logprob", f"behavior_logprobs are {smallest} to {largest}, expected {LOWEST_LOGPROB:g} to 0"
+            )
     match chunk.finish_reason:
         case FinishReason.STOP:
             if not count or int(chunk.token_ids[-1]) not in expected.stop_token_ids:

@@ -418,3 +418,18 @@ def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(
     (claim,) = [claim for claim in audit_claims(behind) if claim.startswith("lost 0")]
     assert "a batch file records epoch 0, index 40" in claim
     assert read_audit(audited.folder) == behind
+
+
+def test_rewards_whose_sum_is_not_finite_end_no_audit(audited: Any) -> None:
+    def change(batch: Batch) -> Batch:
+        groups = (
+            dataclasses.replace(
+                group, trajectories=tuple(dataclasses.replace(t, shaped_reward=1e308) for t in group.trajectories)
+            )
+            for group in batch.groups
+        )
+        return dataclasses.replace(batch, groups=tuple(groups))
+
+    for step in range(1, 7):
+        audited.replace_batch(step, change)
+    assert audit_run(audited.folder).green

@@ -346,3 +346,10 @@ def test_a_list_of_ids_longer_than_any_context_is_refused_before_it_is_read(conf
     with pytest.raises(OpenAiError) as refused:
         parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("body", [{"reward": 1e308}, {"reward": -1e160}, {"reward": 1.0, "parts": {"style": 1e308}}])
+def test_a_reward_whose_square_or_sum_may_overflow_is_refused_with_its_bound(body: dict[str, Any]) -> None:
+    error = refusal(RewardRequest, body)
+    assert error.param is not None and error.param.startswith(next(reversed(body)))
+    assert "1000000000" in str(error)

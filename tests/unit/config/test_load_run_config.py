@@ -215,6 +215,7 @@ def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) ->
             ["store.session_ttl_seconds=30", "heartbeat_seconds=20"],
         ),
         ({"reward": {"fixed_value": float("nan")}}, ["reward.fixed_value", "finite number"]),
+        ({"reward": {"fixed_value": -1e160}}, ["reward.fixed_value", "-1000000000"]),
         ({"trainer": {"learning_rate": float("inf")}}, ["trainer.learning_rate", "finite number"]),
         ({"schedule": {"group_size": 5000}}, ["schedule.group_size", "1024"]),
         ({"data": {"source": {"type": "csv"}}}, ["data.source", "csv"]),

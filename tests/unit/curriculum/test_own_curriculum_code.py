@@ -52,6 +52,9 @@ def short(group, records):
 def missing(group, records):
     return Closing(shaped_rewards=tuple(float("nan") for _ in group.members))
 
+def huge(group, records):
+    return Closing(shaped_rewards=tuple(1e160 for _ in group.members))
+
 def longer(group, records):
     return Closing(
         shaped_rewards=tuple(0.0 for _ in group.members),
@@ -142,6 +145,7 @@ def test_a_shaper_of_a_users_code_gets_its_options() -> None:
     [
         ("short", "other than 2 values"),
         ("missing", "a reward that is not a finite number"),
+        ("huge", "a reward that is not a finite number of at most 1e.09 in size"),
         ("longer", "kept_tokens=101, expected 1 to 100"),
         ("rewards_only", "list instead of a Closing"),
     ],

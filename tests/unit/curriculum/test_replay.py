@@ -123,3 +123,10 @@ def _trajectory(name: str, versions: tuple[int, ...], reward: float, outcome: Re
         outcome=outcome,
         shaped_reward=reward,
     )
+
+
+def test_the_mean_of_finite_rewards_is_finite_although_their_sum_is_not() -> None:
+    scored = RewardOutcome(kind=OutcomeKind.SCORED, value=1e308)
+    members = (_trajectory(name, (1,), 1e308, scored) for name in "abc")
+    (found,) = replay_candidates(Batch(train_step=2, groups=(_group("e0-0", *members),)), {1: 0})
+    assert math.isclose(found.reward, 1e308, rel_tol=1e-12)

@@ -52,6 +52,7 @@ def test_possible_continuations_pass(answer):
         (chunk(logprobs=(-1.0, float("nan"))), "logprob"),
         (chunk(logprobs=(-1.0, float("-inf"))), "logprob"),
         (chunk(logprobs=(-1.0, 0.5)), "logprob"),
+        (chunk(logprobs=(-1.0, -3.4e38)), "logprob"),
         (chunk(logprobs=(-1.0,)), "lengths"),
         (chunk(ids=(1, 100)), "token_id"),
         (chunk(ids=(1, -1)), "token_id"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from rollmesh.curriculum.shapers.dot import dot
 from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
+from rollmesh.types import LARGEST_REWARD
 from rollmesh.user_code import load_function
 
 _FIELD = "curriculum.group_shaper"
@@ -56,8 +56,8 @@ def _problem(closing: object, group: GroupOutcome) -> str:
     members, rewards, kept = group.members, closing.shaped_rewards, closing.kept_tokens
     if len(rewards) != len(members) or (kept is not None and len(kept) != len(members)):
         return f"other than {len(members)} values, one per member,"
-    if not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
-        return "a reward that is not a finite number"
+    if not all(isinstance(reward, int | float) and abs(reward) <= LARGEST_REWARD for reward in rewards):
+        return f"a reward that is not a finite number of at most {LARGEST_REWARD:g} in size"
     if kept is None:
         return ""
     for member, count in zip(members, kept, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 from rollmesh.characters import half_character
 from rollmesh.errors import DataError
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
-from rollmesh.types import Prompt
+from rollmesh.types import LARGEST_REWARD, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,10 @@ def checked_reply(reply: object) -> EnvironmentReply:
         raise DataError(f"step returned the text {short_repr(reply.text)}, expected text")
     if problem := half_character(reply.text):
         raise DataError(f"step returned the text {short_repr(reply.text)}, in which {problem}")
-    if not isinstance(reply.reward, numbers.Real | np.bool_ | None):
+    reward: object = reply.reward
+    if isinstance(reward, int) and abs(reward) > LARGEST_REWARD:  # it may not fit into a float
+        raise DataError(f"step returned the reward {short_repr(reward)}, expected at most {LARGEST_REWARD:g}")
+    if not isinstance(reward, numbers.Real | np.bool_ | None):
         raise DataError(f"step returned the reward {short_repr(reply.reward)}, expected a number or None")
     return reply
 

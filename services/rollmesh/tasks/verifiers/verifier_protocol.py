@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollmesh.errors import VerifierError
+from rollmesh.types import LARGEST_REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class AsyncVerifier(Verifier, Protocol):
 
 
 def checked_reward(result: object, verifier: str) -> RewardParts:
-    """Return the result of a verifier as finite floats. Raises VerifierError for any other result."""
+    """Return the result of a verifier as floats within ``LARGEST_REWARD``. Raises VerifierError for any other."""
     if isinstance(result, RewardParts):
         parts = {str(name): _finite(value, f"{verifier}: part {name!r}") for name, value in result.parts.items()}
         return RewardParts(value=_finite(result.value, verifier), parts=parts)
@@ -70,8 +70,10 @@ def _finite(value: object, where: str) -> float:
         number = float(value)
     except OverflowError as error:
         raise VerifierError(f"{where}: returned a number too large for a float") from error
-    if not math.isfinite(number):
-        raise VerifierError(f"{where}: returned {number}, expected a finite number")
+    if not abs(number) <= LARGEST_REWARD:
+        raise VerifierError(
+            f"{where}: returned {number}, expected a finite number of at most {LARGEST_REWARD:g} in size; scale it"
+        )
     return number
 
 

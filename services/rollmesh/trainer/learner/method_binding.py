@@ -24,7 +24,10 @@ from rollmesh.config.methods import complete_options, is_own
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.config.update_scales import EssOptions
 from rollmesh.errors import DataError
+from rollmesh.types import LARGEST_REWARD
 from rollmesh.user_code import load_function, own_code
+
+_NO_SIZE = f"not a finite number of at most {LARGEST_REWARD:g} in size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,8 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
         with own_code(f"{field}={name}"):
             result: Tensor = function(data, **options)
         _check_column(result, data.rewards, field, name, "trajectory")
-        if not result.is_floating_point() or not torch.isfinite(result).all():
-            raise DataError(f"{field}={name}: returned an advantage that is not a finite number")
+        if not result.is_floating_point() or not (result.abs() <= LARGEST_REWARD).all():
+            raise DataError(f"{field}={name}: returned an advantage that is {_NO_SIZE}")
         return result.double()
 
     return BoundAdvantage(
@@ -99,8 +102,8 @@ def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
         if torch.is_grad_enabled() and data.logprobs.requires_grad and not result.loss.requires_grad:
             raise DataError(f"{field}={name}: returned a loss without a gradient; compute it from LossInput.logprobs")
         # A policy that has diverged has log-probabilities that are not finite: that is not the function's fault.
-        if (data.mask & torch.isfinite(data.logprobs) & ~torch.isfinite(result.loss.detach())).any():
-            raise DataError(f"{field}={name}: returned a loss that is not a finite number for a token in the loss")
+        if (data.mask & torch.isfinite(data.logprobs) & ~(result.loss.detach().abs() <= LARGEST_REWARD)).any():
+            raise DataError(f"{field}={name}: returned a loss that is {_NO_SIZE} for a token in the loss")
         return result
 
     return loss

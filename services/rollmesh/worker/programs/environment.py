@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -30,7 +29,7 @@ from rollmesh.tasks.environments.environment_protocol import (
     checked_reply,
 )
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.types import LARGEST_REWARD, FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
 from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import Parked
 from rollmesh.worker.program import RolloutContext, RolloutResult
@@ -126,7 +125,7 @@ class _Episode:
     @property
     def outcome(self) -> RewardOutcome | None:
         """Newest reward of the episode; None if the environment returned none."""
-        return _outcome(self._reward)
+        return outcome_of(self._reward)
 
     async def _guarded(self, awaitable: Awaitable[T], operation: str) -> T:
         try:
@@ -237,7 +236,7 @@ class EnvironmentProgram:
             if not environment.replayable:
                 last = None if snapshot is None else Snapshot.from_bytes(snapshot)
                 if last is not None and last.turn_count == len(turns):
-                    return _outcome(last.reward)
+                    return outcome_of(last.reward)
                 message = "the worker and its environment died before the trajectory was scored; the reward is lost"
                 return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
             async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
@@ -301,9 +300,11 @@ class EnvironmentProgram:
         return True
 
 
-def _outcome(reward: float | None) -> RewardOutcome | None:
+def outcome_of(reward: float | None) -> RewardOutcome | None:
+    """Return the outcome of an episode by its reward; None if the environment returned none."""
     if reward is None:
         return None
-    if not math.isfinite(reward):
-        return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=f"the environment's reward is {reward}")
+    if not abs(reward) <= LARGEST_REWARD:
+        message = f"the environment's reward is {reward}, expected at most {LARGEST_REWARD:g} in size"
+        return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
     return RewardOutcome(kind=OutcomeKind.SCORED, value=reward, parts={"environment": reward})

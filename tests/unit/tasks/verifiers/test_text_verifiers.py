@@ -450,9 +450,9 @@ def test_wrong_options_name_the_option_and_what_is_allowed(name: str, options: d
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, math.inf, -math.inf, "1", "", None, 1j, [1.0], {"value": 1}, 10**400, b"1"],
+    [math.nan, math.inf, -math.inf, "1", "", None, 1j, [1.0], {"value": 1}, 10**400, b"1", 1e308, -1e160, 2 * 10**9],
 )
-def test_a_result_that_is_no_finite_number_is_an_error_never_a_zero(result: object) -> None:
+def test_a_result_that_is_no_number_of_a_usable_size_is_an_error_never_a_zero(result: object) -> None:
     with pytest.raises(VerifierError, match="mine: "):
         checked_reward(result, "mine")
     with pytest.raises(VerifierError, match="mine: part 'a'"):

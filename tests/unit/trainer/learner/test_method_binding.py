@@ -31,6 +31,9 @@ def plain(data):
 def missing(data):
     return data.rewards / 0 * 0
 
+def huge(data):
+    return data.rewards + 1e160
+
 def short(data):
     return data.rewards[:-1]
 
@@ -117,6 +120,7 @@ def test_the_advantage_of_the_examples_has_at_most_20_lines() -> None:
     ("name", "problem"),
     [
         ("missing", "not a finite number"),
+        ("huge", "of at most 1e.09 in size"),
         ("short", "one per trajectory"),
         ("elsewhere", "is on meta instead of cpu"),
         ("whole_numbers", "not a finite number"),
@@ -186,6 +190,8 @@ def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> N
     assert loss(loss_input([1.0, 0.0], [True, False]), options).loss.isnan().tolist() == [False, True]
     with pytest.raises(DataError, match="trainer.algorithm.loss=own_methods:nan_loss: .*not a finite number"):
         loss(loss_input([1.0, 0.0], [True, True]), options)
+    with pytest.raises(DataError, match=r"trainer.algorithm.loss=own_methods:nan_loss: .*of at most 1e\+09 in size"):
+        loss(loss_input([1e30, 1.0], [True, True]), options)
     diverged = loss_input([1.0, 0.0], [True, True])
     diverged.logprobs[1] = torch.nan
     assert loss(diverged, options).loss.isnan().tolist() == [False, True]
