@@ -63,18 +63,23 @@ class Conflict(StoreError):
     """The state in Redis is not the one the caller assumed; nothing was changed."""
 
 
+_WRONG_CONTENT = {"tampered", "mismatch", "foreign_architecture", "foreign_tokenizer", "path_escape"}
+
+
 class CheckpointError(RollmeshError, RuntimeError):
     """A checkpoint is torn, truncated, tampered with, missing or of another architecture.
 
     ``reason`` is one of ``checkpoints.reasons.Reason``, for use as a metric label. Reasons that mean wrong content are
-    final, because the content does not change.
+    final, because the content does not change, and so is a refusal of the object store.
     """
 
     def __init__(self, message: str, *, reason: str = "invalid") -> None:
         super().__init__(message)
         self.reason = reason
-        self.final = reason in {"tampered", "mismatch", "foreign_architecture", "foreign_tokenizer", "path_escape"}
+        self.final = reason == "refused" or reason in _WRONG_CONTENT
         self.passing = reason in {"disk_full", "unreachable"}
+        self.outside = reason == "refused" or self.passing
+        """True if the cause is the storage, and not the stored content."""
 
 
 class TrainingDiverged(RollmeshError, RuntimeError):

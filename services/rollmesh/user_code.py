@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.file_writes import write_text
 
 CODE_FOLDER = "ROLLMESH_CODE_FOLDER"
 """Environment variable with the folder of the run file, for the services of the run and their processes."""
@@ -73,7 +74,7 @@ def record_code_folder(run_folder: Path) -> None:
     record, folder = run_folder / _RECORD, os.environ.get(CODE_FOLDER)
     # Services that start at once record the same folder: none of them empties the file that another one reads.
     if folder and not (record.exists() and record.read_text(encoding="utf-8") == folder):
-        record.write_text(folder, encoding="utf-8")
+        write_text(record, folder)
 
 
 def load_target(target: str, field: str) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,3 +41,15 @@ def durable_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server whose kill loses nothing."""
     with running_server(tmp_path / "redis", durable=True) as server:
         yield server
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 8 MB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(mount).encode(), b"tmpfs", 0, b"size=8m") != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

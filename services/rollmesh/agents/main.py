@@ -33,10 +33,14 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     address = config.agents.host or config.gateway.host or bind_host(config)
     async with service_host(config, "agents", index) as host:
+        host.publish(starting=True)
         tokenizer = Tokenizer(resolve_model(config.model.path))
         store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(
-                config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(host.metrics)
+                config.store,
+                config.name,
+                retry_seconds=_RETRY_SECONDS,
+                observer=StoreCallMetrics(host.metrics, host.health.waits),
             )
         )
         service = await host.stack.enter_async_context(

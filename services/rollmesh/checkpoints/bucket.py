@@ -46,6 +46,7 @@ from rollmesh.checkpoints.manifest import (
     WeightDelta,
     parse_manifest,
 )
+from rollmesh.checkpoints.object_errors import store_error
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
@@ -205,7 +206,7 @@ class BucketStore(CheckpointStore):
         try:
             stored = self.batch_footer(train_step)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             self.objects.put(path, key)  # damaged, so no trainer has used it
             return local.payload_sha256
@@ -255,8 +256,7 @@ class BucketStore(CheckpointStore):
         except RollmeshError:
             raise
         except Exception as error:  # clients of object stores have no common base class for an outage
-            message = f"{where}: {str(error) or type(error).__name__}"
-            raise CheckpointError(message, reason=Reason.UNREACHABLE) from error
+            raise store_error(where, error) from error
 
     def batch_steps(self) -> list[int]:
         """Return the train steps with a batch file in the bucket, ascending."""

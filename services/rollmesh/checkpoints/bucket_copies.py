@@ -10,7 +10,6 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE
 from rollmesh.checkpoints.copy_check import ObjectPart, StoredCopy
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, Manifest, ManifestFile
-from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 
@@ -54,7 +53,7 @@ def _unless_unreachable() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if error.reason in TRANSIENT:
+        if error.outside:
             raise
 
 

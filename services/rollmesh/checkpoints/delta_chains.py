@@ -10,7 +10,7 @@ from pathlib import Path
 from rollmesh.checkpoints.durable import confined, sync_file
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.reasons import TRANSIENT, Reason
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.weight_delta import SUFFIX, apply_delta
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
@@ -103,7 +103,7 @@ class BasePaths:
             except FileNotFoundError:
                 return None
             except CheckpointError as error:
-                if error.reason in TRANSIENT:
+                if error.outside:
                     raise
                 return None
             self._known[path] = manifest.delta.base.path if manifest.delta else None

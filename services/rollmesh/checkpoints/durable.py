@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
+from rollmesh.file_writes import writing
 
 _NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -58,7 +59,7 @@ def make_folder(path: Path) -> None:
 
 def write_new_file(path: Path, data: bytes) -> None:
     """Create a file and flush it with its folder entry. Raises FileExistsError if it exists."""
-    with path.open("xb") as file:
+    with writing(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_file, sync_folder
-from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.object_errors import refusal, store_error
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.waits import Waits
 
 T = TypeVar("T")
 
@@ -30,6 +32,11 @@ _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that are not retried."""
 _PRECONDITION_FAILED = 412
+_WAIT = "object store"
+_SLOW_SECONDS = 2.0
+"""Time after which a missing answer shows among the waits of the process."""
+_S3_OPTIONS: Mapping[str, Any] = {"connect_timeout": 3.0, "retries": {"total_max_attempts": 2}}
+"""Options of the client of S3: it repeats a call once, so that the first error shows within seconds."""
 _RANGE_BYTES = 16 << 20
 
 
@@ -37,14 +44,22 @@ class ObjectStore:
     """One prefix of a bucket. Calls block; thread-safe."""
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, *, parallel: int = 8, retry_seconds: float = 60.0
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        parallel: int = 8,
+        retry_seconds: float = 60.0,
+        waits: Waits | None = None,
     ) -> None:
+        """Open a prefix; ``waits`` shows the last error of each operation that is retried."""
         scheme, _, path = url.partition("://")
         self.url = url.rstrip("/")
         self._prefix = path.rstrip("/")
         self._files = _file_system(scheme, dict(options or {}))
         self._parallel = parallel
         self._retry_seconds = retry_seconds
+        self._waits = waits or Waits()
 
     def get(self, key: str, target: Path) -> None:
         """Copy an object to a file, which appears only when complete and flushed. FileNotFoundError if missing.
@@ -60,7 +75,7 @@ class ObjectStore:
         try:
             with _convert_disk_full(target, key):
                 make_folder(target.parent)
-                self._retry(f"reading {key}", copy)
+                self._retry(f"reading {key}", copy, large=True)
                 sync_file(temporary)
                 os.replace(temporary, target)
                 sync_folder(target.parent)
@@ -69,19 +84,17 @@ class ObjectStore:
 
     def put(self, source: Path, key: str) -> None:
         """Copy a file to an object, replacing an existing one."""
-        self._retry(f"writing {key}", lambda: self._files.put_file(str(source), self._full_key(key)), reading=False)
+        put = partial(self._files.put_file, str(source), self._full_key(key))
+        self._retry(f"writing {key}", put, reading=False, large=True)
 
     def put_new(self, source: Path, key: str) -> bool:
         """Copy a file to a new object; return False and change nothing if the object exists.
 
         The server decides, so one of two writers wins. On a server that ignores If-None-Match the later writer wins.
         """
+        put = partial(self._files.put_file, str(source), self._full_key(key), mode="create")
         try:
-            self._retry(
-                f"writing {key}",
-                lambda: self._files.put_file(str(source), self._full_key(key), mode="create"),
-                reading=False,
-            )
+            self._retry(f"writing {key}", put, reading=False, large=True)
         except FileExistsError:
             return False
         return True
@@ -171,30 +184,40 @@ class ObjectStore:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _unreachable(self, operation: str, error: Exception) -> CheckpointError:
-        message = f"{self.url}: {operation} failed: {str(error) or type(error).__name__}"
-        return CheckpointError(message, reason=Reason.UNREACHABLE)
+    def _retry(self, operation: str, call: Callable[[], T], *, reading: bool = True, large: bool = False) -> T:
+        """Return the result of ``call``, retried during an outage, which shows meanwhile; so does a late answer.
 
-    def _retry(self, operation: str, call: Callable[[], T], *, reading: bool = True) -> T:
-        deadline = time.monotonic() + self._retry_seconds
+        A ``large`` transfer may take its time.
+        """
+        if not large:
+            self._waits.begin(_WAIT, f"{self.url}: {operation}: no answer yet", after_seconds=_SLOW_SECONDS)
+        try:
+            return self._retried(operation, call, reading=reading)
+        finally:
+            self._waits.end(_WAIT)
+
+    def _retried(self, operation: str, call: Callable[[], T], *, reading: bool) -> T:
+        where, deadline = f"{self.url}: {operation} failed", time.monotonic() + self._retry_seconds
         failure_count = 0
         while True:
             try:
                 return call()
             except FileNotFoundError as error:
-                if reading:
+                if reading and not refusal(error):
                     raise
-                raise self._unreachable(operation, error) from error
+                raise store_error(where, error, writing=not reading) from error
             except CheckpointError:  # a full disk of this node
                 raise
             except Exception as error:  # clients of object stores have no common base class for an outage
                 if isinstance(error, FileExistsError) or getattr(error, "code", None) == _PRECONDITION_FAILED:
                     raise FileExistsError(operation) from error
+                failure = store_error(where, error)
                 failure_count += 1
                 pause = _BACKOFF.seconds(failure_count)
-                if isinstance(error, _PERMANENT) or time.monotonic() + pause > deadline:
-                    raise self._unreachable(operation, error) from error
+                if failure.final or isinstance(error, _PERMANENT) or time.monotonic() + pause > deadline:
+                    raise failure from error
                 get_logger("objects").warning("object_store_retry", what=operation, message=str(error)[:200])
+                self._waits.begin(_WAIT, str(failure))
             time.sleep(pause)
 
 
@@ -212,6 +235,8 @@ def _convert_disk_full(target: Path, key: str) -> Iterator[None]:
 def _file_system(scheme: str, options: dict[str, Any]) -> Any:
     try:
         fsspec = importlib.import_module("fsspec")
+        if scheme == "s3":
+            options["config_kwargs"] = {**_S3_OPTIONS, **options.get("config_kwargs", {})}
         # One client per store, without a cache of listings: another process writes the objects that this one reads.
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
     except ImportError as error:

@@ -27,10 +27,8 @@ class Reason(StrEnum):
     DISK_FULL = "disk_full"
     """The disk, the quota or the file size limit is full; a retry may succeed."""
     UNREACHABLE = "unreachable"
-    """The object store is unreachable or rejects the credentials; a retry may succeed."""
+    """The object store does not answer; a retry may succeed."""
+    REFUSED = "refused"
+    """The object store refuses the call, by its permissions or for lack of a function; a retry does not help."""
     INVALID = "invalid"
     """Any other reason."""
-
-
-TRANSIENT = frozenset({Reason.DISK_FULL, Reason.UNREACHABLE})
-"""Reasons that do not concern the stored content: a retry may succeed."""

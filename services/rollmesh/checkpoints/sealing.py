@@ -15,6 +15,7 @@ from typing import Any
 
 from rollmesh.checkpoints.durable import link_new, make_folder, sync_folder
 from rollmesh.errors import CheckpointError
+from rollmesh.file_writes import writing
 
 SECRET_FILE = "secret"
 LINEAGE_FILE = "lineage"
@@ -82,6 +83,6 @@ def random_once(file: Path) -> str:
 def _write_random(file: Path) -> None:
     """Create a file of 32 random bytes (hex), for the owner only, with one write: a reader finds none of it or all."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as stream:
+    with writing(file), os.fdopen(descriptor, "wb", buffering=0) as stream:
         stream.write(secrets.token_hex(32).encode())
         os.fsync(stream.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import signal
 import sys
@@ -57,7 +58,9 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # not from the operating system: an unexpected time-out
             raise
-        _print_error(str(error))
+        # Files are named by their writers (``file_writes``).
+        full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        _print_error(f"standard output or error: {error}" if full else str(error))
         raise typer.Exit(EXIT_ERROR) from error
     except KeyboardInterrupt as stopped:
         raise typer.Exit(EXIT_STOPPED) from stopped
@@ -116,10 +119,15 @@ def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
 
 
 @asynccontextmanager
-async def store_of(folder_or_file: Path) -> AsyncIterator[tuple[RunConfig, RunFolder, TrajectoryStore]]:
-    """Open config, folder and store of an existing run; start a stopped embedded server for the duration."""
+async def store_of(
+    folder_or_file: Path, retry_seconds: float = 20.0
+) -> AsyncIterator[tuple[RunConfig, RunFolder, TrajectoryStore]]:
+    """Open config, folder and store of an existing run; start a stopped embedded server for the duration.
+
+    A call of the store fails after ``retry_seconds`` without an answer.
+    """
     config, folder = run_of(folder_or_file)
-    async with running_store(config, folder) as running:
+    async with running_store(config, folder, retry_seconds=retry_seconds) as running:
         yield config, folder, running.store
 
 

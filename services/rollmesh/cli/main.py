@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+from rollmesh.file_writes import write_text
 from rollmesh.runtime.imports import many_imports, own_process
 
 with many_imports():
@@ -118,7 +119,7 @@ def fidelity_document(document: Path) -> None:
 
     rows = published_speed_ups()
     section = fidelity_section(rows, predictions(rows))
-    document.write_text(with_section(document.read_text(encoding="utf-8"), section), encoding="utf-8")
+    write_text(document, with_section(document.read_text(encoding="utf-8"), section))
 
 
 @app.command(hidden=True)

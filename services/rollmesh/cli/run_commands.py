@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -35,9 +35,13 @@ from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.port_security import AdminClient, PortSecurity
+from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts
 from rollmesh.types import GeneratorRecord
 
+_PATIENCE_SECONDS = 3.0
+"""Time until ``status`` reports that Redis does not answer."""
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
 
@@ -50,15 +54,22 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     """
 
     async def main() -> None:
-        async with store_of(run) as (config, folder, store):
-            view, counts = await store.mesh.view(), await store.mesh.counts()
-            generators, failure = await store.generators.live(), await store.leadership.failure()
+        waits = await _service_waits(run)
+        try:
+            async with store_of(run, _PATIENCE_SECONDS) as (config, folder, store):
+                view, counts = await store.mesh.view(), await store.mesh.counts()
+                generators, failure = await store.generators.live(), await store.leadership.failure()
+        except StoreUnavailable:
+            for name, wait in waits.items():
+                typer.echo(f"{name} waits: {wait}", err=True)
+            raise
         failure = failure or RecordedRun(folder.path).failure
         ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(folder.path)
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
             data["failure"] = failure
+            data["waits"] = waits
             data["ending"] = dict(ended)
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
@@ -70,6 +81,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row("launcher", f"{distant}, which cannot be seen from this machine")
         for name, value in [("failed", failure)] * bool(failure) + ended:
             table.add_row(name, escape(value))
+        for name, wait in waits.items():
+            table.add_row(f"{name} waits", escape(wait))
         _add_queue(table, config, view, counts)
         for api in apis:
             table.add_row("OpenAI-compatible API", api.url)
@@ -91,6 +104,15 @@ def _way_to(page: Endpoint, config: RunConfig) -> str:
     url = urlsplit(page.url)
     link = page_link(config, url._replace(netloc=f"127.0.0.1:{url.port}").geturl())
     return f"the run as a page: kubectl port-forward pod/{page.pod} {url.port}:{url.port}, then {link}"
+
+
+async def _service_waits(run: Path) -> Mapping[str, str]:
+    """Return what each service of the run on this machine waits for, with the last error."""
+    config, folder = run_of(run)
+    async with AdminClient(PortSecurity.from_config(config.security)) as client:
+        states = ServiceStates(folder.path, client)
+        await states.read()
+    return states.waits
 
 
 def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCounts) -> None:

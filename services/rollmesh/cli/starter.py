@@ -11,6 +11,7 @@ import typer
 from rollmesh.cli.common import clear_errors
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import write_text
 from rollmesh.recipes.countdown.starter_rows import starter_rows
 
 _ROWS: Mapping[str, Callable[[], str]] = {"countdown": starter_rows}
@@ -37,7 +38,7 @@ def init(
             raise ConfigError(f"{existing[0]} exists; give another FOLDER: rollmesh init TASK FOLDER")
         target.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            file.write_text(text, encoding="utf-8")
+            write_text(file, text)
             typer.echo(f"wrote {file}")
     typer.echo(f"next: cd {target} && rollmesh up run.yaml")
 

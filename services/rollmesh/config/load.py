@@ -21,6 +21,7 @@ from rollmesh.config.run import RunConfig
 from rollmesh.config.secrets import ENV_PREFIX, SECRETS
 from rollmesh.config.yaml_text import DuplicateKeys, dump_yaml, field_value, parse_yaml
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import writing
 from rollmesh.user_code import CODE_FOLDER
 
 _SECRETS = frozenset(name for *_, name in SECRETS)
@@ -175,7 +176,8 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
     # not unique: in pods that share the folder every process has id 1.
     temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

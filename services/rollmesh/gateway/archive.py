@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_checkpoints
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
@@ -94,7 +93,7 @@ class Archive:
         except ConfigError as error:
             raise _unread(str(error)) from error
         except CheckpointError as error:
-            if error.reason == Reason.UNREACHABLE:
+            if error.outside:
                 raise _unread(str(error)) from error
             raise
 
@@ -159,7 +158,7 @@ class Archive:
         try:
             ids = store.batch_footer(step).group_ids
         except CheckpointError as error:
-            if error.reason == Reason.UNREACHABLE:
+            if error.outside:
                 raise
             return  # missing, incomplete or damaged: not a batch (yet)
         self._indexed.add(step)

@@ -12,13 +12,15 @@ from rollmesh.runtime.addresses import bind_host
 from rollmesh.runtime.launcher_lock import started_by_launcher
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.port_security import AdminClient
 from rollmesh.runtime.public_http import public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
+from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 
-_RETRY_SECONDS = 5.0
+_RETRY_SECONDS = 3.0
 """Time until a request reports that Redis is unreachable."""
 
 
@@ -30,13 +32,19 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     address = config.gateway.host or bind_host(config)
     async with service_host(config, "gateway", index) as host:
+        host.publish(starting=True)
         metrics = GatewayMetrics(host.metrics)
         store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(
-                config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(host.metrics)
+                config.store,
+                config.name,
+                retry_seconds=_RETRY_SECONDS,
+                observer=StoreCallMetrics(host.metrics, host.health.waits),
             )
         )
-        poller = MeshPoller(store, config, metrics, host.health)
+        client = await host.stack.enter_async_context(AdminClient(host.security))
+        states = ServiceStates(Path(config.folder), client)
+        poller = MeshPoller(store, config, metrics, host.health, states)
         app = build_app(config, store, poller, metrics, RequestMetrics(host.metrics, "page"), address)
         url = await host.stack.enter_async_context(
             public_server(app, config, address, config.gateway.port, "gateway.port", host.security)

@@ -28,6 +28,8 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.json_lines import JsonLinesTail
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.waits import waits_text
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import TrajectoryMark
@@ -56,11 +58,19 @@ class _FolderUpdate:
 class MeshPoller:
     """Poller of the mesh; reads about once per second and keeps the result in bounded memory."""
 
-    def __init__(self, store: TrajectoryStore, config: RunConfig, metrics: GatewayMetrics, health: Health) -> None:
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        config: RunConfig,
+        metrics: GatewayMetrics,
+        health: Health,
+        states: ServiceStates,
+    ) -> None:
         self._store = store
         self._config = config
         self._metrics = metrics
         self._health = health
+        self._states = states
         self._schedule = Schedule.from_config(config)
         self._timeline = TimelineTracker(config.gateway.timeline_rollouts, WINDOW_SECONDS)
         self._cursors: dict[str, int] = {}
@@ -109,6 +119,7 @@ class MeshPoller:
         start_time = time.monotonic()
         try:
             async with asyncio.timeout(_POLL_SECONDS):
+                await self._states.read()
                 await self._read_folder()
                 await self._reports.read_queue()
                 snapshot = await read_snapshot(self._store)
@@ -168,6 +179,7 @@ class MeshPoller:
             evaluations=self._evaluations,
             running=self._running,
             begin_time=self._timeline_file.begin_time,
+            waits=waits_text(self._states.waits),
         )
 
     def _without_store(self, error: Exception) -> None:

@@ -125,13 +125,16 @@ def build_overview(
     evaluations: Sequence[EvaluationView],
     running: Mapping[str, int],
     begin_time: float | None = None,
+    waits: str = "",
 ) -> Overview:
     """Return the overview of one snapshot; ``running`` are local processes by service.
 
-    ``begin_time`` is the time of the first record of the run.
+    ``begin_time`` is the time of the first record of the run; ``waits`` is what the services wait for.
     """
     view, counts = snapshot.view, snapshot.counts
     state, waiting_for = run_state(snapshot, schedule)
+    if waits and state != "failed":
+        waiting_for = f"{waiting_for}; {waits}" if waiting_for else waits
     return Overview(
         run=run,
         time=view.now,

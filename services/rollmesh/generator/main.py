@@ -38,7 +38,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
     async with aclosing(build_engine(config, index)) as engine, service_host(config, "generator", index) as host:
-        observer = StoreCallMetrics(host.metrics)
+        host.publish(starting=True)
+        observer = StoreCallMetrics(host.metrics, host.health.waits)
         store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
@@ -52,7 +53,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         watcher = PolicyWatcher(
             engine,
             store.policies,
-            open_checkpoints(config),
+            open_checkpoints(config, host.health.waits),
             serving_state,
             service_metrics,
             host.health,

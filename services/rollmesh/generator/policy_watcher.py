@@ -23,7 +23,7 @@ import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import TRANSIENT, Reason
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
@@ -46,7 +46,18 @@ _PIN_POLL_SECONDS = 0.5
 """Time between two checks for a pin, which is not announced."""
 _BACKOFF = Backoff(first_seconds=1.0, longest_seconds=10.0)
 _INTERRUPT_SECONDS = 10.0
-_RETRIED_REASONS = TRANSIENT | {Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.INVALID}
+_WAIT = "policy"
+_RETRIED_REASONS = frozenset(
+    {
+        Reason.DISK_FULL,
+        Reason.UNREACHABLE,
+        Reason.REFUSED,
+        Reason.MISSING,
+        Reason.TORN,
+        Reason.TRUNCATED,
+        Reason.INVALID,
+    }
+)
 """Reasons of an outage or of a lagging shared folder; these are retried. Others reject the policy until it changes."""
 
 
@@ -161,6 +172,8 @@ class PolicyWatcher:
             await self._load(record)
         except CheckpointError as error:
             self._refused(record, error)
+            if error.reason == Reason.REFUSED and not self._serving_state.started:
+                raise  # without an older policy to serve, the process ends, and with it the run
             if error.reason in _RETRIED_REASONS:
                 return False
         except EngineLost as error:
@@ -181,7 +194,8 @@ class PolicyWatcher:
         if isinstance(error, CheckpointError):
             reason = error.reason
         self._metrics.reload_failed(reason)
-        if reason not in TRANSIENT:
+        self._health.waits.begin(_WAIT, f"policy version {record.policy_version}: {error}")
+        if not (isinstance(error, CheckpointError) and error.outside):
             self._serving_state.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _RETRIED_REASONS)
         old = self._serving.manifest.policy_version if self._serving is not None else None
         self._log.error(
@@ -206,6 +220,7 @@ class PolicyWatcher:
                 self._serving_state.loading(record.policy_version),
             ):
                 await self._load_now(record)
+        self._health.waits.end(_WAIT)
         self._serving_state.accept(record.policy_version)
         note_policy_version(record.policy_version)
 

@@ -27,6 +27,7 @@ from rollmesh.checkpoints.policies import FOLDER as POLICIES
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE
 from rollmesh.config import load_run_config, write_run_config
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
 
 _RECORDS = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "evaluations.jsonl")
@@ -64,7 +65,7 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     target.mkdir(parents=True, exist_ok=True)
     target = target.resolve()  # as the paths of its states are
     lineage = checkpoints.lineage()
-    (target / LINEAGE_FILE).write_text(lineage)
+    write_text(target / LINEAGE_FILE, lineage)
     if (folder.path / SECRET_FILE).exists():
         _copy(folder.path / SECRET_FILE, destination / SECRET_FILE, report)
     copied = checkpoints.at(target)

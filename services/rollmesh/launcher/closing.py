@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from rollmesh.checkpoints.location import open_checkpoints
-from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit import audit_run
@@ -72,7 +71,7 @@ def _committed_on_disk(config: RunConfig) -> int:
     try:
         state = open_checkpoints(config).latest_committed()
     except CheckpointError as error:
-        if error.reason not in TRANSIENT:
+        if not error.outside:
             raise
         return -1
     return -1 if state is None else state.train_step

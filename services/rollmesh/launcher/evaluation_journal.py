@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.formats import domain_scores, fewer_prompts, plus_minus
 from rollmesh.report.recorded_run import read_json_lines
@@ -91,7 +92,7 @@ class EvaluationJournal:
         lines = {e.policy_version: e for e in recorded}
         lines |= {v: e for v, e in found.items() if e.n or v not in lines}
         fresh = self._folder.evaluations.with_suffix(".tmp")
-        fresh.write_text("".join(lines[version].to_json() + "\n" for version in sorted(lines)), encoding="utf-8")
+        write_text(fresh, "".join(lines[version].to_json() + "\n" for version in sorted(lines)))
         os.replace(fresh, self._folder.evaluations)
 
     async def finished(self, policy_version: int) -> Evaluation | None:

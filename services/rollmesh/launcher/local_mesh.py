@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
+from rollmesh.launcher.address_notes import AddressNotes
 from rollmesh.launcher.evaluation_journal import EvaluationJournal
 from rollmesh.launcher.inline_services import InlineServices, Serve
 from rollmesh.launcher.mesh_token import with_mesh_token
@@ -19,8 +21,8 @@ from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.service_polls import AddressNotes, ServiceTime
 from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs
+from rollmesh.launcher.service_watch import ServiceWatch
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason
@@ -28,6 +30,7 @@ from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
+from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.types import GeneratorRecord
@@ -36,6 +39,7 @@ T = TypeVar("T")
 
 _SAMPLE_SECONDS = 1.0
 _RELEASE_SECONDS = 5.0
+_OUTAGE = "outage"
 OFTEN_SECONDS = 0.2
 """Poll interval of steps that run in sequence; a longer interval would leave the mesh idle after each step."""
 
@@ -55,7 +59,7 @@ class LocalMesh:
         shutdown: asyncio.Event,
         progress: RunProgress,
         timeline: TimelineRecorder,
-        client: AdminClient,
+        watch: ServiceWatch,
         inline: InlineServices | None = None,
     ) -> None:
         self.config = config
@@ -66,14 +70,14 @@ class LocalMesh:
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         start: StartService = start_process if inline is None else inline.start
         self.supervisor = Supervisor(config.launcher.restart_limit, progress.note, start=start)
-        self._service_time = ServiceTime(folder.path, client, self.supervisor)
+        self._watch = watch
+        watch.supervisor = self.supervisor
         scaling = running.store.scaling if inline is None else None
         self._scaler = ReplicaScaler(config, folder, scaling, self.supervisor, progress.note)
         self._addresses = AddressNotes(config, folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
         self._pauses = False
-        self._noted_outage = ""
         self._noted_refusal = -1
 
     @contextlib.asynccontextmanager
@@ -118,7 +122,8 @@ class LocalMesh:
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
-                raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
+                waits = f": {text}" if (text := self._watch.text()) else ""
+                raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}{waits}; see {self.folder.logs}")
             if loop.time() >= next_update:
                 await self._unless_stopped(self._update(waiting_for), waiting_for)
                 next_update = loop.time() + _SAMPLE_SECONDS
@@ -168,12 +173,11 @@ class LocalMesh:
         try:
             return await done()
         except (StoreUnavailable, OSError) as error:
-            self._note_outage(error)
+            self._show_outage(error)
             return False
 
     async def _update(self, waiting_for: str) -> None:
         try:
-            await self._service_time.count()
             failure = await self.store.leadership.failure()
             if failure:
                 raise ServiceFailed(failure)
@@ -182,10 +186,10 @@ class LocalMesh:
             self._addresses.update()
             sample = await self._timeline.sample()
             self._note_refusals(sample.generators)
-            self.progress.update(sample, waiting_for, self._agents_url())
-            self._noted_outage = ""
+            self.progress.update(sample, waiting_for, self._agents_url(), self._watch.text())
+            self._watch.own.end(_OUTAGE)
         except (StoreUnavailable, OSError) as error:
-            self._note_outage(error)
+            self._show_outage(error)
 
     def _agents_url(self) -> str | None:
         """Return the address where the agents of the run connect; None without it, and for any other program."""
@@ -224,12 +228,10 @@ class LocalMesh:
             self.newest_served, "a generator that serves the newest policy", deadline, poll_seconds=OFTEN_SECONDS
         )
 
-    def _note_outage(self, error: Exception) -> None:
-        """Note once per outage its cause: an unreachable Redis, or a full disk."""
-        outage = "waiting for Redis" if isinstance(error, StoreUnavailable) else "the run folder cannot be written"
-        if outage != self._noted_outage:
-            self.progress.note(f"{outage}: {error}")
-        self._noted_outage = outage
+    def _show_outage(self, error: Exception) -> None:
+        """Show the cause of an outage, an unreachable Redis or a full disk, among the waits of the launcher."""
+        outage = "Redis" if isinstance(error, StoreUnavailable) else "the run folder, which cannot be written"
+        self._watch.own.begin(_OUTAGE, f"{outage}: {error}")
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and, unless an operator wants no generators, for one that serves it."""
@@ -262,7 +264,24 @@ class LocalMesh:
         return not self.supervisor.indexes("generator")[0] or await self._any_serves()
 
     async def _any_serves(self) -> bool:
-        return any(g.serving for g in await self.store.generators.live())
+        """Tell whether a generator serves. Raises PoliciesRefused once all have tried and refused what is there."""
+        generators = await self.store.generators.live()
+        if any(g.serving for g in generators):
+            return True
+        newest = await self.latest_version()
+        refusal = refused_by_all(newest, generators)
+        present, leaving = self.supervisor.indexes("generator")
+        if refusal is not None and refusal.refused_count and len(generators) >= len(present) - len(leaving):
+            raise PoliciesRefused(
+                f"every generator refuses policy version {newest}, and none serves an older one: "
+                f"{refusal.refused_reason}"
+                + (
+                    ""
+                    if newest
+                    else f"; it is the initial model: check the weights of model.path={self.config.model.path}"
+                )
+            )
+        return False
 
     async def _idle(self) -> bool:
         view = await self.store.mesh.view(groups=False)
@@ -291,14 +310,17 @@ async def local_mesh(
     )
     config = with_mesh_token(config, folder)
     security = PortSecurity.from_config(config.security)
-    async with (
-        running_store(config, folder, owner=True, note=progress.note) as running,
-        AdminClient(security) as client,
-    ):
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AdminClient(security))
+        watch = ServiceWatch(ServiceStates(folder.path, client), progress.note)
+        await stack.enter_async_context(watch.running())
+        running = await stack.enter_async_context(
+            running_store(config, folder, owner=True, note=progress.note, waits=watch.own)
+        )
         timeline = TimelineRecorder(running.store, folder, client)
         await running.store.limits.init_run(run_limits(config))
         inline = None if serve is None else InlineServices(folder.config_file, serve)
-        mesh = LocalMesh(config, folder, running, shutdown, progress, timeline, client, inline)
+        mesh = LocalMesh(config, folder, running, shutdown, progress, timeline, watch, inline)
         with progress:
             try:
                 yield mesh

@@ -83,10 +83,11 @@ class RunProgress:
         with contextlib.suppress(OSError):
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def update(self, sample: MeshSample, waiting_for: str = "", agents_url: str | None = None) -> None:
+    def update(self, sample: MeshSample, waiting_for: str = "", agents_url: str | None = None, waits: str = "") -> None:
         """Show the newest sample of the mesh and the newest step report.
 
         ``agents_url`` is the address where the agents of the run connect; None for a run that makes its own rollouts.
+        ``waits`` is what the services wait for, with the last error.
         """
         reports = self._metrics.read()
         for report in reports:
@@ -97,21 +98,27 @@ class RunProgress:
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
         hold = hold_reason(sample, agents_url) or _NOTHING
-        facts = {**_facts(sample, self._report, rate, self._steps, hold), "time": self._time(sample.view)}
+        facts = {
+            **_facts(sample, self._report, rate, self._steps, hold),
+            "waiting": waits or _NOTHING,
+            "time": self._time(sample.view, waits),
+        }
         serving = any(g.serving for g in sample.generators)
         waited = time.monotonic() - self._last_line >= _LINE_SECONDS
         due = bool(reports) if self._per_step and serving else waited
+        phase = _phase(waiting_for, serving=serving)
         if self._live is not None:
-            self._live.update(self._panel(sample, facts, _phase(waiting_for, serving=serving)))
+            self._live.update(self._panel(sample, facts, phase))
         elif due:
             self._last_line = time.monotonic()
             if serving:
                 self.note(" | ".join(f"{name} {value}" for name, value in facts.items() if value != _NOTHING))
             else:
-                self.note(_phase(waiting_for, serving=serving))
+                self.note(f"{phase}; {waits}" if waits else phase)
 
-    def _time(self, view: MeshView) -> str:
-        left = duration(self._pace.remaining(view.trained_step, self._steps, view.now))
+    def _time(self, view: MeshView, waits: str) -> str:
+        # A service that waits makes the pace of the steps no forecast.
+        left = None if waits else duration(self._pace.remaining(view.trained_step, self._steps, view.now))
         return f"{duration(time.monotonic() - self._start)}{f', about {left} left' if left else ''}"
 
     def _panel(self, sample: MeshSample, facts: Mapping[str, str], phase: str) -> Panel:

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+from rollmesh.store.store_metrics import StoreCallWaits
 
 _WATCH_SECONDS = 0.5
 _ANNOUNCE_SECONDS = 2.0
@@ -28,17 +31,28 @@ class RunningStore:
 
 @contextlib.asynccontextmanager
 async def running_store(
-    config: RunConfig, folder: RunFolder, *, owner: bool = False, note: Callable[[str], None] = lambda _: None
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    owner: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+    waits: Waits | None = None,
+    retry_seconds: float = 20.0,
 ) -> AsyncIterator[RunningStore]:
     """Connect to the run's store.
 
     An embedded server that does not run is started, supervised, and stopped on exit. A server that already runs belongs
     to another command and is left unchanged, unless the caller is its ``owner``, the launcher that holds the folder's
     lock. The owner also takes over a server left by a killed launcher, or started by a command that will stop it.
-    ``note`` receives a description of the data lost in a repair of the server's files.
+    ``note`` receives a description of the data lost in a repair of the server's files; ``waits`` shows a server that
+    does not answer. A call fails after ``retry_seconds`` without an answer.
     """
+    observer = StoreCallWaits(waits or Waits())
+    connect = partial(
+        TrajectoryStore.connect, config.store, config.name, retry_seconds=retry_seconds, observer=observer
+    )
     if config.store.url is not None:
-        async with await TrajectoryStore.connect(config.store, config.name) as store:
+        async with await connect() as store:
             yield RunningStore(store=store, url=config.store.url)
         return
     server = embedded_server(config, folder, note)
@@ -46,7 +60,7 @@ async def running_store(
     stopping = asyncio.Event()
     watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if started or owner else None
     try:
-        async with await TrajectoryStore.connect(config.store, config.name, server.url) as store:
+        async with await connect(server.url) as store:
             try:
                 yield RunningStore(store=store, url=server.url)
             finally:

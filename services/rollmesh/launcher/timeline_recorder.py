@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from rollmesh.file_writes import writing
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import MeshView
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
@@ -163,5 +164,5 @@ def metric_sums(exposition: str) -> dict[str, float]:
 
 def append_line(file: Path, line: str) -> None:
     """Append one line to a JSON-lines file."""
-    with file.open("a", encoding="utf-8") as handle:
+    with writing(file), file.open("a", encoding="utf-8") as handle:
         handle.write(line + "\n")

@@ -18,6 +18,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.admin_http import CertificateCollector
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.waits import Waits
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
@@ -46,7 +47,7 @@ def service_metrics() -> dict[str, list[Metric]]:
     for service, metrics in registries.items():
         metrics.registry.register(CertificateCollector(service, None))
     for service in ("rollout", "generator", "trainer", "gateway", "agents"):
-        StoreCallMetrics(registries[service])
+        StoreCallMetrics(registries[service], Waits())
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
     registries["generator"].registry.register(EngineCollector(_not_started, ServingState()))

@@ -17,6 +17,7 @@ from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
+from rollmesh.file_writes import write_text
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.model_card import CARD_FILE, model_card
 from rollmesh.report.recorded_run import RecordedRun
@@ -119,7 +120,7 @@ def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
         manifest = manifest.model_copy(update={"parameter_count": full.parameter_count, "dtype": full.dtype})
     _copy_sampling_defaults(folder, run)
     digest = hashlib.sha256((run.config_text or "").encode()).hexdigest()
-    (folder / CARD_FILE).write_text(model_card(run, manifest, digest), encoding="utf-8")
+    write_text(folder / CARD_FILE, model_card(run, manifest, digest))
 
 
 def _copy_sampling_defaults(folder: Path, run: RecordedRun) -> None:

@@ -24,6 +24,7 @@ from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.load import load_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError, DataError
+from rollmesh.file_writes import writing
 from rollmesh.scheduling import OnStale, Schedule
 
 Record = Mapping[str, Any]
@@ -159,7 +160,8 @@ class RecordedRun:
         """Write a file of the folder atomically; return its path."""
         file = self.path / name
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        temporary.write_text(text, encoding="utf-8")
+        with writing(file):
+            temporary.write_text(text, encoding="utf-8")
         return temporary.replace(file)
 
     def logs(self) -> tuple[Path, ...]:

@@ -25,6 +25,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
+from rollmesh.runtime.waits import Waits
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
@@ -89,7 +90,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     async with service_host(config, "rollout", index) as host:
         host.publish()
-        observer = StoreCallMetrics(host.metrics)
+        observer = StoreCallMetrics(host.metrics, host.health.waits)
         store = await host.stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
@@ -144,12 +145,17 @@ async def open_replica(
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
-    evaluator = _evaluator(config, store, deps, tokenizer, metrics)
+    evaluator = _evaluator(config, store, deps, tokenizer, metrics, health.waits)
     return Replica(deps.session, worker, leader, evaluator, health)
 
 
 def _evaluator(
-    config: RunConfig, store: TrajectoryStore, deps: WorkerDeps, tokenizer: Tokenizer, metrics: RolloutMetrics
+    config: RunConfig,
+    store: TrajectoryStore,
+    deps: WorkerDeps,
+    tokenizer: Tokenizer,
+    metrics: RolloutMetrics,
+    waits: Waits,
 ) -> Evaluator:
     return Evaluator(
         EvaluatorDeps(
@@ -162,6 +168,7 @@ def _evaluator(
             open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
             section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
             metrics=metrics,
+            waits=waits,
             unserved_seconds=config.launcher.start_timeout_seconds,
         ),
         config.evaluation,

@@ -58,7 +58,8 @@ def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -
     @app.get("/readyz")
     async def readiness() -> JSONResponse:
         ready, reason = health.ready()
-        return JSONResponse({"ready": ready, "reason": reason}, status_code=200 if ready else 503)
+        state = {"ready": ready, "reason": reason, "waits": health.waits.text()}
+        return JSONResponse(state, status_code=200 if ready else 503)
 
     return app
 

@@ -31,6 +31,8 @@ class Endpoint:
     """URL of the page and the REST API, or of the OpenAI-compatible API; empty for services without one."""
     pod: str = ""
     """Name of the pod in Kubernetes: ``network.instance``."""
+    starting: bool = False
+    """True while only the admin port answers."""
 
 
 @contextmanager
@@ -44,12 +46,15 @@ def published_endpoint(
     run: str = "",
     url: str = "",
     pod: str = "",
+    starting: bool = False,
 ) -> Iterator[Endpoint]:
     """Write the endpoint files and remove them at exit, unless a successor has replaced them.
 
     ``run`` is the run's name for the Prometheus labels, by default the name of its folder.
     """
-    endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url, pod=pod)
+    endpoint = Endpoint(
+        service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url, pod=pod, starting=starting
+    )
     name = f"{service}-{index}.json"
     file, target = run_folder / "services" / name, run_folder / "scrape" / name
     labels = {"run": run or run_folder.name, "service": service, "index": str(index)}
@@ -73,12 +78,14 @@ def _write(file: Path, content: object) -> None:
     os.replace(temporary, file)
 
 
-def read_endpoints(run_folder: Path, service: str | None = None) -> list[Endpoint]:
-    """Return the endpoints of running processes, ordered by service and index."""
+def read_endpoints(run_folder: Path, service: str | None = None, *, starting: bool = False) -> list[Endpoint]:
+    """Return the endpoints of running processes, ordered by service and index; with ``starting`` also of those."""
     found: list[Endpoint] = []
     for file in sorted((run_folder / "services").glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             endpoint = Endpoint(**json.loads(file.read_text(encoding="utf-8")))
+            if not starting and endpoint.starting:
+                continue
             if psutil.pid_exists(endpoint.pid) and service in (None, endpoint.service):
                 found.append(endpoint)
     return found

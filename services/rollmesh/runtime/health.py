@@ -1,7 +1,7 @@
 """Liveness and readiness of one process.
 
 Live: every registered loop has called ``beat`` within its deadline or is busy, so a dead task fails the liveness probe.
-Ready: the service has called ``set_ready(True)``.
+Ready: the service has called ``set_ready(True)``, and no wait blocks it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollmesh.runtime.waits import Waits
+
 
 @dataclass(slots=True)
 class Health:
@@ -17,6 +19,8 @@ class Health:
 
     clock: Callable[[], float] = time.monotonic
     """Clock in monotonic seconds."""
+    waits: Waits = field(default_factory=Waits)
+    """What the process waits for, with the last error of each; a ready service may wait too."""
     _ready: bool = False
     _reason: str = "starting"
     _deadlines: dict[str, float] = field(default_factory=dict)
@@ -54,4 +58,6 @@ class Health:
 
     def ready(self) -> tuple[bool, str]:
         """Return the readiness of the service, and the reason when it is not ready."""
+        if self._ready and self.waits.blocking:
+            return False, self.waits.text()
         return self._ready, self._reason

@@ -31,12 +31,14 @@ class ServiceHost:
     admin: str
     """Address host:port of the admin port."""
 
-    def publish(self, *, grpc: str = "", url: str = "") -> None:
-        """Write the endpoint files of the process, until its end."""
+    def publish(self, *, grpc: str = "", url: str = "", starting: bool = False) -> None:
+        """Write the endpoint files of the process, until its end; ``starting`` while only the admin port answers."""
         names = {"service": self.service, "run": self.config.name, "pod": self.config.network.instance or ""}
         folder = Path(self.config.folder)
         self.stack.enter_context(
-            published_endpoint(folder, **names, index=self.index, grpc=grpc, admin=self.admin, url=url)
+            published_endpoint(
+                folder, **names, index=self.index, grpc=grpc, admin=self.admin, url=url, starting=starting
+            )
         )
 
 

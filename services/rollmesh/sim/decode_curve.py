@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import write_text
 
 _NOISE = 0.1
 """Largest relative fall between neighbouring points that counts as noise of the measurement."""
@@ -183,4 +184,4 @@ def write_curve(path: Path, points: Iterable[CurvePoint], prefill_seconds_per_to
         "prefill_seconds_per_token": prefill_seconds_per_token,
         "points": [asdict(point) for point in points],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(document, indent=1) + "\n")

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
+from rollmesh.file_writes import write_text
 from rollmesh.sim.arms import Arm
 from rollmesh.sim.figures import Figures, figures
 from rollmesh.sim.recommendation_arms import (
@@ -82,7 +83,7 @@ def recommendation_document(results: Results) -> str:
 
 def write_recommendation_document(folder: Path) -> None:
     """Simulate, and write the document into a folder."""
-    (folder / DOCUMENT).write_text(recommendation_document(simulate_all()), encoding="utf-8")
+    write_text(folder / DOCUMENT, recommendation_document(simulate_all()))
 
 
 def _introduction() -> str:

@@ -28,6 +28,7 @@ from urllib.parse import quote
 import psutil
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.file_writes import write_text
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
@@ -189,7 +190,7 @@ class EmbeddedServer:
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # its exit status says that it has ended
             stdin.write("".join(f"{line}\n" for line in self._config_lines(port)).encode())
         record = self.folder / "server.json.new"
-        record.write_text(json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
+        write_text(record, json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
         record.replace(self.folder / "server.json")
         return process
 

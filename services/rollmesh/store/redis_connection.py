@@ -30,7 +30,7 @@ from rollmesh.store.scripts import (
     refuses_credentials,
     store_error,
 )
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.store_metrics import StoreCallWaits
 
 Argument = str | bytes | int | float
 Reply = Any
@@ -53,7 +53,7 @@ class Connection:
         client: aioredis.Redis,
         run: str,
         retry_seconds: float = 20.0,
-        observer: StoreCallMetrics | None = None,
+        observer: StoreCallWaits | None = None,
     ) -> None:
         self.client = client
         self._observer = observer
@@ -71,7 +71,7 @@ class Connection:
         client: aioredis.Redis,
         run: str,
         retry_seconds: float = 20.0,
-        observer: StoreCallMetrics | None = None,
+        observer: StoreCallWaits | None = None,
     ) -> Connection:
         """Connect, wait up to ``retry_seconds`` for the server, and check its version and settings."""
         connection = cls(client, run, retry_seconds, observer)
@@ -226,7 +226,7 @@ class Connection:
                 return False
 
     async def _retrying(
-        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallMetrics | None
+        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallWaits | None
     ) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
@@ -242,7 +242,7 @@ class Connection:
                 failure = _failure(error, label)
                 # A rejection by a script is an answer; a server that is full or cannot write is a failure.
                 if observer is not None and (failure is None or isinstance(failure, StoreUnavailable)):
-                    observer.failed()
+                    observer.failed(_reason(failure or error))
                 if is_no_master(error) or cannot_write(error):
                     # Its connections stay open after a failover: only a new one resolves the address again.
                     await self._disconnect_idle()

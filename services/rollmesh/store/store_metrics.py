@@ -1,16 +1,35 @@
-"""Prometheus metrics of the store calls of a process."""
+"""Observers of the store calls of a process: what they wait for, and their Prometheus metrics."""
 
 from __future__ import annotations
 
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
+from rollmesh.runtime.waits import Waits
 
 _BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
+_OPERATION = "Redis"
 
 
-class StoreCallMetrics:
+class StoreCallWaits:
+    """Observer that shows the last error of Redis among the waits of the process, until Redis answers."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def answered(self, seconds: float) -> None:
+        """Record an answered call and its duration, failed attempts included."""
+        del seconds
+        self._waits.end(_OPERATION)
+
+    def failed(self, reason: str) -> None:
+        """Record an attempt without an answer, or one that the server could not execute."""
+        self._waits.begin(_OPERATION, f"Redis: {reason}")
+
+
+class StoreCallMetrics(StoreCallWaits):
     """Store call metrics of one service."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, waits: Waits) -> None:
+        super().__init__(waits)
         service = metrics.component
         self._seconds = metrics.histogram(
             f"rollmesh_{service}_store_call_seconds", "Duration of store calls, retries included.", _BUCKETS
@@ -22,8 +41,10 @@ class StoreCallMetrics:
 
     def answered(self, seconds: float) -> None:
         """Record an answered call and its duration, failed attempts included."""
+        super().answered(seconds)
         self._seconds.observe(seconds)
 
-    def failed(self) -> None:
+    def failed(self, reason: str) -> None:
         """Record an attempt without an answer, or one that the server could not execute."""
+        super().failed(reason)
         self._failures.inc()

@@ -24,7 +24,7 @@ from rollmesh.store.redis_connection import Connection
 from rollmesh.store.reload_leases import ReloadLeases
 from rollmesh.store.restarted_groups import RestartedGroups
 from rollmesh.store.step_reports import StepReports
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.store_metrics import StoreCallWaits
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.store.unclaimed import Unclaimed
@@ -75,11 +75,11 @@ class TrajectoryStore:
         run: str,
         url: str | None = None,
         retry_seconds: float = 20.0,
-        observer: StoreCallMetrics | None = None,
+        observer: StoreCallWaits | None = None,
     ) -> Self:
         """Connect to the run's queue; ``url`` (of the embedded server) takes precedence over ``config.url``.
 
-        ``observer`` receives the duration and failures of every call, for metrics.
+        ``observer`` receives the duration and failures of every call.
 
         Raises ConfigError without a URL, and StoreUnavailable when the server does not answer within
         ``retry_seconds``, rejects the password, is older than Redis 7.0 or may evict keys.

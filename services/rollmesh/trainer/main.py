@@ -68,10 +68,12 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
     """
     unfinished = ""
-    checkpoints = open_checkpoints(config)
     executor, loop = TorchExecutor(), asyncio.get_running_loop()
     try:
         async with _answering_probes(config, index) as host:
+            if host is not None and os.environ.get("RANK", "0") == "0":
+                host.publish()
+            checkpoints = open_checkpoints(config, None if host is None else host.health.waits)
             ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
             if host is not None and ranks.world.leads:
                 unfinished = await _lead(host, shutdown, checkpoints, ranks, executor)
@@ -137,8 +139,7 @@ async def _lead(
     """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
     config, health, trainer_metrics = host.config, host.health, TrainerMetrics(host.metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
-    host.publish()
-    observer = StoreCallMetrics(host.metrics)
+    observer = StoreCallMetrics(host.metrics, host.health.waits)
     store = await host.stack.enter_async_context(
         await TrajectoryStore.connect(
             config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer

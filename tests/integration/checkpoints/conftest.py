@@ -29,9 +29,13 @@ class Bucket:
 
     name = "checkpoints"
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, fault: str = "") -> None:
+        """Start the server; with a ``fault`` of ``refusing_s3`` it refuses one kind of call."""
         self._log = log.open("wb")
-        command = [sys.executable, "-u", "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        program = ["-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        if fault:
+            program = [str(Path(__file__).with_name("refusing_s3.py")), fault]
+        command = [sys.executable, "-u", *program]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
             self._wait_until(lambda: _PORT.search(log.read_text()) is not None, log)

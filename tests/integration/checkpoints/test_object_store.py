@@ -415,7 +415,7 @@ def test_an_unreachable_store_is_waited_for_and_then_named(
     store.write("key", b"value")
     assert len(tries) == 3 and store.read("key", 100) == b"value"
 
-    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, retry_seconds=0.5)
+    away = ObjectStore("s3://nowhere/x", {"endpoint_url": "http://127.0.0.1:9"}, retry_seconds=0.5)
     with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
         away.write("key", b"value")
     assert caught.value.reason == Reason.UNREACHABLE

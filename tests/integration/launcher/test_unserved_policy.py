@@ -45,7 +45,9 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
         await mesh.supervisor.kill_all()
 
 
-async def register(mesh: LocalMesh, served: int, refused: int | None = None, count: int = 0) -> None:
+async def register(
+    mesh: LocalMesh, served: int, refused: int | None = None, count: int = 0, *, serving: bool = True
+) -> None:
     await mesh.store.generators.register(
         GeneratorRecord(
             instance_id="generator-0",
@@ -55,7 +57,7 @@ async def register(mesh: LocalMesh, served: int, refused: int | None = None, cou
             waiting_count=0,
             slot_count=4,
             kv_token_capacity=64,
-            serving=True,
+            serving=serving,
             refused_version=refused,
             refused_count=count,
             refused_reason="canary: nan",
@@ -118,3 +120,29 @@ async def test_a_run_scaled_to_no_generators_keeps_its_evaluation_until_one_serv
             await asyncio.sleep(0.01)
     evaluation.cancel()
     await asyncio.wait({evaluation})
+
+
+async def test_a_start_whose_every_generator_refuses_the_policy_ends_at_once_with_the_reason(mesh: LocalMesh) -> None:
+    start = asyncio.create_task(mesh.until_serving())
+    await asyncio.wait({start}, timeout=1.0)
+    assert not start.done()
+    await register(mesh, -1, NEWEST, 1, serving=False)
+    with pytest.raises(PoliciesRefused, match="refuses policy version 2, and none serves an older one: canary: nan"):
+        await asyncio.wait_for(start, 60)
+
+
+async def test_a_start_waits_for_generators_that_have_not_tried_the_policy_yet(mesh: LocalMesh, tmp_path: Path) -> None:
+    second = ServiceSpec(
+        service="generator",
+        index=1,
+        command=[sys.executable, "-c", "import signal; signal.pause()"],
+        environment={},
+        log_file=tmp_path / "generator-1.log",
+    )
+    mesh.supervisor.start(second)
+    await register(mesh, -1, NEWEST, 1, serving=False)
+    start = asyncio.create_task(mesh.until_serving())
+    await asyncio.wait({start}, timeout=1.0)
+    assert not start.done()
+    await register(mesh, NEWEST)
+    await asyncio.wait_for(start, 60)

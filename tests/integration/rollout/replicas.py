@@ -154,6 +154,7 @@ def build(
             open_prompts=lambda: source,
             section="data.source",
             metrics=metrics,
+            waits=health.waits,
             unserved_seconds=unserved_seconds,
         ),
         evaluation or EvalConfig(),

@@ -10,6 +10,7 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import RunLimits
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.waits import Waits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 
@@ -32,7 +33,7 @@ def shown(metrics: Metrics, name: str) -> float:
 async def test_calls_are_timed_and_tries_without_an_answer_counted(own_server: EmbeddedServer) -> None:
     metrics = Metrics("reward")
     store = await TrajectoryStore.connect(
-        StoreConfig(), run="timed", url=own_server.url, retry_seconds=60.0, observer=StoreCallMetrics(metrics)
+        StoreConfig(), run="timed", url=own_server.url, retry_seconds=60.0, observer=StoreCallMetrics(metrics, Waits())
     )
     async with store:
         await store.limits.init_run(LIMITS)

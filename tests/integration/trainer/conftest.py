@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,14 +36,3 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server of the test's own, that it may kill."""
     with running_server(tmp_path / "redis") as server:
         yield server
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", str(mount).encode(), b"tmpfs", 0, b"size=8m") != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)

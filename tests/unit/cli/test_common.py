@@ -13,6 +13,7 @@ import typer
 
 from rollmesh.cli.common import EXIT_STOPPED, clear_errors, heavy_module, run_async, shutdown_event
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import write_text
 from rollmesh.launcher.local_mesh import Interrupted
 
 
@@ -50,9 +51,9 @@ def test_an_error_on_purpose_is_one_message_and_status_2(capsys: pytest.CaptureF
 
 def test_a_failed_write_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, clear_errors():
-        Path("/dev/full").write_text("more than a full disk takes")
+        write_text(Path("/dev/full"), "more than a full disk takes")
     assert ended.value.exit_code == 2
-    assert capsys.readouterr().err == "error [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "error [Errno 28] No space left on device: '/dev/full'\n"
 
 
 def test_ctrl_c_before_a_command_has_its_event_loop_ends_it_without_a_trace() -> None:

@@ -75,7 +75,7 @@ def shown(tmp_path):
     text = {"prompt": "1 2 > 3 :", "completion": "[bold]" + "1 + 2 = 3 !\n" * 30, "reward": 1.0}
     (tmp_path / "samples.jsonl").write_text(json.dumps(text) + "\n")
 
-    def show(*looks: MeshSample, terminal: bool, width: int = 80, agents: str | None = None) -> str:
+    def show(*looks: MeshSample, terminal: bool, width: int = 80, agents: str | None = None, waits: str = "") -> str:
         out = io.StringIO()
         console = Console(file=out, width=width, height=40, force_terminal=terminal, color_system=None)
         progress = RunProgress(
@@ -86,7 +86,7 @@ def shown(tmp_path):
         )
         with progress:
             for look in looks:
-                progress.update(look, TRAINING, agents)
+                progress.update(look, TRAINING, agents, waits)
             if terminal:
                 progress._live.refresh()
         return out.getvalue()
@@ -149,6 +149,14 @@ def test_the_panel_says_the_phase_the_time_and_the_time_left_as_the_page_does(sh
     assert "about 4 min 46 s left" in text, "29 steps of 10 s, which a pause does not change, without the 4 s since"
     (tmp_path / "metrics.jsonl").write_text(reports[0])
     assert "left" not in shown(sample(trained_step=7, now=74.0), terminal=True)
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_what_a_service_waits_for_takes_the_place_of_the_time_left(shown, tmp_path, serving: bool) -> None:
+    reports = [json.dumps({"train_step": step, "time": 10.0 * step}) + "\n" for step in (7, 8, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(reports))
+    text = shown(sample(serving, trained_step=9, now=91.0), terminal=False, waits="trainer-0: disk full: publish")
+    assert "trainer-0: disk full: publish" in text and "left" not in text
 
 
 def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh.errors import ConfigError
+from rollmesh.file_writes import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,8 +174,10 @@ def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
         engine.execute(figure)
     figure.set_layout_engine(None)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.savefig(png, format="png", dpi=200)
+    with writing(svg):
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    with writing(png):
+        figure.savefig(png, format="png", dpi=200)
     return svg, png
 
 

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader
 
 from rollmesh.config import RunConfig
 from rollmesh.config.methods import Method
+from rollmesh.file_writes import write_text
 from rollmesh.report.reference.field_rows import field_tables, prose
 from rollmesh.report.reference.method_entries import method_entries
 from rollmesh.report.reference.plug_in_points import plug_in_points
@@ -90,4 +91,4 @@ def write_reference_pages(
     for former in target.glob("*.md"):
         former.unlink()
     for name, text in reference_pages(methods, settings, numbers).items():
-        (target / name).write_text(text, encoding="utf-8")
+        write_text(target / name, text)

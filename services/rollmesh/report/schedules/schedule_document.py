@@ -8,6 +8,7 @@ from textwrap import fill
 
 from jinja2 import Environment, PackageLoader
 
+from rollmesh.file_writes import write_text
 from rollmesh.report.formats import percent
 from rollmesh.report.schedules.picture import draw
 from rollmesh.report.schedules.pictured_run import LENGTHS, UPDATE_TICKS, UPDATES, PicturedRun
@@ -53,7 +54,7 @@ def write_schedule_files(folder: Path, numbers: Callable[[Preset], Sequence[str]
     for picture in (folder / PICTURES).glob("*.svg"):
         picture.unlink()
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
 
 
 def _pictured(preset: str) -> PicturedRun:

@@ -22,6 +22,7 @@ from rollmesh.rollout.prompt_opening import check_rows
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
+from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -107,6 +108,7 @@ class EvaluatorDeps:
     unserved_seconds: float
     """Seconds that no generator may serve a pinned version before its evaluation ends without a score."""
     metrics: RolloutMetrics
+    waits: Waits
 
 
 class Evaluator:
@@ -145,7 +147,7 @@ class Evaluator:
         self._deps.metrics.evaluations_started.inc()
         store = self._deps.store
         answers: list[EvaluationAnswer] = []
-        pin = Pin(store, self._deps.generators, request)
+        pin = Pin(store, self._deps.generators, request, self._deps.waits)
         async with pin.held() as served:
             if served:
                 answers = await self._answers_while_served(request, pin)

@@ -18,21 +18,27 @@ from collections.abc import AsyncIterator
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.routing import choose_pinned
 
 _LOOK_SECONDS = 0.5
+_OPERATION = "evaluation"
 
 
 class Pin:
     """Pin of one evaluation; ``held`` releases it at the end."""
 
-    def __init__(self, store: TrajectoryStore, generators: GeneratorPool, request: EvalRequest) -> None:
+    def __init__(
+        self, store: TrajectoryStore, generators: GeneratorPool, request: EvalRequest, shown_waits: Waits
+    ) -> None:
+        """Build a pin; what it waits for is one of ``shown_waits``."""
         self._store = store
         self._generators = generators
         self._request = request
+        self._shown_waits = shown_waits
         self._pinned_instance = ""
         self._waits = False
         self._log = get_logger("evaluation")
@@ -53,15 +59,18 @@ class Pin:
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[bool]:
         """Wait for the pin and renew it inside the block; yields False if the version does not exist."""
-        if not await self._taken():
-            yield False
-            return
-        renewing = asyncio.create_task(self._renew(), name="pin")
         try:
-            yield True
+            if not await self._taken():
+                yield False
+                return
+            renewing = asyncio.create_task(self._renew(), name="pin")
+            try:
+                yield True
+            finally:
+                await cancel_and_wait(renewing)
+                await self._store.policies.pin(None, owner=self._request.evaluation_id)
         finally:
-            await cancel_and_wait(renewing)
-            await self._store.policies.pin(None, owner=self._request.evaluation_id)
+            self._shown_waits.end(_OPERATION)
 
     async def _taken(self) -> bool:
         while not await self._pin():
@@ -87,6 +96,7 @@ class Pin:
         pins_all = view.user_paused or view.launcher_paused or view.is_complete
         pinned = choose_pinned(list(self._generators.records.values()), version, self._pinned_instance)
         if pinned is None and not pins_all:
+            self._show("no generator serves")
             return False
         self._pinned_instance = "" if pins_all or pinned is None else pinned.instance_id
         try:
@@ -97,6 +107,12 @@ class Pin:
             if not self._waits:
                 self._log.warning("evaluation_waits", evaluation=self._request.evaluation_id, message=str(error))
             self._waits = True
+            self._show(f"{error}; rollmesh pin RUN --release ends the pin of an operator")
             return False
         self._waits = False
+        self._shown_waits.end(_OPERATION)
         return True
+
+    def _show(self, reason: str) -> None:
+        version = self._request.policy_version
+        self._shown_waits.begin(_OPERATION, f"the evaluation of policy version {version}: {reason}")

@@ -97,7 +97,7 @@ class BatchSource:
         try:
             stored = await asyncio.to_thread(self._checkpoints.stored_batch, train_step)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             if train_step <= self._session.trained_step:
                 raise CheckpointError(

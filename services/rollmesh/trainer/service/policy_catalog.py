@@ -75,7 +75,7 @@ class PolicyCatalog:
         try:
             return self.open(policy_version)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             self._log.warning("policy_not_usable", policy_version=policy_version, reason=error.reason)
             return None

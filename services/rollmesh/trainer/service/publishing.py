@@ -27,7 +27,6 @@ from typing import TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
@@ -219,7 +218,7 @@ class Publisher:
                 try:
                     await asyncio.to_thread(self._check, record)
                 except CheckpointError as error:
-                    if error.passing:  # a second set of weights of this version must not be written
+                    if error.outside:  # a second set of weights of this version must not be written
                         raise
                     self._log.warning("unannounced_policy_refused", path=record.path, message=str(error))
                     return None
@@ -234,7 +233,7 @@ class Publisher:
             self._log.error(
                 "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
             )
-            return error.reason not in TRANSIENT
+            return not error.outside
         return False
 
     def _check(self, record: PolicyRecord) -> None:

@@ -215,7 +215,7 @@ class RankCoordinator:
         try:
             return self.catalog.open(policy_version)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             raise CheckpointError(
                 f"policy version {policy_version} is no longer kept ({error}); choose a version that is"

@@ -8,7 +8,6 @@ The reference may change when the run is continued. A replayed step keeps the re
 from __future__ import annotations
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.method_binding import needs_reference
@@ -29,7 +28,7 @@ def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:
     try:
         catalog.open(version)
     except CheckpointError as error:
-        if error.reason in TRANSIENT:
+        if error.outside:
             raise
         kept = "version 0, the newest versions (checkpoints.keep_last) and the previous reference"
         raise _config_error(version, f"{error}; the kept versions are {kept}") from error
@@ -52,7 +51,7 @@ def _reference_of_step(checkpoints: CheckpointStore, train_step: int) -> set[int
     try:
         settings = checkpoints.batch_footer(train_step).settings
     except CheckpointError as error:
-        if error.passing:  # the reference of this step would be pruned
+        if error.outside:  # the reference of this step would be pruned
             raise
         return set()  # the training loop rejects or rewrites the file when it reaches this step
     return set() if settings is None or settings.kl_reference_version is None else {settings.kl_reference_version}

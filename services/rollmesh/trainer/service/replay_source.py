@@ -87,7 +87,7 @@ class ReplaySource:
             try:
                 found.append(self._stored(step))
             except CheckpointError as error:
-                if error.passing:  # a retry draws from it
+                if error.outside:  # a retry draws from it
                     raise
                 self._log.warning("replay_without_batch", train_step=end, batch=step, message=str(error))
         return found

@@ -91,7 +91,7 @@ class RollbackRunner:
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             return error
         return None

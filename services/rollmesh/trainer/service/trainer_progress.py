@@ -95,7 +95,7 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
                     f"state of this run does not fit them ({error}); set both as they were, or start a new run "
                     "(another name and folder)"
                 ) from error
-            if error.passing or shared:
+            if error.outside or shared:
                 raise
             rejected.append(str(error))
             unreadable[state.folder.name] = str(error)
@@ -149,7 +149,7 @@ def _check_replay_from_start(checkpoints: CheckpointStore, unreadable: Mapping[s
         try:
             checkpoints.batch_footer(step)
         except CheckpointError as error:
-            if error.passing:
+            if error.outside:
                 raise
             raise CheckpointError(
                 f"{problem}, and train step {step} cannot be replayed: {error}; {remedy}", reason=error.reason

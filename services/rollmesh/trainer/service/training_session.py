@@ -254,7 +254,7 @@ class TrainingSession:
             try:
                 footer = await asyncio.to_thread(self._checkpoints.batch_footer, step)
             except CheckpointError as error:
-                if error.passing:  # without this file its groups would be admitted again
+                if error.outside:  # without this file its groups would be admitted again
                     raise
                 self._log.warning("batch_file_refused", train_step=step, reason=error.reason, message=str(error))
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rollmesh.checkpoints.durable import full_disk
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
@@ -45,8 +46,6 @@ class Retry:
         self._shutdown = shutdown
         self._backoff = backoff
         self._scrape_seconds = scrape_seconds
-        self._waiting: dict[str, str] = {}
-        """Problem by waiting operation: several may wait, and each shows until it is done."""
         self._log = get_logger("write_retry")
 
     async def run(self, operation: str, write: Callable[[], Awaitable[T]]) -> T:
@@ -61,6 +60,8 @@ class Retry:
             except _OF_A_NEWER_TRAINER:
                 raise
             except OSError as error:
+                if full_disk(error):
+                    raise CheckpointError(f"{operation}: {error}", reason=Reason.DISK_FULL) from error
                 await self._let_scrape(operation, error)
                 raise
 
@@ -69,29 +70,20 @@ class Retry:
             self._metrics.failures.labels(reason=str(error.reason)).inc()
             problem = _TRANSIENT.get(Reason(error.reason))
             if problem is None:
-                self._done(operation)
+                self._health.waits.end(operation)
                 raise error
             self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
-            self._waiting[operation] = f"{problem}: {operation}"
-            self._show()
+            self._health.waits.begin(operation, f"{problem}: {operation}: {error}", blocks=True)
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{operation}: shut down while waiting: {problem}")
 
         result = await retry(attempt, CheckpointError, self._backoff, wait)
-        self._done(operation)
+        self._health.waits.end(operation)
         return result
 
     async def _let_scrape(self, operation: str, error: OSError) -> None:
         """Count an error that ends the process, and wait until Prometheus has read the count."""
         self._metrics.failures.labels(reason=IO_ERROR).inc()
         self._log.error(IO_ERROR, what=operation, ends_in_seconds=self._scrape_seconds, message=str(error))
-        self._waiting[operation] = f"{error}: {operation}"
-        self._show()
+        self._health.waits.begin(operation, f"{error}: {operation}", blocks=True)
         await wait_or_shutdown(self._shutdown, self._scrape_seconds)
-
-    def _done(self, operation: str) -> None:
-        if self._waiting.pop(operation, None) is not None:
-            self._show()
-
-    def _show(self) -> None:
-        self._health.set_ready(not self._waiting, "; ".join(self._waiting.values()))

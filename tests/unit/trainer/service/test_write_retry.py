@@ -23,6 +23,7 @@ def full() -> CheckpointError:
 
 async def test_a_full_disk_is_waited_for_and_counted() -> None:
     metrics, health = Metrics("trainer"), Health()
+    health.set_ready(True)
     retry = Retry(TrainerMetrics(metrics), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
     ready: list[bool] = []
 
@@ -34,7 +35,7 @@ async def test_a_full_disk_is_waited_for_and_counted() -> None:
 
     assert await retry.run("publish", write) == "written"
     assert health.ready() == (True, "")
-    assert ready == [False, False, False]
+    assert ready == [True, False, False]
     assert b'rollmesh_trainer_checkpoint_failures_total{reason="disk_full"} 2.0' in metrics.exposition()
 
 
@@ -82,7 +83,7 @@ async def test_an_error_of_the_file_system_is_counted_for_a_scrape_before_it_is_
     writing = asyncio.create_task(retry.run("publish", write))
     await failed.wait()
     assert b'rollmesh_trainer_checkpoint_failures_total{reason="io_error"} 1.0' in metrics.exposition()
-    assert "Read-only file system" in health.ready()[1]
+    assert "Read-only file system" in health.waits.text()
     assert not writing.done()
     shutdown.set()
     with pytest.raises(OSError, match="Read-only"):
@@ -116,6 +117,7 @@ async def test_shutdown_ends_the_wait() -> None:
 
 async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_meanwhile() -> None:
     health = Health()
+    health.set_ready(True)
     retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
     waits, room = asyncio.Event(), asyncio.Event()
 
@@ -131,7 +133,22 @@ async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_
     publication = asyncio.create_task(retry.run("publish", blocked))
     await waits.wait()
     await retry.run("write_batch", written)
-    assert health.ready() == (False, "disk full: publish")
+    assert health.ready() == (False, "disk full: publish: disk full")
     room.set()
     await publication
     assert health.ready() == (True, "")
+
+
+async def test_a_trainer_that_waits_before_its_start_is_not_ready_when_the_wait_ends() -> None:
+    health = Health()
+    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
+    tries: list[str] = []
+
+    async def load() -> None:
+        tries.append(health.waits.text())
+        if len(tries) == 1:
+            raise full()
+
+    await retry.run("load_state", load)
+    assert tries == ["", "disk full: load_state: disk full"]
+    assert health.waits.text() == "" and health.ready() == (False, "starting")

@@ -1,0 +1,68 @@
+"""Watch of the running services by the launcher: their ready time, and console notes of what they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+
+from rollmesh.launcher.supervisor import Supervisor
+from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.waits import Waits, waits_text
+
+_POLL_SECONDS = 1.0
+_NUMBER = re.compile(r"\d+")
+
+
+class ServiceWatch:
+    """Poller of ``/readyz`` of all services; notes each wait of a service, and of the launcher itself, once."""
+
+    def __init__(self, states: ServiceStates, note: Callable[[str], None]) -> None:
+        self._states = states
+        self._note = note
+        self.own = Waits()
+        """What the launcher itself waits for."""
+        self.supervisor: Supervisor | None = None
+        """Supervisor of the services, once they are there."""
+        self._noted: set[str] = set()
+        self._last: set[str] = set()
+
+    def text(self) -> str:
+        """Return the waits of the services on one line; empty without one."""
+        return waits_text(self._states.waits)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Poll within the block."""
+        polling = asyncio.create_task(self._poll(), name="watch-services")
+        try:
+            yield
+        finally:
+            await cancel_and_wait(polling)
+
+    async def _poll(self) -> None:
+        before = time.monotonic()
+        while True:
+            await self._states.read()
+            now = time.monotonic()
+            if self.supervisor is not None:
+                self.supervisor.count_service(self._states.ready, now - before)
+            before = now
+            self._note_new()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _note_new(self) -> None:
+        """Note the waits that two polls in a row have seen; one that has ended is noted again when it returns."""
+        own, services = self.own.text(), self.text()
+        lines = [*([f"waiting for {own}"] if own else []), *([f"waiting: {services}"] if services else [])]
+        # Numbers differ from one attempt to the next.
+        texts = {_NUMBER.sub("#", line): line for line in lines}
+        for key, line in texts.items():
+            if key in self._last and key not in self._noted:
+                self._note(line)
+                self._noted.add(key)
+        self._last = set(texts)
+        self._noted &= self._last

@@ -1,0 +1,105 @@
+"""Object stores that refuse a kind of call: a final error with a remedy, where an outage is waited for."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollmesh.checkpoints.objects import ObjectStore
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.waits import Waits
+
+from .conftest import Bucket
+
+
+def use(store: ObjectStore, folder: Path) -> None:
+    """Make every kind of call that a run makes."""
+    source = folder / "source"
+    source.write_bytes(b"weights")
+    store.write("state", b"state")
+    store.put(source, "policies/1/weights")
+    assert store.put_new(source, "batches/1")
+    assert set(store.sizes("policies")) == {"policies/1/weights"}
+    assert store.read("state", 100) == b"state"
+    store.get("policies/1/weights", folder / "copy")
+    store.delete(["state"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedies"),
+    [
+        ("no conditional writes", ["conditional writes (If-None-Match)", "docs/object-stores.md"]),
+        ("no listing", ["this server refuses", "list the bucket", "docs/object-stores.md"]),
+        ("no checksums", ["AWS_REQUEST_CHECKSUM_CALCULATION=when_required", "docs/object-stores.md"]),
+    ],
+)
+def test_a_refusal_that_cannot_pass_is_a_final_error_with_a_remedy_at_once(
+    tmp_path: Path, fault: str, remedies: list[str]
+) -> None:
+    bucket = Bucket(tmp_path / "s3.log", fault)
+    try:
+        store = ObjectStore(f"s3://{bucket.name}/runs/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
+        with pytest.raises(CheckpointError) as caught:
+            use(store, tmp_path)
+    finally:
+        bucket.stop()
+    assert caught.value.reason == Reason.REFUSED and caught.value.final
+    assert caught.value.outside and not caught.value.passing
+    assert f"s3://{bucket.name}/runs/x" in str(caught.value)
+    for remedy in remedies:
+        assert remedy in str(caught.value)
+
+
+def test_the_documented_switch_of_the_checksums_serves_a_server_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+    bucket = Bucket(tmp_path / "s3.log", "no checksums")
+    try:
+        use(ObjectStore(f"s3://{bucket.name}/runs/x", {"endpoint_url": bucket.url}), tmp_path)
+    finally:
+        bucket.stop()
+
+
+def test_an_outage_shows_its_error_while_it_is_waited_for_and_no_more_afterwards(tmp_path: Path) -> None:
+    bucket, waits = Bucket(tmp_path / "s3.log", "outage"), Waits()
+    options = {"endpoint_url": bucket.url}
+    store = ObjectStore(f"s3://{bucket.name}/runs/x", options, retry_seconds=4.0, waits=waits)
+    try:
+        with ThreadPoolExecutor() as pool:
+            writing = pool.submit(store.write, "state", b"state")
+            while "this server refuses" not in waits.text():
+                assert not writing.done()
+                time.sleep(0.01)
+            with pytest.raises(CheckpointError, match="this server refuses") as caught:
+                writing.result()
+    finally:
+        bucket.stop()
+    assert caught.value.reason == Reason.UNREACHABLE and caught.value.passing
+    assert waits.text() == ""
+
+
+def test_a_missing_bucket_and_an_endpoint_that_is_none_are_refusals(bucket: Bucket) -> None:
+    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
+    with pytest.raises(CheckpointError, match="create the bucket, or correct checkpoints.folder") as caught:
+        away.write("key", b"value")
+    assert caught.value.reason == Reason.REFUSED
+    nothing = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": "minio:9000"}, retry_seconds=3600.0)
+    with pytest.raises(CheckpointError, match="correct endpoint_url in checkpoints.object_store") as caught:
+        nothing.write("key", b"value")
+    assert caught.value.reason == Reason.REFUSED
+
+
+def test_a_client_without_credentials_is_told_to_have_some(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
+    with pytest.raises(CheckpointError, match="set the credentials in the environment") as caught:
+        store.write("key", b"value")
+    assert caught.value.reason == Reason.REFUSED

@@ -1,0 +1,99 @@
+"""A launcher and a status that wait for Redis say why, and a run that waits for an operator's pin says which."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import redis
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config import RunConfig, write_run_config
+from rollmesh.launcher.local_mesh import local_mesh
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.rollout.evaluation.pinned_generator import Pin
+from rollmesh.runtime.waits import Waits
+from rollmesh.scheduling import run_limits
+from rollmesh.store import EmbeddedServer, TrajectoryStore
+from rollmesh.store.evaluation_requests import evaluation_request
+from rollmesh.types import PolicyRecord
+from rollmesh.worker.generator_pool import GeneratorPool
+
+from .test_launcher_outages import config
+
+REFUSAL = "max number of clients reached"
+
+
+@asynccontextmanager
+async def full_of_clients(tmp_path: Path) -> AsyncIterator[tuple[RunConfig, Callable[[], None]]]:
+    """A run with a Redis of its own that takes no further client, until the function is called."""
+    server = EmbeddedServer(tmp_path / "redis")
+    await asyncio.to_thread(server.start)
+    run = RunConfig.model_validate(config(tmp_path).model_dump() | {"store": {"url": server.url}})
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxclients", 1)
+        try:
+            yield run, lambda: client.config_set("maxclients", 1000)
+        finally:
+            client.close()
+            await asyncio.to_thread(server.kill)
+
+
+async def test_a_launcher_whose_redis_takes_no_further_client_says_so_while_it_waits(tmp_path: Path) -> None:
+    out = io.StringIO()
+    async with full_of_clients(tmp_path) as (run, end):
+        mesh = local_mesh(run, RunFolder(tmp_path), asyncio.Event(), Console(file=out))
+        opening = asyncio.ensure_future(mesh.__aenter__())
+        while f"waiting for Redis: {REFUSAL}" not in out.getvalue():
+            assert not opening.done(), opening.exception()
+            await asyncio.sleep(0.01)
+        end()
+        await opening
+        await mesh.__aexit__(None, None, None)
+    assert out.getvalue().count(REFUSAL) == 1
+
+
+async def test_a_status_whose_redis_takes_no_further_client_says_so_within_seconds(tmp_path: Path) -> None:
+    async with full_of_clients(tmp_path) as (run, _):
+        write_run_config(run, tmp_path / "config.yaml")
+        begin = time.monotonic()
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["status", str(tmp_path)])
+    assert done.exit_code == 2 and REFUSAL in done.stderr
+    assert time.monotonic() - begin < 15, "the launcher's own calls wait for 20 s"
+
+
+async def test_an_evaluation_that_waits_for_the_pin_of_an_operator_says_how_to_release_it(tmp_path: Path) -> None:
+    run, waits = config(tmp_path), Waits()
+    server = EmbeddedServer(tmp_path / "redis")
+    await asyncio.to_thread(server.start)
+    try:
+        async with await TrajectoryStore.connect(run.store, run.name, server.url) as store:
+            await store.limits.init_run(run_limits(run))
+            session = await store.training.open_session("trainer")
+            for version in (0, 1):
+                record = PolicyRecord(
+                    policy_version=version, train_step=version, path=f"{version}-x", manifest_digest="ab" * 32
+                )
+                await store.policies.announce(session, record)
+            await store.settings.set_user_paused(True)
+            await store.policies.pin(0)
+            pin = Pin(store, GeneratorPool(store.generators), evaluation_request(run.evaluation, 1), waits)
+            held = pin.held()
+            holding = asyncio.ensure_future(held.__aenter__())
+            while not waits.text():
+                assert not holding.done()
+                await asyncio.sleep(0.01)
+            assert "the evaluation of policy version 1" in waits.text()
+            assert "policy version 0 is pinned by an operator; rollmesh pin RUN --release" in waits.text()
+            await store.policies.pin(None)
+            assert await holding
+            assert waits.text() == ""
+            await held.__aexit__(None, None, None)
+    finally:
+        await asyncio.to_thread(server.kill)
