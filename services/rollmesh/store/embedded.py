@@ -186,12 +186,17 @@ class EmbeddedServer:
                 start_new_session=True,
                 pass_fds=(lock_fd,),
             )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # its exit status says that it has ended
-            stdin.write("".join(f"{line}\n" for line in self._config_lines(port)).encode())
-        record = self.folder / "server.json.new"
-        write_text(record, json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
-        record.replace(self.folder / "server.json")
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # its exit status says that it has ended
+                stdin.write("".join(f"{line}\n" for line in self._config_lines(port)).encode())
+            record = self.folder / "server.json.new"
+            write_text(record, json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
+            record.replace(self.folder / "server.json")
+        except BaseException:  # such as a full disk
+            process.kill()
+            process.wait()
+            raise
         return process
 
     def _config_lines(self, port: int) -> list[str]:

@@ -41,6 +41,8 @@ _BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
 _CALL_SECONDS = 15.0
 """Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
+_SIGNS_OF_A_CUT = ("Connection lost", "closed by server", "reset by peer", "Broken pipe")
+_CUT_OFF = "(so does a server that ends, or one at its maxclients, whose own message is lost at times)"
 _MOST_IDLE = 32
 """Idle connections kept for scripts, below the 100 of the pool: plain commands take theirs from the pool."""
 
@@ -273,7 +275,8 @@ def _reason(error: BaseException) -> str:
     """Return the text of an error; the time-out of ``asyncio.timeout`` has none."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {_CALL_SECONDS:g} s"
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    return f"{text} {_CUT_OFF}" if any(sign in text for sign in _SIGNS_OF_A_CUT) else text
 
 
 def check_version(version: str) -> None:
