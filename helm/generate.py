@@ -144,7 +144,7 @@ def outputs() -> dict[Path, str]:
     values = documented_values(text)
     return {
         CHART / "README.md": readme(values, chart),
-        CHART / "values.schema.json": json.dumps(schema_of(yaml.safe_load(text), values), indent=2) + "\n",
+        CHART / "values.schema.json": json.dumps(schema_of(yaml.safe_load(text), values), separators=(",", ":")) + "\n",
         CHART / "files" / "prometheus-adapter" / "rules.yaml": adapter_rules(),
         CHART / "files" / "schedules.yaml": schedule_bounds(),
     }

@@ -23,7 +23,7 @@ def rendered() -> dict[Path, str]:
     files = {}
     for page in PAGES:
         data = json.loads(json.dumps(page.build(), cls=JSONEncoder))
-        files[FOLDER / f"{page.name}.json"] = json.dumps(tidied(data), indent=2, sort_keys=True) + "\n"
+        files[FOLDER / f"{page.name}.json"] = json.dumps(tidied(data), separators=(",", ":"), sort_keys=True) + "\n"
     return files
 
 
