@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -26,6 +27,7 @@ _OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, "raise_excep
 _TODAY = datetime(2024, 7, 26)
 """Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
 
+_AS_SYSTEM = {"developer": "system"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields in which data sets keep the thought of a message."""
 _MARK = "7240918355160{:06d}"
@@ -49,11 +51,18 @@ class ChatTemplate:
         those messages as system messages. Raises DataError if the model has no template, if the template refuses the
         messages, and if a message, its tool calls or its reasoning would not be in the text.
         """
-        known = [
-            {**m, "role": "system"} if m["role"] == "developer" and "developer" not in self._source else m
-            for m in messages
-        ]
-        last = known[-1]
+        if not any(message["role"] == "developer" for message in messages):
+            return self._whole(messages, variables)
+        if "developer" in self._source:
+            with suppress(DataError):
+                return self._whole(messages, variables)
+        try:
+            return self._whole([{**m, "role": _AS_SYSTEM.get(m["role"], m["role"])} for m in messages], variables)
+        except DataError as error:
+            raise DataError(f"{error} (messages of the role 'developer' are 'system' ones in this template)") from error
+
+    def _whole(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        last = messages[-1]
         is_begun = last["role"] == "assistant"
         if is_begun and last.get("tool_calls"):
             raise DataError(
@@ -61,15 +70,15 @@ class ChatTemplate:
                 "message after them, or leave them out"
             )
         marks = _Marks()
-        marked = [marks.add(at, m, is_begun and m is last) for at, m in enumerate(known)]
+        marked = [marks.add(at, m, is_begun and m is last) for at, m in enumerate(messages)]
         rendered = self._render(marked, variables, answer=not is_begun)
         for mark, (number, part) in marks.places.items():
             if mark not in rendered:
                 raise self._lost(number, messages[number]["role"], part)
         if not is_begun:
-            return self._render(known, variables)
+            return self._render(messages, variables)
         begun = {**last, "content": last["content"] + _END}
-        return self._render([*known[:-1], begun], variables, answer=False).rpartition(_END)[0]
+        return self._render([*messages[:-1], begun], variables, answer=False).rpartition(_END)[0]
 
     def check_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the template does not read, or that is not the caller's to set."""
@@ -188,9 +197,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     # Templates print tool schemas for a model: jinja's own filter would escape HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> NoReturn:

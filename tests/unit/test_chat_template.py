@@ -90,8 +90,9 @@ def test_a_template_that_rewrites_a_text_still_contains_it() -> None:
     assert text([say("user", " hi ")], ALTERNATING) == "[user]HI[assistant]"
     # Templates of thinking models leave out the thoughts of earlier answers.
     assert "<think>" not in text([USER, say("assistant", "<think>\nhm</think>\n4"), USER])
-    as_json = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
-    assert text([say("user", 'say "hi"\n')], as_json) == '"say \\"hi\\"\\n"'
+    for options in ("", "(ensure_ascii=False)", "(indent=2, separators=(',', ':'))"):
+        as_json = f"{{% for m in messages %}}{{{{ m.content | tojson{options} }}}}{{% endfor %}}"
+        assert text([say("user", 'say "hü"\n')], as_json) == '"say \\"hü\\"\\n"'
 
 
 def test_a_developer_is_the_system_of_a_template_that_knows_no_developer() -> None:
@@ -99,9 +100,11 @@ def test_a_developer_is_the_system_of_a_template_that_knows_no_developer() -> No
     as_system = [say("system", "Answer in one word."), messages[1]]
     assert text(messages) == text(as_system)
     assert "Answer in one word." in text(messages)
+    elsewhere = "{# the developer of the tools #}" + QWEN
+    assert text(messages, elsewhere) == text(as_system)
     knows = QWEN.replace("message.role == 'user'", "message.role in ('user', 'developer')")
     assert "<|im_start|>developer\nAnswer in one word.<|im_end|>" in text(messages, knows)
-    with pytest.raises(DataError, match=r"refuses the messages \(roles 'system', 'user'\): no system"):
+    with pytest.raises(DataError, match=r"refuses the messages .*: no system \(messages of the role 'developer' are"):
         text(messages, ALTERNATING)
 
 
