@@ -145,7 +145,7 @@ e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on r
 # Processes of their own: the browser's driver keeps an event loop running, in which no other test could start one.
 	$(BIN)/pytest $(LANE) tests/e2e/gateway $(BY_FILE) 3
 
-chaos: $(VENV)/.dev ## 35 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
+chaos: $(VENV)/.dev ## 38 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos
 
 bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine

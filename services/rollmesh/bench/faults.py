@@ -76,6 +76,15 @@ def _under(preset: str, fault: Fault) -> Fault:
     return replace(fault, name=f"{fault.name}, {preset}", preset=preset, cost=cost)
 
 
+def _with_planner(fault: Fault) -> Fault:
+    """Return the fault in a run whose hard prompts get a second round."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "curriculum": {"planner": "dars"},
+        "trainer": {"algorithm": {"advantage": "dr_grpo"}},
+    }
+    return replace(fault, name=f"{fault.name}, dars", settings=settings)
+
+
 def _with_adapter(fault: Fault) -> Fault:
     """Return the fault in a run that trains an adapter."""
     settings: Mapping[str, Mapping[str, Any]] = {
@@ -144,6 +153,9 @@ FAULTS: tuple[Fault, ...] = (
     _under("sorted", Fault("kill -9 rollout", partial(kill_service, service="rollout"))),
     _under("rollpacker", Fault("kill -9 leader", kill_leader)),
     _under("flexmarl", _kill_trainer("between batch file and training", "checkpoints/batches/*.pb")),
+    _under("kimi", Fault("kill -9 rollout", partial(kill_service, service="rollout"))),
+    _under("roll", Fault("kill -9 generator", partial(kill_service, service="generator"))),
+    _with_planner(Fault("kill -9 leader", kill_leader)),
     _with_adapter(_kill_trainer("while it publishes", "checkpoints/policies/*")),
     _with_adapter(Fault("kill -9 generator", partial(kill_service, service="generator"))),
     _with_adapter(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),

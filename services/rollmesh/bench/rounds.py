@@ -14,7 +14,9 @@ from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults import Cost, ExpectedEnd, Fault
 from rollmesh.bench.judge import judge
 from rollmesh.bench.judge.full_weights import delta_count
+from rollmesh.bench.judge.trained_groups import group_rules
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.mesh import DropReason
 
 EXEMPT = "no bound"
 """Bound of a round that may waste any number of tokens; the reason is printed below the table."""
@@ -23,6 +25,8 @@ _EXEMPT_BECAUSE = (
     "sampled again; surplus members are cut off with unsaved tokens; all other requirements apply. A run that must not "
     "end green has no bound either"
 )
+_ENDS_UNFINISHED = (DropReason.STALE, DropReason.STRAGGLER_TIMEOUT, DropReason.TOO_FEW_SCORED)
+"""Reasons to drop a group whose members may be in progress, before the end of the run."""
 _MOST_TRAINER_ENDS = 3
 """Maximum number of trainer exits in a run with a final error: the kill, the error, and one in between."""
 
@@ -53,7 +57,8 @@ class ChaosRound:
     regenerated_tokens: int | None
     """Sampled tokens that were never saved, the cost of the fault (see ``regenerated``); None without a count."""
     regenerated_bound: int | None
-    """Allowed cost of the fault (``Cost``) on all rollouts in flight at its victim; None if Redis loses data."""
+    """Allowed cost of the fault (``Cost``) on all rollouts in flight at its victim, and of the groups that the schedule
+    ended unfinished; None if Redis loses data."""
     deltas: int | None
     """Policies that the bucket has as deltas; None for a run without a bucket."""
     output: str
@@ -108,6 +113,7 @@ def read_round(
     audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
     in_flight = sum(attacked.in_flight) + rollouts_cut_off(folder, attacked.killed_generators)
     expected, last_step = fault.expected_end, int(data["trainer"]["train_steps"])
+    bound = regenerated_bound(fault.cost, in_flight, data, groups_ended_unfinished(folder)) if expected.green else None
     return ChaosRound(
         fault=fault.name,
         expected_end=expected,
@@ -122,7 +128,7 @@ def read_round(
         judge_problems=_judge_problems(folder, bucket),
         in_flight=in_flight,
         regenerated_tokens=regenerated(folder, attacked.sampled_when_killed, max(attacked.fault_ended_at, default=0.0)),
-        regenerated_bound=regenerated_bound(fault.cost, in_flight, data) if expected.green else None,
+        regenerated_bound=bound,
         deltas=None if bucket is None else delta_count(bucket),
         output=output,
     )
@@ -135,11 +141,25 @@ def _judge_problems(folder: RunFolder, bucket: Path | None) -> tuple[str, ...]:
         return (f"no run to judge: {error}",)
 
 
-def regenerated_bound(cost: Cost, in_flight: int, data: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a fault may waste with ``in_flight`` rollouts at its victim; ``data`` is the run file."""
+def regenerated_bound(cost: Cost, in_flight: int, data: Mapping[str, Any], ended_groups: int = 0) -> int | None:
+    """Return the tokens that a run may waste with ``in_flight`` rollouts at the victim of its fault.
+
+    The schedule has ended ``ended_groups`` unfinished ones without any fault, and every member of them may have had
+    unsaved tokens. ``data`` is the run file.
+    """
     if cost is Cost.UNBOUNDED:
         return None
-    return 0 if cost is Cost.NOTHING else in_flight * int(data["rollout"][cost.value])
+    rollouts = 0 if cost is Cost.NOTHING else in_flight
+    members = ended_groups * group_rules(data).most_members
+    return (rollouts + members) * int(data["rollout"][Cost.UNSAVED.value])
+
+
+def groups_ended_unfinished(folder: RunFolder) -> int:
+    """Count the groups that were evicted or have begun again, from the newest metrics."""
+    lines = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
+    mesh: Mapping[str, Any] = json.loads(lines[-1])["mesh"] if lines else {}
+    evicted = sum(mesh.get("dropped_groups", {}).get(reason, 0) for reason in _ENDS_UNFINISHED)
+    return int(evicted + sum(mesh.get("groups_begun_again_by_reason_and_length_decile", {}).values()))
 
 
 def rollouts_cut_off(folder: RunFolder, addresses: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from rollmesh.runtime.retry import Backoff
 from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
-from rollmesh.types import ForkStatus, OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.build import WorkerDeps, WorkerSettings
@@ -112,13 +112,15 @@ class Worker:
             return await self._deps.store.trajectories.fork(current, active.trajectory_id, nonce)
 
         async with session.leasing:
-            fork = await session.call(request_fork)
-            if fork.leased is not None:
+            while True:
+                fork = await session.call(request_fork)
+                if fork.leased is None:
+                    return fork
                 await session.call(lambda _: self._read_desired())
-                if not await self._start_all([fork.leased], registrations_before, self._run_program):
-                    return Fork(status=ForkStatus.PAUSED)
-                self._deps.metrics.leases.inc()
-        return fork
+                # A registration has released the member: the same request leases it again.
+                if await self._start_all([fork.leased], registrations_before, self._run_program):
+                    self._deps.metrics.leases.inc()
+                    return fork
 
     # -- work ------------------------------------------------------------------------------------------------------
     async def _lease_loop(self) -> None:

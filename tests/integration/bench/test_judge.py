@@ -206,6 +206,49 @@ def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
     assert problem.startswith("8 trajectories are older than 1 steps, or of no known version: e0-4.1, ")
 
 
+@pytest.mark.parametrize("change", [{"preset": "kimi"}, {"on_stale": "mask_old_segments"}])
+def test_a_run_that_masks_old_tokens_may_train_groups_with_some(run: Any, change: dict[str, str]) -> None:
+    run.change_config(schedule={"max_staleness": 1, **change})
+    assert judge(run.folder).problems == ()
+
+
+PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "two rounds of dars": ({"planner": "dars"}, True),
+    "dars of four at most": ({"planner": "dars", "planner_options": {"most_members": 4}}, False),
+    "a quorum": ({"planner": "quorum", "planner_options": {"share": 0.5}}, False),
+    "spare members": ({"planner": "spare", "planner_options": {"factor": 2}}, True),
+    "a planner of a user's code": ({"planner": "mine:planner"}, True),
+    "one round": ({}, False),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_group_has_as_many_members_as_its_planner_launches(run: Any, planner: str) -> None:
+    """The fifth of four members."""
+    section, is_sound = PLANNERS[planner]
+
+    def rename(trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, trajectory_id=f"{trajectory.group_id}.4")
+
+    run.replace_batch(4, with_member(rename))
+    run.change_config(schedule={"group_size": 4}, curriculum=section)
+    problems = judge(run.folder).problems
+    assert any("has members other than 0 to" in problem for problem in problems) is not is_sound
+
+
+def test_a_sampler_may_draw_a_prompt_again(run: Any) -> None:
+    def repeat(group: Group) -> Group:
+        prompt = run.store.read_batch(3).groups[0].trajectories[0].prompt
+        return dataclasses.replace(
+            group, trajectories=tuple(dataclasses.replace(t, prompt=prompt) for t in group.trajectories)
+        )
+
+    run.replace_batch(4, with_group(0, repeat))
+    assert any("1 prompt(s) were trained more than once" in problem for problem in judge(run.folder).problems)
+    run.change_config(data={"source": {"puzzles": 64}}, curriculum={"sampler": "frontier"})
+    assert not any("prompt(s)" in problem for problem in judge(run.folder).problems)
+
+
 @pytest.mark.parametrize("off", [2e-3, float("nan")])
 def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
     def change(segment: Segment) -> Segment:
@@ -257,11 +300,16 @@ def test_the_judge_imports_nothing_else_of_rollmesh() -> None:
 
 
 @pytest.mark.parametrize(("rate", "sound"), [(1e-3, True), (1.1e-3, False)])
-def test_weights_that_are_not_those_of_the_recorded_settings_are_found(run: Any, rate: float, sound: bool) -> None:
+@pytest.mark.parametrize(("advantage", "most_stale"), [("grpo", None), ("dr_grpo", None), ("grpo", 0)])
+def test_weights_that_are_not_those_of_the_recorded_settings_are_found(
+    run: Any, rate: float, sound: bool, advantage: str, most_stale: int | None
+) -> None:
     store, versions = run.store, {version: version for version in range(STEPS)}
     root = run.folder / "checkpoints"
-    config = TrainerConfig(train_steps=STEPS, learning_rate=rate, device="cpu")
-    trainer = PolicyTrainer.from_folder(root / "policies" / "00000004-s4", config)
+    config = TrainerConfig.model_validate(
+        {"train_steps": STEPS, "learning_rate": rate, "device": "cpu", "algorithm": {"advantage": advantage}}
+    )
+    trainer = PolicyTrainer.from_folder(root / "policies" / "00000004-s4", config, max_token_staleness=most_stale)
     trainer.train_step = 4
     tensors, extra = trainer.state_tensors(), trainer.state_extra()
     store.save_state(session="a", train_step=4, rollback_count=0, tensors=tensors, extra=extra)

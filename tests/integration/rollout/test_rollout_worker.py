@@ -125,6 +125,29 @@ async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(st
         assert run.value("rollmesh_rollout_trajectories_parked_total", reason=stops) >= 1
 
 
+async def test_a_fork_whose_session_is_registered_again_meanwhile_is_the_one_member_of_its_request(store, monkeypatch):
+    fork, answers = store.trajectories.fork, []
+
+    async def fork_then_register(*arguments):
+        answers.append(await fork(*arguments))
+        if len(answers) == 1:
+            await store.sessions.close(run.session.current)
+            await run.session.recover(run.session.current)
+        return answers[-1]
+
+    monkeypatch.setattr(store.trajectories, "fork", fork_then_register)
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
+        parent = next(held for held in run.session.trajectories.values() if not held.finished)
+        answer = await run.replica._worker.fork(parent, "nonce")
+        child = answer.leased.trajectory.trajectory_id
+        assert {each.leased.trajectory.trajectory_id for each in answers} == {child} and len(answers) == 2
+        assert child in run.session.trajectories
+        assert (await store.mesh.counts()).totals["forks_total"] == 1
+
+
 async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))

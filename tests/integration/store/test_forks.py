@@ -11,7 +11,7 @@ from rollmesh.mesh import Desired
 from rollmesh.store import ReleaseReason, TrajectoryStore
 from rollmesh.types import ForkStatus
 
-from .store_mesh import Mesh
+from .store_mesh import Mesh, held
 from .stored_keys import read_truth
 
 
@@ -56,13 +56,37 @@ async def test_a_retried_fork_gets_the_same_member_and_another_one_a_new_one(sto
     assert (await store.mesh.counts()).totals["forks_total"] == 2
 
 
-async def test_a_member_that_was_given_away_is_not_given_again(store: TrajectoryStore) -> None:
+@pytest.mark.parametrize("returned", ["released", "registered again"])
+async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
+    store: TrajectoryStore, returned: str
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    (first, _) = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert fork.leased is not None
+    child = fork.leased.trajectory.trajectory_id
+    if returned == "released":
+        await store.trajectories.release(mesh.session, [child], ReleaseReason.DRAINED)
+    else:
+        await store.sessions.reregister(mesh.session, [held("e0-0.0"), held("e0-0.1")], "worker")
+    assert (await store.mesh.view()).pending == 1
+    again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert again.leased is not None
+    assert again.leased.trajectory.trajectory_id == child
+    assert ((await store.mesh.view()).pending, (await store.mesh.view()).leased) == (0, 3)
+    assert (await store.mesh.counts()).totals["forks_total"] == 1
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_member_that_another_worker_has_leased_meanwhile_is_not_given_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     (first, _) = await store.trajectories.lease(mesh.session, 2)
     fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     assert fork.leased is not None
     await store.trajectories.release(mesh.session, [fork.leased.trajectory.trajectory_id], ReleaseReason.FAILED)
+    assert len(await store.trajectories.lease(await store.sessions.open("another"), 4)) == 1
     again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     assert again.leased is not None
     assert again.leased.trajectory.trajectory_id != fork.leased.trajectory.trajectory_id

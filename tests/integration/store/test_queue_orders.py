@@ -48,6 +48,21 @@ async def test_a_returned_trajectory_and_a_replacement_keep_the_place_of_their_g
     assert await lease(mesh) == ["e0-1.1", "e0-2.0", "e0-2.2", "e0-0.0"]
 
 
+async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store: TrajectoryStore) -> None:
+    """In blocks of 4, with the rank of its first group: eleven groups are admitted before it."""
+    mesh = await Mesh.start(store, groups_per_batch=4, max_attempts=1)
+    await admit(mesh, [replace(group(0), start_rank=64)])
+    first, second = await lease(mesh)
+    await store.trajectories.fail(mesh.session, [(first, "broke"), (second, "broke")])
+    replay = await store.dead_letters.replay(first)
+    ranks = [0, 0, 0, 30, 30, 30, 30, 0, 127, 64]
+    await admit(mesh, [replace(group(i + 1), start_rank=rank) for i, rank in enumerate(ranks)])
+    assert await store.leadership.admit_replays(mesh.leader, 1) == 1
+    order = [i.removesuffix(".0") for i in await lease(mesh) if i.endswith(".0")]
+    assert order == [*(f"e0-{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 10)), replay, "e0-9"]
+    assert (await read_truth(store)).problems == []
+
+
 async def partials(mesh: Mesh) -> None:
     """Groups 0 to 2 in blocks of 2; sibling 1 of groups 0 and 1 has ended after 20 and 9 tokens."""
     await admit(mesh, [group(i) for i in range(3)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.store import Append, EmbeddedServer, TokenDigest, TrajectoryStore, WriteStatus
@@ -149,6 +151,26 @@ async def test_dead_and_unscorable_members_stay_when_their_group_begins_again(st
         await mesh.complete(item, float(item.trajectory.member_index == 3), version=1)
     assert (await store.mesh.view()).ready_groups == 1
     assert (await read_truth(store)).problems == []
+
+
+@pytest.mark.parametrize("members", [4, 150])
+async def test_a_group_that_is_evicted_during_its_reset_counts_as_drawn_whatever_its_size(
+    store: TrajectoryStore, members: int
+) -> None:
+    """A group of more than 100 members is reset in several steps; its leader dies after the first one."""
+    mesh = await Mesh.start(store, max_staleness=0, keeps_history=True, group_size=members, pool_size=10_000)
+    await train_one_step(mesh)
+    await mesh.admit(1, needed=members)
+    while await store.trajectories.lease(mesh.session, 64):
+        pass
+    await mesh.append("e0-2.0", 0, 7)
+    _, unfinished = await store.connection.run("restart_groups", mesh.leader, "e0-2")
+    assert len(unfinished) == (members > 100)
+    assert await store.prompt_records.read(["2"]) == {}
+    assert await store.leadership.evict(mesh.leader, ["e0-2"], "stale") == 1
+    record = (await store.prompt_records.read(["2"]))["2"]
+    assert (record.groups, record.members, record.token_sum) == (1, 0, 0)
+    assert await store.leadership.evict(mesh.leader, ["e0-2"], "stale") == 0, "a retry counts nothing again"
 
 
 async def test_groups_set_aside_wait_until_they_are_recalled_oldest_first(store: TrajectoryStore) -> None:

@@ -19,7 +19,14 @@ from rollmesh.bench.chaos import _regeneration
 from rollmesh.bench.faults import FAULTS, Cost, ExpectedEnd, faults_named
 from rollmesh.bench.measure import missed
 from rollmesh.bench.processes import short_run_config
-from rollmesh.bench.rounds import ChaosRound, read_round, regenerated, regenerated_bound, rounds_table
+from rollmesh.bench.rounds import (
+    ChaosRound,
+    groups_ended_unfinished,
+    read_round,
+    regenerated,
+    regenerated_bound,
+    rounds_table,
+)
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
@@ -206,6 +213,22 @@ def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost
     assert regenerated_bound(cost, 5, short_run_config(Path("run"), 1)) == bound
 
 
+def test_unsaved_tokens_of_groups_that_the_schedule_ended_are_no_cost_of_the_fault(tmp_path: Path) -> None:
+    """Of two evicted groups, a filtered one and one that has begun again, three may have lost 16 tokens a member."""
+    folder = RunFolder(tmp_path)
+    mesh = {
+        "dropped_groups": {"stale": 1, "straggler_timeout": 1, "filtered_all_right": 3, "run_complete": 2},
+        "groups_begun_again_by_reason_and_length_decile": {"restarted:3": 1},
+    }
+    folder.metrics.write_text("".join(json.dumps({"mesh": each}) + "\n" for each in ({}, mesh)))
+    assert groups_ended_unfinished(folder) == 3
+    data = short_run_config(Path("run"), 1, "roll")
+    assert regenerated_bound(Cost.UNSAVED, 5, data, 3) == (5 + 3 * 4) * 16
+    assert regenerated_bound(Cost.NOTHING, 5, data, 3) == 3 * 4 * 16
+    planned = short_run_config(Path("run"), 1, "copris", {"curriculum": {"planner": "dars"}})
+    assert regenerated_bound(Cost.UNSAVED, 5, planned, 3) == (5 + 3 * 32) * 16
+
+
 def test_only_a_redis_that_is_killed_and_members_that_are_cut_off_are_without_a_bound() -> None:
     unbounded = [fault for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
     assert len([fault for fault in unbounded if fault.name.startswith("kill -9 redis")]) == 5
@@ -235,7 +258,7 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 35
+    assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 38
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:

@@ -71,17 +71,19 @@ def largest_gap(policy: Path, sample: _Sample) -> float:
 def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> float | None:
     """Repeat the training of ``batch`` from a trainer state; return the distance to the published weights.
 
-    The distance is a share of the update. None unless the settings are GRPO, clipped PPO over the sampler's
-    log-probabilities, token mean and one minibatch, and for an adapter.
+    The distance is a share of the update. None unless the settings are GRPO with or without the division by the
+    standard deviation, clipped PPO over the sampler's log-probabilities, token mean and one minibatch, without masks
+    but that of old tokens, and for an adapter.
     """
     if (published / _ADAPTER_FILE).exists():
         return None
     settings = batch.footer["settings"]
     recipe = (settings or {}).get("recipe") or {}
     algorithm = recipe.get("algorithm", {})
-    known = {"advantage": "grpo", "loss": "ppo_clip", "old_logprobs": "sampler", "aggregation": "token_mean"}
-    plain = recipe.get("minibatches") == 1 and recipe.get("max_token_staleness") is None
-    if not plain or algorithm.get("kl_coefficient") or any(algorithm.get(k) != v for k, v in known.items()):
+    known = {"loss": "ppo_clip", "old_logprobs": "sampler", "aggregation": "token_mean"}
+    plain = recipe.get("minibatches") == 1 and algorithm.get("advantage") in ("grpo", "dr_grpo")
+    others = any(algorithm.get(key) for key in ("kl_coefficient", "masks"))
+    if not plain or others or any(algorithm.get(k) != v for k, v in known.items()):
         return None
     (file,) = state.record["files"]
     tensors = load_file(state.folder / file["path"])
@@ -91,7 +93,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.autograd.backward(_loss(model, batch, algorithm))
+    torch.autograd.backward(_loss(model, batch, algorithm, recipe.get("max_token_staleness")))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
     optimizer = torch.optim.AdamW(
         [
@@ -113,32 +115,43 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
     return float((off / moved) ** 0.5) if moved else float(off > 0)
 
 
-def _loss(model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapping[str, Any]) -> Tensor:
-    """Return GRPO's clipped surrogate, averaged over all policy tokens."""
+def _loss(
+    model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapping[str, Any], most_stale: int | None
+) -> Tensor:
+    """Return GRPO's clipped surrogate, averaged over all policy tokens; those over ``most_stale`` steps add nothing."""
+    steps = {int(version): step for version, step in batch.footer["version_train_steps"].items()}
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for _, members in batch.groups:
         rewards = torch.tensor([t.reward for t in members if t.scored], dtype=torch.float64)
         spread = rewards.std() if len(rewards) > 1 else torch.zeros(())
-        advantages = (rewards - rewards.mean()) / (spread + 1e-6)
+        advantages = rewards - rewards.mean()
+        if algorithm["advantage"] == "grpo":
+            advantages = advantages / (spread + 1e-6)
         for trajectory, advantage in zip((t for t in members if t.scored), advantages, strict=True):
-            for values, old in _columns(model, trajectory):
+            for segment, values, old in _columns(model, trajectory):
+                tokens += len(old)
+                if most_stale is not None and batch.train_step - 1 - steps[segment.policy_version] > most_stale:
+                    continue
                 ratio = (values - old).clamp(-20, 20).exp()
                 clipped = ratio.clamp(1 - algorithm["clip_low"], 1 + algorithm["clip_high"])
                 loss = torch.maximum(-ratio * advantage, -clipped * advantage)
                 if advantage < 0 and algorithm["dual_clip"] is not None:
                     loss = loss.clamp(max=float(-algorithm["dual_clip"] * advantage))
-                total, tokens = total + loss.sum(), tokens + len(old)
+                total = total + loss.sum()
     return total / max(tokens, 1)
 
 
-def _columns(model: transformers.PreTrainedModel, trajectory: RecordedTrajectory) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the current and the recorded log-probabilities of each segment of a policy."""
+def _columns(
+    model: transformers.PreTrainedModel, trajectory: RecordedTrajectory
+) -> Iterator[tuple[RecordedSegment, Tensor, Tensor]]:
+    """Yield each segment of a policy with its current and its recorded log-probabilities."""
     at = len(trajectory.prompt_ids)
     by_temperature = {t: _logprobs(model, _ids(trajectory), t) for t in {s.temperature for s in trajectory.written}}
     for segment in trajectory.segments:
         end = at + len(segment.token_ids)
         if segment.by_policy and end > at:
-            yield by_temperature[segment.temperature][at - 1 : end - 1], torch.from_numpy(segment.logprobs).double()
+            values = by_temperature[segment.temperature][at - 1 : end - 1]
+            yield segment, values, torch.from_numpy(segment.logprobs).double()
         at = end
 
 

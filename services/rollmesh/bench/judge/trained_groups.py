@@ -12,6 +12,17 @@ from rollmesh.bench.judge.files import BatchFile, RecordedTrajectory, RunFiles, 
 
 _LAG_STEPS = 4
 """Steps beyond the staleness bound after which an admitted group must be trained or dropped."""
+_SPARE_SHARES = {"rollpacker": 0.25}
+"""Spare members of the presets that have them by default, as a share of the members of a group."""
+_SPARE_GROUP_SHARES = {"rollpacker": 0.25}
+"""Spare groups of the presets that set groups aside by default, as a share of groups_per_batch."""
+_GROUPS_OF_ONE = {"sorted", "sorted_partial"}
+"""Presets in which every trajectory is a group by default."""
+_MASKS_OLD_TOKENS = {"kimi"}
+"""Presets that train groups with tokens over the staleness bound, and mask these tokens."""
+_MOST_MEMBERS_OF_DARS = {"et": 32, "hw": 64}
+_OWN_MOST_PER_MEMBER = 8
+"""Most members that a planner of a user's code launches, per member of schedule.group_size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,48 +94,30 @@ def _identities(run: RunFiles) -> Iterator[str]:
     yield from _more_than_once("trajectory", Counter(t.trajectory_id for t in _trajectories(run)))
     epoch_of = {group: group.partition("-")[0] for group in groups}
     prompts = {(group, members[0].prompt_id) for b in run.batches.values() for group, members in b.groups if members}
-    times = run.config["schedule"]["group_size"] if _has_groups_of_one(run.config["schedule"]) else 1
-    yield from _more_than_once("prompt", Counter(f"{epoch_of[group]} {prompt}" for group, prompt in prompts), times)
+    counts = Counter(f"{epoch_of[group]} {prompt}" for group, prompt in prompts)
+    yield from _more_than_once("prompt", counts, group_rules(run.config).prompt_times)
 
 
-def _more_than_once(kind: str, counts: Counter[str], times: int = 1) -> Iterator[str]:
+def _more_than_once(kind: str, counts: Counter[str], times: float = 1) -> Iterator[str]:
     more = sorted(name for name, count in counts.items() if count > times)
     if more:
-        often = "once" if times == 1 else f"{times} times"
+        often = "once" if times == 1 else f"{times:g} times"
         yield f"{len(more)} {kind}(s) were trained more than {often}: {', '.join(more[:5])}"
-
-
-_SPARE_SHARES = {"rollpacker": 0.25}
-"""Spare members of the presets that have them by default, as a share of the members of a group."""
-_SPARE_GROUP_SHARES = {"rollpacker": 0.25}
-"""Spare groups of the presets that set groups aside by default, as a share of groups_per_batch."""
-_GROUPS_OF_ONE = {"sorted", "sorted_partial"}
-"""Presets in which every trajectory is a group by default."""
-
-
-def _has_groups_of_one(schedule: Mapping[str, Any]) -> bool:
-    default = "trajectory" if schedule["preset"] in _GROUPS_OF_ONE else "group"
-    return (schedule.get("harvest") or default) == "trajectory"
 
 
 def _members(run: RunFiles) -> Iterator[str]:
     """Check that groups have all their members, and batches all their groups."""
-    schedule = run.config["schedule"]
-    size = 1 if _has_groups_of_one(schedule) else schedule["group_size"]
-    spare = schedule.get("spare_members")
-    if spare is None:
-        spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * size)
-    launched = size + spare
+    rules, batch_size = group_rules(run.config), run.config["schedule"]["groups_per_batch"]
     absent = 0
     for step, batch in run.batches.items():
-        if len(batch.groups) != schedule["groups_per_batch"]:
-            yield f"train step {step} has {len(batch.groups)} groups, not {schedule['groups_per_batch']}"
+        if len(batch.groups) != batch_size:
+            yield f"train step {step} has {len(batch.groups)} groups, not {batch_size}"
         for group, members in batch.groups:
             indices = {t.member for t in members}
-            absent += size - len(indices)
+            absent += max(0, rules.least_members - len(indices))
             is_invalid = any(t.group_id != group or not t.scored or not t.written for t in members)
-            if is_invalid or len(indices) != len(members) or not indices <= set(range(launched)):
-                yield f"group {group} of train step {step} has members other than 0 to {launched - 1}"
+            if is_invalid or len(indices) != len(members) or not indices <= set(range(rules.most_members)):
+                yield f"group {group} of train step {step} has members other than 0 to {rules.most_members - 1}"
     totals = run.metrics[-1]["mesh"]["totals"] if run.metrics else {}
     if absent > totals.get("unscorable_total", 0):
         yield f"{absent} member(s) of groups are missing, of which {totals.get('unscorable_total', 0)} had no score"
@@ -136,14 +129,15 @@ def _staleness(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
     if bound is None:
         yield "the run file does not set schedule.max_staleness, so staleness was not checked"
         return
+    most = math.inf if group_rules(run.config).masks_old_tokens else bound
     stale = [
         t.trajectory_id
         for step, batch in run.batches.items()
         for t in batch.trajectories
-        if any(step - 1 - named.get(s.policy_version, -1 - bound) > bound for s in t.written)
+        if any(s.policy_version not in named or step - 1 - named[s.policy_version] > most for s in t.written)
     ]
     if stale:
-        yield f"{len(stale)} trajectories are older than {bound} steps, or of no known version: {', '.join(stale[:5])}"
+        yield f"{len(stale)} trajectories are older than {most:g} steps, or of no known version: {', '.join(stale[:5])}"
 
 
 def _policies(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
@@ -194,19 +188,66 @@ def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
     trained = {group for batch in run.batches.values() for group, _ in batch.groups}
     absent = [g for g in (f"e0-{i}" for i in range(early.footer["cursor_index"])) if g not in trained]
     dropped = sum(run.metrics[-1]["mesh"]["dropped_groups"].values()) if run.metrics else 0
-    if len(absent) > dropped + _most_aside(run.config["schedule"]):
+    if len(absent) > dropped + group_rules(run.config).most_aside:
         yield f"{len(absent)} groups admitted before train step {early.train_step} are lost: {', '.join(absent[:5])}"
-
-
-def _most_aside(schedule: Mapping[str, Any]) -> int:
-    """Return the most groups that may wait for a long round: fewer than a batch, and those of the last short round."""
-    on_stale = schedule.get("on_stale") or ("set_aside" if schedule["preset"] in _SPARE_GROUP_SHARES else "")
-    if on_stale != "set_aside":
-        return 0
-    batch, spare = schedule["groups_per_batch"], schedule.get("spare_groups")
-    share = _SPARE_GROUP_SHARES.get(schedule["preset"], 0.0)
-    return int(batch - 1 + (math.ceil(share * batch) if spare is None else spare))
 
 
 def _trajectories(run: RunFiles) -> Iterable[RecordedTrajectory]:
     return (t for batch in run.batches.values() for t in batch.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """What the run file says about groups."""
+
+    least_members: int
+    """Members that a group has, apart from those without a score."""
+    most_members: int
+    """Members that the mesh launches in a group."""
+    prompt_times: float
+    """How often a prompt may be trained in an epoch; inf with a sampler."""
+    masks_old_tokens: bool
+    """Whether a group with tokens over the staleness bound is trained, without these tokens."""
+    most_aside: int
+    """Most groups that may wait for a long round: fewer than a batch, and those of the last short round."""
+
+
+def group_rules(config: Mapping[str, Any]) -> GroupRules:
+    """Return the rules of a run file, resolved or not."""
+    schedule, curriculum = config["schedule"], config.get("curriculum") or {}
+    preset, on_stale = schedule["preset"], schedule.get("on_stale")
+    of_one = (schedule.get("harvest") or ("trajectory" if preset in _GROUPS_OF_ONE else "group")) == "trajectory"
+    least, most = _member_counts(schedule, 1 if of_one else schedule["group_size"], curriculum)
+    batch, spare = schedule["groups_per_batch"], schedule.get("spare_groups")
+    if spare is None:
+        spare = math.ceil(_SPARE_GROUP_SHARES.get(preset, 0.0) * batch)
+    sets_aside = on_stale == "set_aside" or (on_stale is None and preset in _SPARE_GROUP_SHARES)
+    has_sampler = (curriculum.get("sampler") or "order") != "order"
+    return GroupRules(
+        least_members=least,
+        most_members=most,
+        prompt_times=math.inf if has_sampler else schedule["group_size"] if of_one else 1,
+        masks_old_tokens=on_stale == "mask_old_segments" or (on_stale is None and preset in _MASKS_OLD_TOKENS),
+        most_aside=batch - 1 + spare if sets_aside else 0,
+    )
+
+
+def _member_counts(schedule: Mapping[str, Any], size: int, curriculum: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the least and the most members of a group."""
+    options = curriculum.get("planner_options") or {}
+    match curriculum.get("planner") or "single":
+        case "single":
+            spare = schedule.get("spare_members")
+            if spare is None:
+                spare = math.ceil(_SPARE_SHARES.get(schedule["preset"], 0.0) * size)
+            return size, size + spare
+        case "dars":
+            largest = options.get("most_members") or _MOST_MEMBERS_OF_DARS[options.get("rule", "et")]
+            return size, max(size, largest)
+        case "quorum":
+            return math.ceil(options.get("share", 0.95) * size - 1e-9), size
+        case "spare":
+            launched = options.get("factor", 1) * size + options.get("extra", 1)
+            return launched, launched
+        case _:
+            return 1, _OWN_MOST_PER_MEMBER * size

@@ -83,7 +83,7 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         found = [self.find_group(group_id) for group_id in group_ids]
         dropped = [group for group in found if group is not None and group.state is not GroupState.CUT]
         for group in dropped:
-            if group.state is not GroupState.READY and group.group_id not in self.returning:
+            if group.state is not GroupState.READY:
                 self.history.note(group, self.trained_step, is_evicted=True)
             self.drop(group, reason)
         self.totals["evicted_total"] += len(dropped)

@@ -74,6 +74,7 @@ for _, group in ipairs(new) do
 end
 call('HSET', K.meta, 'cursor_epoch', ARGV[5], 'cursor_index', ARGV[6], 'admission_seq', sequence,
   'admit_nonce', ARGV[2], 'admit_count', opened)
+if opened > 0 then call('HSET', K.meta, 'start_ranked', new[1].rank and 1 or 0) end
 count('admitted_total', opened)
 count('prompts_total', opened)
 count('skipped_total', tonumber(ARGV[7]) - opened)

@@ -1,5 +1,5 @@
 #!lua
--- uses: core fence roles rounds
+-- uses: core fence places roles rounds
 -- Opens waiting groups of replayed dead letters, the oldest request first. ARGV: leader, nonce, maximum number of groups.
 -- Returns the number of opened groups.
 require_leader(ARGV[1])
@@ -7,11 +7,19 @@ refuse_while_recovering('admit')
 local before = call('HMGET', K.meta, 'replays_nonce', 'replays_opened')
 if before[1] == ARGV[2] then return tonumber(before[2]) end
 
+-- Where groups have start ranks, a replay has that of the group of its letter; a letter that was deleted has none.
+local function rank_of(letter)
+  if call('HGET', K.meta, 'start_ranked') ~= '1' then return nil end
+  return call('HGET', letter_key(letter), 'rank') or '0'
+end
+
 -- The prompt of the group is stored already.
 local function open_replay(gid, letter, needed)
   local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
     'replay_of', letter)
+  local rank = rank_of(letter)
+  if rank then call('HSET', group_key(gid), 'rank', rank) end
   local prompt = call('HGET', letter_key(letter), 'prompt')
   if prompt then call('HSET', group_key(gid), 'prompt', prompt) end
   if call('HGET', K.limits, 'has_rounds') == '1' then begin_rounds(gid, needed, needed, '{}') end
@@ -19,7 +27,7 @@ local function open_replay(gid, letter, needed)
   if domain then call('HSET', group_key(gid), 'domain', domain) end
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
-    call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
+    call('ZADD', K.pending, start_place(sequence, rank, member), gid .. '.' .. member)
   end
   call('HINCRBY', K.counts, 'replays_total', 1)
 end

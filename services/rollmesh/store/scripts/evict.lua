@@ -9,11 +9,12 @@ for at = 3, #ARGV do
   local gid = ARGV[at]
   if not call('HGET', K.cut, gid) and not call('ZSCORE', K.tombstones, gid) then
     local group = load_group(gid)
-    if group then
-      -- The outcome of a ready group has been noted.
-      if not call('ZSCORE', K.ready, gid) then note_outcome(group, true) end
-      drop_group(group, ARGV[2])
+    local resetting = not group and call('HGET', K.returning, gid)
+    -- The outcome of a ready group has been noted.
+    if (group or resetting) and not call('ZSCORE', K.ready, gid) then
+      note_outcome(group or cjson.decode(resetting), true)
     end
+    if group then drop_group(group, ARGV[2]) end
     if group or drop_returning(gid, ARGV[2]) then dropped = dropped + 1 end
   end
 end

@@ -15,6 +15,7 @@ local function bury(id, reason)
   local group = load_group(gid)
   if group and group.prompt then call('HSET', letter_key(id), 'prompt', group.prompt) end
   if group and group.domain then call('HSET', letter_key(id), 'domain', group.domain) end
+  if group and group.rank then call('HSET', letter_key(id), 'rank', group.rank) end
   call('HSET', trajectory_key(id), 'state', S.dead)
   call('HDEL', trajectory_key(id), 'links', 'step', 'session', 'snapshot', 'has_snapshot')
   waste(id, R.dead, v[2] or 0)
