@@ -228,7 +228,7 @@ def test_a_group_has_as_many_members_as_its_planner_launches(run: Any, planner: 
     section, is_sound = PLANNERS[planner]
 
     def rename(trajectory: Trajectory) -> Trajectory:
-        return dataclasses.replace(trajectory, trajectory_id=f"{trajectory.group_id}.4")
+        return dataclasses.replace(trajectory, trajectory_id=f"{trajectory.group_id}.4", member_index=4)
 
     run.replace_batch(4, with_member(rename))
     run.change_config(schedule={"group_size": 4}, curriculum=section)
