@@ -139,7 +139,7 @@ async def test_a_fork_whose_session_is_registered_again_meanwhile_is_the_one_mem
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
-        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
+        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
         parent = next(held for held in run.session.trajectories.values() if not held.finished)
         answer = await run.replica._worker.fork(parent, "nonce")
         child = answer.leased.trajectory.trajectory_id
