@@ -49,3 +49,15 @@ def test_the_starter_trains_in_a_few_steps_and_says_that_the_evaluation_has_fewe
     scored = rollmesh(tmp_path / "elsewhere", "eval", str(tmp_path / "runs/countdown"), "--json")
     assert scored.returncode == 0, scored.stdout + scored.stderr
     assert json.loads(scored.stdout)["n"] == 20 and json.loads(scored.stdout)["mean"] > 0
+
+    # Other prompts and settings, on a mesh beside the run: they are no evaluation of the run.
+    run = tmp_path / "runs/countdown"
+    recorded, rows = (run / "evaluations.jsonl").read_text(), (tmp_path / "mine/data.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(rows[:6]) + "\n")
+    beside = ["--data", "other.jsonl", "--set", "evaluation.temperature=0", "--set", "evaluation.samples_per_prompt=2"]
+    other = rollmesh(tmp_path, "eval", str(run), "--version", "1", *beside, "--json")
+    assert other.returncode == 0, other.stdout + other.stderr
+    found = json.loads(other.stdout)
+    assert (found["policy_version"], found["n"], found["details"]["existing_prompts"]) == (1, 12, 6)
+    assert (run / "evaluations.jsonl").read_text() == recorded
+    assert not list(run.glob("evaluation-*"))

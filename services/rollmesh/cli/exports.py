@@ -1,4 +1,4 @@
-"""``rollmesh export`` and ``rollmesh merge``: the trained model as a plain Hugging Face folder."""
+"""``rollmesh export``: the trained model as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,3 @@ def export(run: RunFolderArgument, out: OutArgument, version: VersionOption = No
         exported = export_model(folder.path, out, version)
     typer.echo(f"policy version {exported.policy_version}, train step {exported.train_step}: {exported.folder}")
     typer.echo(f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")')
-
-
-def merge(run: RunFolderArgument, out: OutArgument, version: VersionOption = None) -> None:
-    """Write an adapter of a run, merged into its base, as a plain Hugging Face folder: the same as `rollmesh export`.
-
-    Example: `rollmesh merge runs/adapter --version 20 my-model`
-    """
-    export(run, out, version)

@@ -75,7 +75,6 @@ app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
 _add(
     "Runs",
     exports.export,
-    exports.merge,
     replicas.scale,
     backups.backup,
     schedule_table.schedules,

@@ -18,6 +18,7 @@ from rollmesh.checkpoints.api_token import known_token, page_link
 from rollmesh.cli.common import (
     JsonOption,
     RunFolderArgument,
+    SetOption,
     clear_errors,
     progress_console,
     run_async,
@@ -27,6 +28,7 @@ from rollmesh.cli.common import (
 )
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.launcher.evaluation_journal import Evaluation
 from rollmesh.launcher.run_folder import distant_launcher, has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
@@ -142,34 +144,49 @@ def _print_generators(generators: Sequence[GeneratorRecord]) -> None:
     output_console().print(serving)
 
 
-def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
-    """Evaluate one policy version of a stopped run on the fixed evaluation prompts.
+def eval_(
+    run: RunFolderArgument,
+    version: VersionOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Other prompts: a JSON-lines or Parquet file.", metavar="FILE")
+    ] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate one policy version of a run: of a stopped run, on its fixed evaluation prompts, or on others.
 
-    A run in progress is refused: it evaluates versions itself with `evaluation.every_versions`.
+    A run in progress evaluates versions itself with `evaluation.every_versions`. With --data or --set a mesh of its own
+    evaluates, beside the run, of which only the checkpoints are read; its score is printed and not recorded.
     The exit status is 1 when none of the answers counts: there is no score then (null in JSON).
 
-    Example: `rollmesh eval runs/demo --version 10`
+    Example: `rollmesh eval runs/demo --version 10 --data hard.jsonl --set evaluation.temperature=0`
     """
+    from rollmesh.launcher.beside_evaluation import evaluate_beside, source_of
     from rollmesh.launcher.evaluations import evaluate_run
 
     async def main() -> None:
         config, folder = run_of(run)
-        result = await evaluate_run(config, folder, version, shutdown_event(), progress_console(as_json))
-        if as_json:
-            typer.echo(json.dumps(asdict(result) | ({} if result.n else {"mean": None})))
-        elif result.n:
-            typer.echo(
-                f"policy version {result.policy_version}: {result.mean:.4f} "
-                f"{plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
-            )
-            for line in domain_scores(result.domains):
-                typer.echo(f"  {line}")
+        shutdown, console = shutdown_event(), progress_console(as_json)
+        if data is not None or set_:
+            source = [] if data is None else [f"data.evaluation_source={json.dumps(source_of(config, data))}"]
+            result = await evaluate_beside(folder, [*source, *(set_ or [])], version, shutdown, console)
         else:
-            typer.echo(f"policy version {result.policy_version}: {result.description}")
+            result = await evaluate_run(config, folder, version, shutdown, console)
+        _print_score(result, as_json=as_json)
         if not result.n:
             raise typer.Exit(1)
 
     run_async(main)
+
+
+def _print_score(result: Evaluation, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(result) | ({} if result.n else {"mean": None})))
+        return
+    score = f"{result.mean:.4f} {plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
+    typer.echo(f"policy version {result.policy_version}: {score if result.n else result.description}")
+    for line in domain_scores(result.domains):
+        typer.echo(f"  {line}")
 
 
 def explain(

@@ -22,7 +22,7 @@ def resolve_model(path: str) -> Path:
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"model.path={path}: {folder} contains an adapter (adapter_config.json), and a run starts from full "
-            "weights; merge it into its base with peft's merge_and_unload (of a run: rollmesh merge), and name the "
+            "weights; merge it into its base with peft's merge_and_unload (of a run: rollmesh export), and name the "
             "merged folder"
         )
     if not (folder / "config.json").is_file():

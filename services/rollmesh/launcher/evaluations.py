@@ -15,7 +15,8 @@ from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
 
-_WITHOUT_TRAINER = ("generator", "reward", "rollout")
+WITHOUT_TRAINER = ("generator", "reward", "rollout")
+"""Services that an evaluation needs."""
 
 
 async def evaluate_run(
@@ -27,11 +28,7 @@ async def evaluate_run(
     (``evaluation.every_versions`` evaluates during a run), when the version was never published or is pruned, when no
     generator is wanted, or when rollouts of a killed run cannot end before a trainer starts.
     """
-    if config.rollout.program == "agent":
-        raise ConfigError(
-            "rollout.program=agent: the mesh cannot run the agent; evaluate it through the agents service with the "
-            f"model {config.name}@VERSION"
-        )
+    refuse_agents(config)
     remedy = "stop it first, or let it evaluate versions itself: evaluation.every_versions"
     with locked_run_folder(config, remedy):
         async with local_mesh(config, folder, shutdown, console) as mesh:
@@ -40,9 +37,18 @@ async def evaluate_run(
             await _check_generators(mesh)
             await _check_recovery(mesh, version)
             await mesh.pause(True)
-            async with mesh.services(_WITHOUT_TRAINER):
+            async with mesh.services(WITHOUT_TRAINER):
                 await mesh.until_serving()
                 return await evaluate_version(mesh, version)
+
+
+def refuse_agents(config: RunConfig) -> None:
+    """Raise ConfigError for a run of outside agents."""
+    if config.rollout.program == "agent":
+        raise ConfigError(
+            "rollout.program=agent: the mesh cannot run the agent; evaluate it through the agents service with the "
+            f"model {config.name}@VERSION"
+        )
 
 
 async def _check_workers(mesh: LocalMesh) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.bucket import BucketStore
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config.recipes import resolve_model
@@ -45,8 +44,7 @@ def export_model(run_folder: Path, out: Path, version: int | None = None) -> Exp
     if out.exists() or out.is_symlink():
         raise ConfigError(f"OUT={out}: exists already; name a new folder, or delete this one")
     run = RecordedRun(run_folder)
-    store = open_checkpoints(run)
-    policy = store.open(_record(run, store, version))
+    policy = open_checkpoints(run).open(published_record(run, version))
     temporary = out.absolute().with_name(f".{out.name}-{uuid.uuid4().hex}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -79,7 +77,7 @@ def trained_model_lines(run_folder: Path) -> list[str]:
         return [
             f"trained adapter: {folder} (policy version {newest.policy_version}), in PEFT form above policy version 0",
             f"a version has {adapter:,} bytes of weights, full weights have {full:,} ({full / adapter:.1f} times)",
-            f"to write the full model, with a model card: rollmesh merge {run_folder} OUT",
+            f"to write the full model, with a model card: {export}",
         ]
     return [
         f"trained model: {folder} (policy version {newest.policy_version})",
@@ -92,8 +90,12 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _record(run: RecordedRun, store: CheckpointStore, version: int | None) -> PolicyRecord:
-    records = {record.policy_version: record for record in store.complete_policies(announced_only=True)}
+def published_record(run: RecordedRun, version: int | None) -> PolicyRecord:
+    """Return the policy of this version (None: the newest) from the checkpoints of a run.
+
+    Raises ConfigError for a version that is not there, DataError for a run without a policy.
+    """
+    records = {r.policy_version: r for r in open_checkpoints(run).complete_policies(announced_only=True)}
     if not records:
         raise DataError(f"{run.path}: the run has published no policy yet; start it with rollmesh up")
     chosen = max(records) if version is None else version

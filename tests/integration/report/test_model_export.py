@@ -138,8 +138,8 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
     place, size, merge = trained_model_lines(folder)
     assert re.fullmatch(r"a version has [\d,]+ bytes of weights, full weights have [\d,]+ \(\d\.\d times\)", size)
     assert place.endswith("in PEFT form above policy version 0")
-    assert merge.endswith(f"rollmesh merge {folder} OUT")
-    done = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])
+    assert merge.endswith(f"rollmesh export {folder} OUT")
+    done = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])
     assert done.exit_code == 0, done.output
     assert not {"ANNOUNCED", "manifest.json", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
     ids = np.arange(1, 20, dtype=np.int32)
