@@ -56,7 +56,8 @@ class Tokenizer:
         self._eos_token_ids = self._find_eos_token_ids()
         template = _read_chat_template(self._folder, self._settings)
         self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
-        self._digest = hashlib.sha256(content).hexdigest()
+        digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, template.encode())]
+        self._content = "tokenizer {}, chat template {}".format(*digests)
 
     @property
     def vocab_size(self) -> int:
@@ -78,9 +79,9 @@ class Tokenizer:
         return None if name is None else self._tokenizer.token_to_id(name)
 
     @property
-    def digest(self) -> str:
-        """sha256 (hex) of tokenizer.json."""
-        return self._digest
+    def content(self) -> str:
+        """Digests of tokenizer.json and of the chat template: with equal ones a text has equal tokens."""
+        return self._content
 
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].

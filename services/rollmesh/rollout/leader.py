@@ -16,7 +16,7 @@ from rollmesh.mesh import Cursor, Decisions, Desired, MeshView, WasteReason
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_draws import PromptDraws
-from rollmesh.rollout.prompt_opening import OpenPrompts, check_rows, open_prompts
+from rollmesh.rollout.prompt_opening import OpenPrompts, check_content, open_prompts
 from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.round_decisions import RoundDecisions
@@ -58,11 +58,15 @@ class MeshLeader:
         renew_seconds: float,
         metrics: RolloutMetrics,
         health: Health,
+        tokenizer: str = "",
         refusals: RefusedPolicies | None = None,
         rounds: RoundRules | None = None,
         open_draws: Callable[[PromptSource], PromptDraws] | None = None,
     ) -> None:
-        """Create a candidate; ``open_draws`` wraps the opened prompts in a run with a sampler."""
+        """Create a candidate.
+
+        ``tokenizer`` is ``Tokenizer.content``; ``open_draws`` wraps the opened prompts in a run with a sampler.
+        """
         self._store = store
         self._schedule = schedule
         self._open_prompts = open_prompts
@@ -83,7 +87,8 @@ class MeshLeader:
         self._reap_due = 0.0
         self._count_due = 0.0
         self._failed = ""
-        self._rows_checked = False
+        self._tokenizer = tokenizer
+        self._files_checked = False
         self._refusals = refusals
         self._refused = ""
         self._waiting_for = ""
@@ -134,7 +139,7 @@ class MeshLeader:
             self._evaluations.forget()
             self._pool_evidence.forget()
             self._forget_draws()
-            self._rows_checked = False
+            self._files_checked = False
             self._count_due = 0.0
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
@@ -166,8 +171,8 @@ class MeshLeader:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
             self._evaluations.forget()
             self._forget_draws()
-            self._rows_checked = False
-        await self._check_rows()
+            self._files_checked = False
+        await self._check_files()
         decisions = decide(self._schedule, view)
         self._metrics.mesh.pool(self._schedule, view, decisions.desired)
         failure = decisions.fail or self._failed or self._refused
@@ -203,15 +208,16 @@ class MeshLeader:
         decides = await self._decide_rounds(token, view)
         return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
 
-    async def _check_rows(self) -> None:
-        if self._rows_checked:
+    async def _check_files(self) -> None:
+        if self._files_checked:
             return
         assert self._prompts is not None
         try:
-            await check_rows(self._store, "data.source", self._prompts, self._prompts.epoch_size)
+            await check_content(self._store, "model.path", self._tokenizer)
+            await check_content(self._store, "data.source", self._prompts.content, self._prompts.epoch_size)
         except DataError as error:
             self._failed = str(error)
-        self._rows_checked = True
+        self._files_checked = True
 
     async def _judge_refusals(self, view: MeshView) -> str:
         """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""

@@ -141,6 +141,7 @@ async def open_replica(
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,
         health=health,
+        tokenizer=tokenizer.content,
         open_draws=None if sampler is None else open_draws,
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),

@@ -19,16 +19,16 @@ _BEAT_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
 
 
-async def check_rows(store: TrajectoryStore, section: str, source: PromptSource, epoch_size: int | None = None) -> None:
-    """Record the rows of a source with the run; raises DataError if the run has used others.
+async def check_content(store: TrajectoryStore, setting: str, content: str, epoch_size: int | None = None) -> None:
+    """Record the files behind a setting, as digests, with the run; raises DataError if the run has used others.
 
-    Its progress is a position in their order, its audit counts them, and its evaluations are compared.
+    Its progress is a position in the order of rows, its audit counts them, and its evaluations are compared.
     """
-    began = await store.leadership.record_rows(section, source.content, epoch_size)
-    if began != source.content:
+    began = await store.leadership.record_content(setting, content, epoch_size)
+    if began != content:
         raise DataError(
-            f"{section}: the rows have changed since the run began: {began} then, {source.content} now (number and "
-            "digest); restore them, or start another run in another folder"
+            f"{setting}: the files have changed since the run began: {began} then, {content} now (digests); restore "
+            "them, or start another run in another folder"
         )
 
 

@@ -13,7 +13,7 @@ from rollmesh.types import TrajectoryState
 
 _SINGLE = frozenset(
     {
-        "meta",  # run state: steps, cursor, leader, trainer, recovery, pin, rows, fixed settings of the schedule
+        "meta",  # run state: steps, cursor, leader, trainer, recovery, pin, content, fixed settings of the schedule
         "limits",  # RunLimits of the run
         "counts",  # counters by state, and totals
         "dropped",  # large dropped groups to sweep

@@ -71,14 +71,14 @@ class Leadership:
         )
         return Cursor(epoch=int(epoch or 0), index=int(index or 0))
 
-    async def record_rows(self, section: str, rows: str, epoch_size: int | None = None) -> str:
-        """Record the rows behind a section of the data settings, unless there are some; returns those of the run.
+    async def record_content(self, setting: str, content: str, epoch_size: int | None = None) -> str:
+        """Record the content behind a setting, unless there is one; returns that of the run.
 
-        Other rows replace them as long as no prompt was admitted and no evaluation was requested. ``epoch_size`` is the
+        Another one replaces it as long as no prompt was admitted and no evaluation was requested. ``epoch_size`` is the
         number of prompts in one epoch of training.
         """
         size = "" if epoch_size is None else epoch_size
-        recorded: bytes = await self._connection.run("record_rows", section, rows, size)
+        recorded: bytes = await self._connection.run("record_content", setting, content, size)
         return recorded.decode()
 
     async def epoch_size(self) -> int:

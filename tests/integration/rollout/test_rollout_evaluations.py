@@ -75,11 +75,11 @@ async def test_an_evaluation_with_other_rows_than_those_of_the_run_is_refused(st
     """The file was changed between two starts: the evaluations of one run would have different prompts."""
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
-    assert await store.leadership.record_rows("data.source", "") == ""
+    assert await store.leadership.record_content("data.source", "") == ""
     await store.evaluations.request(EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=2))
     prompts = ScriptedPrompts()
     prompts.content = "47 rows bb"
-    with pytest.raises(DataError, match="data.source: the rows have changed since the run began: .* 47 rows bb now"):
+    with pytest.raises(DataError, match="data.source: the files have changed since the run began: .* 47 rows bb now"):
         async with running(store, cluster, ScriptedReward(), plan, prompts=prompts) as replica:
             while not replica.task.done():
                 await cluster.register()

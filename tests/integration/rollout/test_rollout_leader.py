@@ -36,6 +36,7 @@ async def leading(
     evaluation: EvalConfig | None = None,
     open_prompts: Callable[..., PromptSource] = lambda *_: ScriptedPrompts(),
     health: Health | None = None,
+    tokenizer: str = "",
 ) -> AsyncIterator[ScriptedTrainer]:
     """One leader without workers, and the trainer of its run."""
     await store.limits.init_run(limits(plan))
@@ -50,6 +51,7 @@ async def leading(
         renew_seconds=0.5,
         metrics=RolloutMetrics(Metrics("rollout")),
         health=health or Health(),
+        tokenizer=tokenizer,
     )
     shutdown = asyncio.Event()
     task = asyncio.create_task(leader.run(shutdown))
@@ -198,8 +200,8 @@ async def test_rows_that_changed_since_the_run_began_end_it_with_both_numbers(st
     async with leading(store, schedule("copris"), open_prompts=lambda _: Rows("47 rows bb", 47)):
         failure = await reached(store.leadership.failure)
     assert failure == (
-        "data.source: the rows have changed since the run began: 5 rows aa then, 47 rows bb now (number and digest); "
-        "restore them, or start another run in another folder"
+        "data.source: the files have changed since the run began: 5 rows aa then, 47 rows bb now (digests); restore "
+        "them, or start another run in another folder"
     )
     assert (await store.leadership.cursor(), (await store.mesh.view()).open_groups) == (cursor, groups)
     account = await queue_account(store)
@@ -214,9 +216,20 @@ async def test_rows_that_changed_since_the_run_began_end_it_with_both_numbers(st
         await reached(withdrawn)
 
 
+async def test_a_tokenizer_that_changed_since_the_run_began_ends_it(store) -> None:
+    async def begun() -> bool:
+        return await store.leadership.cursor() != Cursor(epoch=0, index=0)
+
+    async with leading(store, schedule("copris"), tokenizer="tokenizer aa, chat template bb"):
+        await reached(begun)
+    async with leading(store, schedule("copris"), tokenizer="tokenizer aa, chat template cc"):
+        failure = await reached(store.leadership.failure)
+    assert failure.startswith("model.path: the files have changed since the run began: tokenizer aa, chat template bb")
+
+
 async def test_rows_may_change_until_the_first_prompt_or_evaluation(store) -> None:
     await store.limits.init_run(limits(schedule("copris")))
-    record = store.leadership.record_rows
+    record = store.leadership.record_content
     assert await record("data.source", "5 rows aa", 5) == "5 rows aa"
     assert await record("data.source", "47 rows bb", 47) == "47 rows bb"
     assert await store.leadership.epoch_size() == 47

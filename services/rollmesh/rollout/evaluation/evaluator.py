@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.rollout.evaluation.pinned_generator import Pin
-from rollmesh.rollout.prompt_opening import check_rows
+from rollmesh.rollout.prompt_opening import check_content
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
@@ -193,7 +193,7 @@ class Evaluator:
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[EvaluationAnswer]:
         if self._prompts is None:
             prompts = await asyncio.to_thread(self._deps.open_prompts)
-            await check_rows(self._deps.store, self._deps.section, prompts)
+            await check_content(self._deps.store, self._deps.section, prompts.content)
             self._prompts = prompts
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- uses: core
--- Records the rows behind a section of the data settings once, and returns those that are recorded. Nothing depends on
--- them before the first prompt and the first evaluation: until then other rows replace them.
--- ARGV: section, rows in words, prompts of an epoch ('' for prompts of evaluations).
-local name = 'rows:' .. ARGV[1]
+-- Records the content behind a setting (rows, tokenizer) once, and returns what is recorded. Nothing depends on it before
+-- the first prompt and the first evaluation: until then another content replaces it.
+-- ARGV: setting, content in words, prompts of an epoch ('' for other settings than data.source).
+local name = 'content:' .. ARGV[1]
 local meta = call('HMGET', K.meta, name, 'cursor_epoch', 'cursor_index')
 local begun = meta[2] ~= '0' or meta[3] ~= '0' or call('EXISTS', K.evaluations) == 1
 if meta[1] and begun then return meta[1] end
