@@ -11,7 +11,10 @@ from rollmesh.tasks.verifiers.extraction import answer_after
 from rollmesh.text import Tokenizer
 from rollmesh.wire.reward_messages import ScoreItem
 
-_OPENED_THOUGHT = re.compile(r"([<\[])((?:think|thinking|thought|reasoning)[>\]])\s*$", re.IGNORECASE)
+_OPENED_THOUGHT = re.compile(
+    r"([<\[\u25c1])((?:\w+:)?(?:think|thinking|thought|reasoning)[>\]\u25b7])\s*$", re.IGNORECASE
+)
+"""``<think>``, ``<seed:think>``, ``[THINK]``, and that of Kimi, between triangles."""
 
 
 def answer_marker(tokenizer: Tokenizer, given: str | None, template_variables: Mapping[str, Any]) -> str:

@@ -135,7 +135,7 @@ def answer_after(response: str, marker: str, prompt: str = "") -> str:
     where the tag's thought is still open, in the response or since the prompt.
     """
     _, found, answer = response.rpartition(marker)
-    if not marker.startswith(("</", "[/")):
+    if marker[1:2] != "/":
         return answer if found else ""
     opening = marker.replace("/", "", 1)
     is_open = opening in answer or (not found and prompt.rfind(opening) > prompt.rfind(marker))
@@ -157,7 +157,7 @@ def reference_text(answer: Any, verifier: str) -> str:
     """Return one reference answer as text."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise VerifierError(f"{verifier}: the prompt's answer must be text or a number, got {type(answer).__name__}")
-    return answer if isinstance(answer, str) else number_text(repr(answer))
+    return answer if isinstance(answer, str) else number_text(str(answer))
 
 
 def number_text(number: str) -> str:

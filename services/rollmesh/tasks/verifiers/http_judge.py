@@ -228,7 +228,7 @@ def _retry_after_seconds(reply: httpx.Response) -> float:
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value
-    return number_text(repr(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return number_text(str(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def _number(value: object) -> float:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import grader, parse, verify
-from sympy import Add, Float, Interval, Tuple
+from sympy import Add, FiniteSet, Float, Interval, Tuple
 
 from rollmesh.tasks.verifiers.extraction import number_text
 
@@ -19,9 +19,13 @@ NOISE = 1e-12
 """Relative error of calculations with binary floating point."""
 _MOST_ZEROS = 400
 
-_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])(?:[0-9]+\.[0-9]+[eE][-+]?[0-9]{1,2}|[0-9]+[eE][-+][0-9]{2})(?!\w|\.[0-9])")
-"""Number as programs print it; ``2e-6`` stays, because it may mean 2e - 6."""
-_CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.\\}^])(?:(?:[0-9]+\.[0-9]+|1)[eE][-+]?[0-9]{1,2}|[0-9]+[eE](?:[-+][0-9]{2}|[0-9]{1,2}))(?!\w|\.[0-9])"
+)
+"""Number as programs print it."""
+_MAYBE_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])[0-9]+[eE][-+][0-9](?!\w|\.[0-9])")
+"""``2e-6``, which may also mean 2e - 6."""
+_CURRENCY = re.compile(r"\\\$|[\u20ac\u00a3\u00a5\u20b9]")
 _BASED = re.compile(
     r"(?:\(\s*([0-9A-Z]+)\s*\)|\\text\s*\{\s*([0-9A-Z]+)\s*\}|\b([0-9A-Z]*[0-9]))\s*_\s*"
     r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*(\w+)\s*\}|([0-9]+))"
@@ -50,19 +54,25 @@ class Mathematics:
     @property
     def text(self) -> str:
         """Text that was read."""
-        return self.found[-1] if self.found and isinstance(self.found[-1], str) else ""
+        return _text(self.found)
+
+
+def readings(answer: str, *, boxed: bool) -> Iterator[Mathematics]:
+    """Yield what an answer may mean."""
+    yield read(answer, boxed=boxed)
+    if _MAYBE_SCIENTIFIC.search(answer):
+        yield read(_MAYBE_SCIENTIFIC.sub(lambda number: number_text(number[0]), answer), boxed=boxed)
 
 
 @lru_cache(maxsize=4096)
 def read(text: str, *, boxed: bool) -> Mathematics:
     """Read an answer, or the last formula or number of a text that contains one."""
     text = _SCIENTIFIC.sub(lambda number: number_text(number[0]), _CURRENCY.sub("", text))
-    numerals = [(numeral, base) for _, numeral, base in _based(text)]
-    for whole, numeral, _ in _based(text):
-        text = text.replace(whole, numeral)
-    mathematics = Mathematics(tuple(parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None)), frozenset())
-    words = set(re.findall(r"[0-9A-Z]+", mathematics.text))
-    return Mathematics(mathematics.found, frozenset(base for numeral, base in numerals if numeral in words))
+    numerals: dict[str, str] = {}
+    text = _BASED.sub(lambda match: _without_base(match, numerals), text)
+    found = tuple(parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None))
+    words = re.findall(r"[0-9A-Z]+", _text(found))
+    return Mathematics(found, frozenset(numerals[word] for word in words if word in numerals))
 
 
 def equal(gold: Mathematics, answer: Mathematics, *, float_rounding: int, strict: bool) -> bool:
@@ -78,15 +88,19 @@ def equal(gold: Mathematics, answer: Mathematics, *, float_rounding: int, strict
     )
 
 
-def _based(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each numeral with a base: as written, the numeral, and the base in digits where it is known."""
-    for match in _BASED.finditer(text):
-        numeral, base = (next(part for part in parts if part) for parts in (match.groups()[:3], match.groups()[3:]))
-        yield match[0], numeral, str(_BASE_WORDS.index(base) + 2) if base in _BASE_WORDS else base
+def _text(found: tuple[Any, ...]) -> str:
+    return found[-1] if found and isinstance(found[-1], str) else ""
+
+
+def _without_base(match: re.Match[str], numerals: dict[str, str]) -> str:
+    """Return a numeral alone, and note it with its base, in digits where the word is known."""
+    numeral, base = (next(part for part in parts if part) for parts in (match.groups()[:3], match.groups()[3:]))
+    numerals[numeral] = str(_BASE_WORDS.index(base) + 2) if base in _BASE_WORDS else base
+    return numeral
 
 
 def _brackets(mathematics: Mathematics) -> str | None:
-    if mathematics.text.startswith(("\\{", "\\lbrace")):
+    if isinstance(mathematics.expression, FiniteSet) and mathematics.text.startswith(("\\{", "\\lbrace", "{")):
         return "set"
     return "tuple" if isinstance(mathematics.expression, Tuple | Interval) else None
 
@@ -106,11 +120,12 @@ _equal_by_decimals = grader.sympy_numeric_eq
 def _numbers_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
     """Compare as math-verify does, but count decimals from the first digit that is not 0."""
     zeros = max(_leading_zeros(a), _leading_zeros(b))
+    floats = getattr(a, "is_number", False) and getattr(b, "is_number", False) and (a.has(Float) or b.has(Float))
+    if floats:
+        a, b = a.evalf(), b.evalf()
     if _equal_by_decimals(a, b, float_rounding + zeros, numeric_precision + zeros):
         return True
-    if not (getattr(a, "is_number", False) and getattr(b, "is_number", False) and (a.has(Float) or b.has(Float))):
-        return False
-    return bool(abs((a - b).evalf()) <= NOISE * abs(a.evalf()))
+    return floats and bool(abs(a - b) <= NOISE * abs(a))
 
 
 def _leading_zeros(expression: Any) -> int:

@@ -62,7 +62,9 @@ class MathVerifier:
         gold = self._mathematics.read(text, boxed=alone)
         if not gold.found:
             raise VerifierError(f"math: the prompt's answer {reference[:80]!r} is not mathematics that sympy can read")
-        return answer == reference or self._equal(gold, self._mathematics.read(answer, boxed=boxed))
+        if answer == reference:
+            return True
+        return any(self._equal(gold, meant) for meant in self._mathematics.readings(answer, boxed=boxed))
 
 
 def _formula(reference: str) -> tuple[str, bool]:
