@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, DataError, RollmeshError
-from rollmesh.file_writes import write_text
+from rollmesh.file_writes import writing
 
 CODE_FOLDER = "ROLLMESH_CODE_FOLDER"
 """Environment variable with the folder of the run file, for the services of the run and their processes."""
@@ -22,6 +22,11 @@ _RECORD = "code-folder"
 _PATHS = sysconfig.get_paths()
 _INSTALLED = (_PATHS["purelib"], _PATHS["platlib"])
 _NEVER_OWN = (str(Path(__file__).parent) + os.sep, "<frozen ")
+
+
+def _recorded(record: Path) -> str:
+    # The name of a folder may be any bytes.
+    return record.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 @contextmanager
@@ -66,15 +71,16 @@ def search_beside(run_file: Path) -> None:
     """
     folder = run_file.resolve().parent
     record = folder / _RECORD
-    os.environ[CODE_FOLDER] = record.read_text(encoding="utf-8") if record.exists() else str(folder)
+    os.environ[CODE_FOLDER] = _recorded(record) if record.exists() else str(folder)
 
 
 def record_code_folder(run_folder: Path) -> None:
     """Record the folder of the run file in the run folder, for ``search_beside``; it stays as it is if none is set."""
     record, folder = run_folder / _RECORD, os.environ.get(CODE_FOLDER)
     # Services that start at once record the same folder: none of them empties the file that another one reads.
-    if folder and not (record.exists() and record.read_text(encoding="utf-8") == folder):
-        write_text(record, folder)
+    if folder and not (record.exists() and _recorded(record) == folder):
+        with writing(record):
+            record.write_text(folder, encoding="utf-8", errors="surrogateescape")
 
 
 def load_target(target: str, field: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from rollmesh.checkpoints import policies
 from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.runtime.file_lock import lock_file
 
 _IN_USE_SECONDS = 600.0
 _LOCKS = ".pulls"
@@ -32,7 +32,7 @@ class PulledFolders:
         make_folder(path.parent)
         while True:
             with path.open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock_file(lock, wait=True)
                 # The previous holder may have evicted the folder and deleted the lock file. Then this lock is void.
                 if not _is_file_at(lock.fileno(), path):
                     continue
@@ -65,9 +65,8 @@ class PulledFolders:
     def _end_pull(self, name: str) -> None:
         """Delete what was pulled of a policy, and a lock without a folder, unless a process has the lock."""
         path = self._locks / name
-        with contextlib.suppress(BlockingIOError), path.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(lock.fileno(), path):
+        with path.open("a") as lock:
+            if lock_file(lock) and _is_file_at(lock.fileno(), path):
                 self.remove_unfinished(name)
                 if not (self._root / policies.FOLDER / name).exists():
                     path.unlink()
@@ -75,9 +74,9 @@ class PulledFolders:
     def _evict(self, name: str) -> None:
         """Delete one pulled folder and its lock, unless a process has the lock or used the folder recently."""
         path = self._locks / name
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(lock.fileno(), path) and time.time() - _last_used(path) > _IN_USE_SECONDS:
+        with contextlib.suppress(FileNotFoundError), path.open("r+") as lock:
+            mine = lock_file(lock) and _is_file_at(lock.fileno(), path)
+            if mine and time.time() - _last_used(path) > _IN_USE_SECONDS:
                 remove_tree(self._root / policies.FOLDER / name, first=[MANIFEST_FILE])
                 path.unlink()
 

@@ -16,7 +16,7 @@ from rollmesh.cli.up import InlineOption
 from rollmesh.config.recipes import recipe_file
 from rollmesh.config.yaml_text import parse_yaml
 from rollmesh.errors import ConfigError
-from rollmesh.report.console import output_console
+from rollmesh.report.console import run_console
 
 
 def demo_methods(
@@ -38,7 +38,7 @@ def demo_methods(
     from rollmesh.report.demo_results import methods_table
     from rollmesh.report.method_effects import effect_of, read_traces
 
-    console = output_console()
+    console = run_console()
     demos = DemoRuns(root=folder or Path("runs/demo-methods"), updates=updates, settings=set_ or (), inline=inline)
     with clear_errors():
         results = [

@@ -11,7 +11,7 @@ from rollmesh.cli.common import SetOption, clear_errors
 from rollmesh.cli.demo_runs import DemoRuns, print_count
 from rollmesh.cli.up import InlineOption
 from rollmesh.errors import ConfigError
-from rollmesh.report.console import output_console
+from rollmesh.report.console import run_console
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 
@@ -31,7 +31,7 @@ def demo_schedules(
     """
     from rollmesh.report.demo_results import preset_table
 
-    console = output_console()
+    console = run_console()
     demos = DemoRuns(root=folder or Path("runs/demo-schedules"), updates=updates, settings=set_ or (), inline=inline)
     with clear_errors():
         results = demos.results({name: _settings(name) for name in preset or PRESETS}, console)

@@ -31,7 +31,7 @@ from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
-from rollmesh.report.console import output_console
+from rollmesh.report.console import run_console
 from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
@@ -72,7 +72,7 @@ def up(
         overrides = _overrides(set_, folder)
         config = load_run(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
         check_unless_forced(lambda: check_configured(config, this_machine()), force=force)
-        raise typer.Exit(run_to_report(config, output_console(), inline=inline))
+        raise typer.Exit(run_to_report(config, run_console(), inline=inline))
 
 
 _ADAPTER_DEMO = (
@@ -100,7 +100,7 @@ def demo(
     with clear_errors():
         overrides = [*(_ADAPTER_DEMO if adapter else ()), *_overrides(set_, folder)]
         config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
-        raise typer.Exit(run_to_report(config, output_console()))
+        raise typer.Exit(run_to_report(config, run_console()))
 
 
 def demo_seeds(
@@ -118,7 +118,7 @@ def demo_seeds(
     from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot
 
     root = folder or Path("runs/demo-seeds")
-    console = output_console()
+    console = run_console()
     folders: dict[str, list[Path]] = {"copris": [], "sync": []}
     with clear_errors():
         for seed in seeds or (0, 1, 2):
@@ -215,8 +215,7 @@ def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, 
 
 def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> None:
     text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
-    with contextlib.suppress(OSError):  # standard output may be a file on the same full disk
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:

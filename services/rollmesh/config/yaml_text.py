@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -80,7 +81,8 @@ def field_value(model: type[BaseModel], keys: Sequence[str], text: str) -> Any:
         return parse_yaml(text)
     stripped = text.strip()
     if stripped[:1] in ("'", '"'):
-        return parse_yaml(stripped)
+        with suppress(yaml.YAMLError):
+            return parse_yaml(stripped)
     return None if NoneType in kinds and stripped in ("", "null", "~") else stripped
 
 

@@ -20,7 +20,6 @@ untrained-N/        files of a start with other settings that cut no batch
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import time
 from collections.abc import Iterator
@@ -28,11 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollmesh.characters import half_character
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.runtime.file_lock import lock_file
 from rollmesh.runtime.launcher_lock import LOCK_FILE, launcher_process, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 from rollmesh.user_code import record_code_folder
@@ -99,6 +100,12 @@ class RunFolder:
 def make_run_folder(config: RunConfig) -> RunFolder:
     """Create the run folder of ``config`` unless it exists. Raises ConfigError when it cannot be created."""
     folder = RunFolder(Path(config.folder).resolve())
+    if half_character(str(folder.path)):
+        shown = str(folder.path).encode("utf-8", "backslashreplace").decode()
+        raise ConfigError(
+            f"folder={config.folder}: its path {shown} is not UTF-8 text, as files of the run must be; rename the "
+            "folder in it that is not, or name another one"
+        )
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -142,11 +149,9 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
     """
     folder = make_run_folder(config)
     with (folder.path / LOCK_FILE).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not lock_file(lock):
             holder = lock_holder(folder.path) or "pid unknown"
-            raise ConfigError(f"folder={folder.path}: another launcher ({holder}) runs there; {remedy}") from error
+            raise ConfigError(f"folder={folder.path}: another launcher ({holder}) runs there; {remedy}")
         lock.truncate(0)
         lock.write(lock_text())
         lock.flush()

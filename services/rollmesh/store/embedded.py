@@ -9,7 +9,6 @@ running server.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -30,6 +29,7 @@ import psutil
 from rollmesh.errors import StoreUnavailable
 from rollmesh.file_writes import write_text
 from rollmesh.runtime.addresses import free_port
+from rollmesh.runtime.file_lock import lock_file
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
 
@@ -125,7 +125,7 @@ class EmbeddedServer:
         files = self.folder / "appendonlydir"
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
             try:
-                lost = repair(files, find_server_binary()) if files.is_dir() and _locked(lock.fileno()) else ""
+                lost = repair(files, find_server_binary()) if files.is_dir() and lock_file(lock) else ""
             except OSError as error:
                 raise StoreUnavailable(f"{files}: damaged, and cannot be repaired: {error}") from error
         if lost:
@@ -135,7 +135,7 @@ class EmbeddedServer:
     def _start_once(self) -> bool:
         deadline = time.monotonic() + _START_SECONDS
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
-            while not _locked(lock.fileno()):
+            while not lock_file(lock):
                 # Held by a running server, or briefly by the threads of a server that is shutting down.
                 if self._answers():
                     return False
@@ -310,11 +310,3 @@ def _text_from(file: Path, offset: int) -> str:
     with file.open("rb") as lines:
         lines.seek(offset)
         return lines.read().decode(errors="replace")
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
