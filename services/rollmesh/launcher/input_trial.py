@@ -38,8 +38,9 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
     """Open the prompts, call the methods, build the verifier, and score answers to the first row; return hints.
 
     Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
-    error of a verifier that does not return. A verifier of the user's is refused only if every trial answer fails:
-    some reject some answers on purpose. A built-in one is refused at the first, because its errors are about the row.
+    error of a verifier that does not return. A verifier of the user's is refused only if every trial answer fails but
+    the reference itself: some reject some answers on purpose. A built-in one is refused if any fails, because its
+    errors are about the row.
     """
     tokenizer = Tokenizer(resolve_model(config.model.path))
     source, prompt = _opened(config, tokenizer, "train")
@@ -110,7 +111,7 @@ def _score(
         try:
             with _watched(late, config, name, prompt):
                 checked_reward(verifier.verify(answer, metadata), name)
-            if name not in BUILT_IN:
+            if name not in BUILT_IN and answer is not answers[0]:
                 return
         except (Exception, SystemExit) as error:
             if name not in BUILT_IN and is_unreachable(error):

@@ -35,6 +35,7 @@ def no_judge(response, metadata):
 def never(response, metadata):
     while True: time.sleep(1)
 def no_name(response, metadata): return metadata["nope"]
+def only_the_reference(response, metadata): return float(int(response) == int(metadata["answer"]))
 def nan(response, metadata): return float("nan")
 def text(response, metadata): return "1.0"
 def one_argument(response): return 1.0
@@ -170,6 +171,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "syntax": (verifier("broken:reward"), "reward.verifier: broken:reward: raised SyntaxError"),
     "signature": (verifier("checks:one_argument"), "cannot be called as f(response, prompt_metadata"),
     "raises": (verifier("checks:no_name"), "fails for 6 of 6 trial answers to rows.jsonl:"),
+    "scores the reference only": (verifier("checks:only_the_reference"), "fails for 5 of 6 trial answers"),
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
     "ends the process": (
         verifier("checks:leaves"),
