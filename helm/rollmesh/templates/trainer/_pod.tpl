@@ -117,7 +117,7 @@ spec:
     - |
       grep -qx {{ $name }} /etc/rollmesh/run/trainer-job && exit 0
       echo "Job {{ $name }} ends: the newest trainer of this release is Job $$(cat /etc/rollmesh/run/trainer-job)."
-      echo "Delete this Job before a helm rollback to it."
+      echo "Delete this Job before an upgrade or a rollback that goes back to it."
       exit 2
   {{- include "rollmesh.containerSecurityContext" $root | nindent 2 }}
   {{- with $root.Values.trainer.validateResources | default $root.Values.validateResources }}
