@@ -5,6 +5,7 @@ Run with ``-s`` to see the table of inputs, seconds and messages.
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import socket
@@ -113,6 +114,12 @@ def other_vocabulary(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
 
 
+def user_only(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+
+
 def huge_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
 
@@ -157,6 +164,21 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "empty table": (table(""), "rows.jsonl: no rows"),
     "CSV": (table("prompt,answer\n1,2\n"), "rows.jsonl:1: not valid JSON"),
     "not UTF-8": (table(b'{"prompt": "\xe9", "answer": "1"}\n'), "rows.jsonl:1: not UTF-8"),
+    "half a character": (
+        table(json.dumps(ROW) + '\n{"prompt": "1 2", "answer": "1", "note": "\\udc00"}\n'),
+        "rows.jsonl:2: field 'note': character 0 is half of a surrogate pair, not a valid character",
+    ),
+    "packed": (
+        table(gzip.compress(json.dumps(ROW).encode())),
+        "rows.jsonl: not JSON lines: the file is compressed with",
+    ),
+    "role": (
+        lambda f: {
+            **table('{"prompt": [{"role": "User", "content": "4 + 4"}], "answer": "8"}')(f),
+            **model(user_only)(f),
+        },
+        "rows.jsonl:1: field 'prompt': message 0 (role 'User'): its content would not be in the prompt",
+    ),
     "NaN in a row": (table('{"prompt": "1", "answer": NaN}\n'), "NaN is not a JSON value"),
     "field twice in a row": (
         table('{"prompt": "1 2", "answer": "1", "answer": "2"}\n'),
