@@ -148,6 +148,19 @@ def test_an_answer_that_was_cut_short_is_closed_by_the_environment(tokenizer: To
     assert tokenizer.decode(match.new_ids, special_tokens=True).startswith("<|im_end|>\n<|im_start|>user")
 
 
+def test_an_answer_that_a_call_begins_is_continued_in_the_record(tokenizer: Tokenizer) -> None:
+    record = Record(tokenizer, tokenizer.render_chat(TASK))
+    match = record.hear(chat(tokenizer, say("assistant", "the answer is")))
+    assert isinstance(match, Fits) and tokenizer.decode(match.new_ids) == "the answer is"
+    record.write(tokenizer.encode(" 4").tolist())
+    cut_off = record.hear(chat(tokenizer, say("assistant", "the answer is 4")))
+    assert isinstance(cut_off, Fits) and not len(cut_off.new_ids), "an answer at the limit of its tokens goes on"
+    record.write(tokenizer.encode("2<|im_end|>").tolist())
+    following = chat(tokenizer, say("assistant", "the answer is 42"), say("user", "and?"))
+    assert isinstance(record.hear(following), Fits)
+    assert tokenizer.decode(record.ids, special_tokens=True) == following.text
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [("hello World", "was sent back as"), ("hello", "was sent back as"), (" hello world", "was sent back as")],

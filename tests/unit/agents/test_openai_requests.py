@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_http import as_openai
 from rollmesh.agents.parsed_request import check_recordable, parse_request, read_model
-from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionRequest, RewardRequest
+from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 
@@ -281,6 +281,14 @@ def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, 
     for top_k in (0, -1):
         neutral = {"temperature": 0.8, "top_p": 1, "top_k": top_k, "n": 1}
         check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
+
+
+def test_a_field_that_a_client_sends_as_null_is_not_set() -> None:
+    reward = RewardRequest.model_validate({"reward": 1.0, "error": None, "verify": None, "parts": None})
+    assert reward == RewardRequest(reward=1.0)
+    assert SessionRequest.model_validate({"wait_seconds": None}) == SessionRequest()
+    with pytest.raises(ValidationError, match="messages\n  Field required"):
+        ChatRequest.model_validate({**CHAT, "messages": None})
 
 
 @pytest.mark.parametrize(
