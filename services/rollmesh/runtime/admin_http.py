@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.head_requests import HeadRequests
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http_protocol import HEAD_SECONDS, VERIFIED, HttpProtocol, use_tls
 from rollmesh.runtime.metrics import Metrics
@@ -99,7 +100,7 @@ async def http_server(
     """
     with contextlib.closing(listener):
         config = uvicorn.Config(
-            app,
+            HeadRequests(app),
             http=partial(HttpProtocol, head_seconds=head_seconds),  # type: ignore[arg-type]  # a factory is enough
             log_config=None,  # log_capture.py handles its warnings
             log_level="warning",

@@ -224,3 +224,13 @@ async def test_a_run_folder_that_does_not_answer_takes_the_history_and_nothing_e
     finally:
         with contextlib.suppress(OSError):  # the reader is gone
             os.close(os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_NONBLOCK))
+
+
+async def test_head_of_the_page_the_api_and_the_events_ends_with_the_head(client: httpx.AsyncClient) -> None:
+    await until(client, "api/v1/overview", lambda body: True)
+    for path in ("", "static/main.js", "api/v1/overview", "api/v1/events", "openapi.json"):
+        head, get = await client.head(path), None if path.endswith("events") else await client.get(path)
+        assert head.content == b"" and head.status_code == (200 if get is None else get.status_code), path
+    assert (await client.head("api/v1/pause")).status_code == 405, "an action needs POST"
+    async with httpx.AsyncClient(base_url=client.base_url, timeout=60.0) as unknown:
+        assert (await unknown.head("api/v1/config")).status_code == 401

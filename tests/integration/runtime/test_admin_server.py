@@ -29,6 +29,18 @@ async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -
         assert (await client.get(f"{base}/healthz")).status_code == 200
 
 
+async def test_head_is_answered_as_get_without_the_body() -> None:
+    health = Health()
+    async with (
+        admin_server(Metrics("demo"), health, "127.0.0.1") as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client,
+    ):
+        for path, status in (("/metrics", 200), ("/healthz", 200), ("/readyz", 503), ("/nothing", 404)):
+            head, get = await client.head(path), await client.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"") == (status, b""), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_ipv6_wildcard_accepts_clients_of_both_families(address: str) -> None:
