@@ -90,7 +90,11 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
-        raise CheckpointError(f"{origin}: config.json has no field {error.args[0]!r}") from error
+        family = config.get("model_type")
+        raise CheckpointError(
+            f"{origin}: config.json has no field {error.args[0]!r}; models of the family {family!r} cannot be trained "
+            "unless they name their sizes as Llama does"
+        ) from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{origin}: config.json: {error}") from error
 

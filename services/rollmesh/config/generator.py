@@ -24,7 +24,7 @@ class GeneratorConfig(Section):
     default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine; auto leaves the choice to the engine, which uses CUDA when available."""
-    slots: int = Field(default=64, ge=1)
+    slots: int = Field(default=64, ge=1, le=65_536)
     """Maximum number of calls that one generator decodes at once."""
     max_context_tokens: int = Field(default=2048, ge=2)
     """Maximum length of prompt plus response; longer requests are rejected."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rollmesh.checkpoints.describe import architecture_of, check_weights, read_json
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.reward import RewardConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, EngineError
 from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.launcher.estimate import Estimate, estimate
+from rollmesh.launcher.machine_checks import check_machine
 from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
 
 MOST_TRAIN_STEPS = 10**9
 """Largest number of train steps; a second each would take 30 years."""
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 
 
 def check_run(config: RunConfig) -> Estimate:
@@ -35,7 +34,7 @@ def check_run(config: RunConfig) -> Estimate:
     _check_verifier_is_used(config)
     # Without a shared folder this machine may run any service, and only generator machines have the engine.
     if config.network.shared_folder:
-        _check_devices(config)
+        check_machine(config)
         ENGINES[config.generator.engine].check_machine(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
@@ -55,10 +54,11 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError(f"model.path={path}: {folder} contains no *.safetensors; other formats are not supported")
     Tokenizer(folder).check_template_variables(config.data.chat_template_kwargs, "data.chat_template_kwargs")
     try:
+        ENGINES[config.generator.engine].check_model(folder)
         architecture_of(read_json(folder / "config.json"), str(folder))
         if config.network.shared_folder:  # the pods that load them check them
             check_weights(folder)
-    except CheckpointError as error:
+    except (CheckpointError, EngineError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     positions = read_json(folder / "config.json").get("max_position_embeddings")
     if isinstance(positions, int) and config.generator.max_context_tokens > positions:
@@ -66,15 +66,6 @@ def _check_model(config: RunConfig) -> None:
             f"generator.max_context_tokens={config.generator.max_context_tokens} is more than the model's "
             f"max_position_embeddings={positions}"
         )
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Reject ``cuda`` on a machine without any GPU. Another driver than NVIDIA's or AMD's is left to torch."""
-    if sys.platform != "linux" or any(Path(device).exists() for device in _GPU_DEVICES):
-        return
-    for field, device in (("generator.device", config.generator.device), ("trainer.device", config.trainer.device)):
-        if device == "cuda":
-            raise ConfigError(f"{field}=cuda: this machine has no GPU device; set auto or cpu, or start it elsewhere")
 
 
 def _check_verifier_is_used(config: RunConfig) -> None:

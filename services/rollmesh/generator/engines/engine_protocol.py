@@ -140,3 +140,5 @@ class EngineDeclaration:
     """Build the engine of the run's generator with this index, not started."""
     check_machine: Callable[[RunConfig], None] = lambda _: None
     """Raise ConfigError unless a generator of the run can start on this machine."""
+    check_model: Callable[[Path], None] = lambda _: None
+    """Raise EngineError unless the engine serves the model in this Hugging Face folder, by its config."""

@@ -152,9 +152,11 @@ class ModelSource:
     ) -> PolicyModel:
         """Load the folder as ``load_policy_model`` does, and add a zero adapter. Raises its errors.
 
-        Raises ConfigError for a target that no layer has, and for a rank above the size of a layer.
+        Raises CheckpointError for weights that are not finite, and ConfigError for a target that no layer has, or for a
+        rank above the size of a layer.
         """
         model = load_policy_model(self.folder, dtype=dtype, device=device, longest=longest, precision=precision)
+        _reject_non_finite(self.folder, model.causal_lm)
         if self.adapter is not None:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(self.base_dtype or parameter.dtype))
@@ -242,6 +244,17 @@ def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder}: the weights do not match the architecture in config.json: {'; '.join(wrong)}",
             reason=Reason.FOREIGN_ARCHITECTURE,
+        )
+
+
+def _reject_non_finite(folder: Path, causal_lm: PreTrainedModel) -> None:
+    """Raise CheckpointError for NaN and infinities among the weights, with the name of the first such tensor."""
+    wrong = [name for name, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: {wrong[0]} has values that are not finite ({len(wrong)} tensor(s) in total): the weights are "
+            "damaged, or of a run that diverged; use another checkpoint",
+            reason=Reason.MISMATCH,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.errors import TrainingDiverged
+from rollmesh.errors import ConfigError, TrainingDiverged
 from rollmesh.types import Float32Array, Int32Array
 
 CANARY_SEQUENCES = 8
@@ -36,9 +36,14 @@ def scored_canary(
 ) -> list[CanarySequence]:
     """Return the sequences with their scores under the policy of a train step.
 
-    Raises TrainingDiverged if a score is not finite.
+    Raises TrainingDiverged if a score is not finite, and ConfigError for one of the initial model.
     """
     if not all(np.isfinite(values).all() for values in logprobs):
+        if train_step == 0:
+            raise ConfigError(
+                "model.path: the log-probabilities of the initial model are not finite although its weights are; it "
+                "cannot be trained: use another checkpoint, or the dtype that it was made for (model.dtype)"
+            )
         raise TrainingDiverged(
             f"train step {train_step}: the log-probabilities of the policy are not finite, so no generator can serve "
             "it. Start a new run from an older policy (model.path) with a lower trainer.learning_rate"

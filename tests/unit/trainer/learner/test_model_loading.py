@@ -100,6 +100,21 @@ def test_soft_capped_logits_of_a_new_model_are_no_plain_linear_head(tmp_path: Pa
     assert np.abs(score_sequences(model, compute, [ids], 1.0)[0] - expected.numpy()).max() < 1e-4
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_with_the_tensor_and_no_word_of_the_learning_rate(
+    make_model: ModelMaker, tmp_path: Path, value: float
+) -> None:
+    folder = make_model()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[0].mlp.up_proj.weight.data[1, 2] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight has values that are not finite"
+    ) as caught:
+        PolicyTrainer.from_folder(tmp_path, TrainerConfig(device="cpu"))
+    assert caught.value.final and "learning_rate" not in str(caught.value)
+
+
 ROPE: dict[str, dict[str, Any]] = {
     "longrope": {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4},
     "dynamic": {"factor": 4.0},
