@@ -29,7 +29,7 @@ def test_a_run_without_a_token_gets_one_that_only_its_owner_reads_and_its_servic
     again = with_mesh_token(run(folder), RunFolder(folder))
     assert again == config
     write_run_config(run(folder), tmp_path / "config.yaml")
-    service = load_run_config(tmp_path / "config.yaml", environ=child_environment(config, "unix://redis.sock"))
+    service = load_run_config(tmp_path / "config.yaml", environ=child_environment(config, "unix:///redis.sock"))
     security = PortSecurity.from_config(service.security)
     assert security.sent_token == file.read_text().strip()
     assert security.tokens is not None
