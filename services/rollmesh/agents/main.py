@@ -17,8 +17,7 @@ from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.token_check import token_check
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.service_store import open_service_store
 from rollmesh.text import Tokenizer
 
 _RETRY_SECONDS = 5.0
@@ -35,14 +34,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     async with service_host(config, "agents", index) as host:
         host.publish(starting=True)
         tokenizer = Tokenizer(resolve_model(config.model.path))
-        store = await host.stack.enter_async_context(
-            await TrajectoryStore.connect(
-                config.store,
-                config.name,
-                retry_seconds=_RETRY_SECONDS,
-                observer=StoreCallMetrics(host.metrics, host.health.waits),
-            )
-        )
+        store = await open_service_store(host, shutdown, _RETRY_SECONDS)
         service = await host.stack.enter_async_context(
             openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, host.security)
         )

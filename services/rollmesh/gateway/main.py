@@ -17,8 +17,7 @@ from rollmesh.runtime.public_http import public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.service_states import ServiceStates
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.service_store import open_service_store
 
 _RETRY_SECONDS = 3.0
 """Time until a request reports that Redis is unreachable."""
@@ -34,14 +33,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     async with service_host(config, "gateway", index) as host:
         host.publish(starting=True)
         metrics = GatewayMetrics(host.metrics)
-        store = await host.stack.enter_async_context(
-            await TrajectoryStore.connect(
-                config.store,
-                config.name,
-                retry_seconds=_RETRY_SECONDS,
-                observer=StoreCallMetrics(host.metrics, host.health.waits),
-            )
-        )
+        store = await open_service_store(host, shutdown, _RETRY_SECONDS)
         client = await host.stack.enter_async_context(AdminClient(host.security))
         states = ServiceStates(Path(config.folder), client)
         poller = MeshPoller(store, config, metrics, host.health, states)

@@ -24,8 +24,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.scheduling.next_policy import ReloadRules
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.service_store import open_service_store
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 SERVICE_NAME = "rollmesh.v1.GenerationService"
@@ -39,10 +38,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     async with aclosing(build_engine(config, index)) as engine, service_host(config, "generator", index) as host:
         host.publish(starting=True)
-        observer = StoreCallMetrics(host.metrics, host.health.waits)
-        store = await host.stack.enter_async_context(
-            await TrajectoryStore.connect(config.store, config.name, observer=observer)
-        )
+        store = await open_service_store(host, shutdown)
         # Not earlier: a port that listens without an answer lets callers wait that a closed port would send elsewhere.
         server = create_server(host.security)
         grpc_port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))

@@ -28,7 +28,7 @@ from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.runtime.waits import Waits
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.service_store import open_service_store
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
 from rollmesh.tasks.sources.repeated import RepeatedPrompts
@@ -90,10 +90,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     async with service_host(config, "rollout", index) as host:
         host.publish()
-        observer = StoreCallMetrics(host.metrics, host.health.waits)
-        store = await host.stack.enter_async_context(
-            await TrajectoryStore.connect(config.store, config.name, observer=observer)
-        )
+        store = await open_service_store(host, shutdown)
         replica = await open_replica(config, index, store, host.stack, host.metrics, host.health, host.security)
         host.health.set_ready(True)
         await replica.run(shutdown)

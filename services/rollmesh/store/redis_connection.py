@@ -73,16 +73,21 @@ class Connection:
         client: aioredis.Redis,
         run: str,
         retry_seconds: float = 20.0,
+        start_seconds: float | None = None,
         observer: StoreCallWaits | None = None,
     ) -> Connection:
-        """Connect, wait up to ``retry_seconds`` for the server, and check its version and settings."""
-        connection = cls(client, run, retry_seconds, observer)
+        """Connect and check the server's version and settings.
+
+        Waits for the server up to ``start_seconds``, by default ``retry_seconds``.
+        """
+        connection = cls(client, run, retry_seconds if start_seconds is None else start_seconds, observer)
         try:
             await connection.check_server()
             await connection.commands([("SCRIPT", "LOAD", script.text) for script in connection._scripts.values()])
         except BaseException:
             await connection.aclose()
             raise
+        connection._retry_seconds = retry_seconds
         return connection
 
     async def aclose(self) -> None:

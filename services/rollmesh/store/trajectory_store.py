@@ -75,6 +75,7 @@ class TrajectoryStore:
         run: str,
         url: str | None = None,
         retry_seconds: float = 20.0,
+        start_seconds: float | None = None,
         observer: StoreCallWaits | None = None,
     ) -> Self:
         """Connect to the run's queue; ``url`` (of the embedded server) takes precedence over ``config.url``.
@@ -82,12 +83,13 @@ class TrajectoryStore:
         ``observer`` receives the duration and failures of every call.
 
         Raises ConfigError without a URL, and StoreUnavailable when the server does not answer within
-        ``retry_seconds``, rejects the password, is older than Redis 7.0 or may evict keys.
+        ``start_seconds`` (by default ``retry_seconds``), rejects the password, is older than Redis 7.0 or may evict
+        keys.
         """
         target = url or config.url
         if target is None:
             raise ConfigError("store.url is null and no embedded server was given: start one or set store.url")
-        return cls(await Connection.open(create_client(target, config), run, retry_seconds, observer))
+        return cls(await Connection.open(create_client(target, config), run, retry_seconds, start_seconds, observer))
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -24,8 +24,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import ServiceHost, service_host
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import OnStale, Schedule, run_limits
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.service_store import open_service_store
 from rollmesh.trainer.learner.distributed import (
     World,
     broadcast_bytes,
@@ -139,12 +138,7 @@ async def _lead(
     """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
     config, health, trainer_metrics = host.config, host.health, TrainerMetrics(host.metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
-    observer = StoreCallMetrics(host.metrics, host.health.waits)
-    store = await host.stack.enter_async_context(
-        await TrajectoryStore.connect(
-            config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=observer
-        )
-    )
+    store = await open_service_store(host, shutdown, _REDIS_RETRY_SECONDS)
     session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
     retry = Retry(trainer_metrics, health, shutdown)
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollmesh.bench.judge import judge
 from rollmesh.checkpoints.manifest import CanarySequence
@@ -210,6 +211,29 @@ def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
 def test_a_run_that_masks_old_tokens_may_train_groups_with_some(run: Any, change: dict[str, str]) -> None:
     run.change_config(schedule={"max_staleness": 1, **change})
     assert judge(run.folder).problems == ()
+
+
+@pytest.mark.parametrize(("off", "problem"), [(0, ""), (1, "counts 1 trained tokens")])
+def test_tokens_that_are_masked_are_not_among_the_trained_ones_of_a_state(run: Any, off: int, problem: str) -> None:
+    batches = [run.store.read_batch(step) for step in range(1, STEPS + 1)]
+    ages = [
+        (b.train_step - 1 - s.policy_version, len(s.token_ids))
+        for b in batches
+        for group in b.groups
+        for t in group.trajectories
+        for s in t.segments
+        if s.source is SegmentSource.POLICY
+    ]
+    trained = sum(tokens for age, tokens in ages if age <= 1)
+    assert 1 < trained < sum(tokens for _, tokens in ages)
+    groups = sum(len(b.groups) for b in batches)
+    progress = {"trained_groups_by_length_decile": [groups], "trained_token_total": off or trained}
+    shutil.rmtree(run.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}")
+    tensors = {"weight": torch.zeros(2)}
+    run.store.save_state(session="z", train_step=STEPS, rollback_count=0, tensors=tensors, extra={"progress": progress})
+    run.change_config(schedule={"max_staleness": 1, "on_stale": "mask_old_segments"})
+    problems = judge(run.folder).problems
+    assert (problem in problems[0]) if problem else not problems
 
 
 PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {

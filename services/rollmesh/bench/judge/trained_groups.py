@@ -49,7 +49,7 @@ def examine(run: RunFiles) -> TrainedGroups:
         *_members(run),
         *_staleness(run, named),
         *_policies(run, named),
-        *_totals(run, newest),
+        *_totals(run, newest, named),
         *_left_behind(run, committed),
     ]
     return TrainedGroups(committed=committed, train_steps=named, problems=tuple(found))
@@ -163,19 +163,26 @@ def _may_have_version(policy: SealedFolder, version: int, named: Mapping[int, in
     return recorded == version if isinstance(recorded, int) else policy.train_step == named.get(version)
 
 
-def _totals(run: RunFiles, newest: SealedFolder | None) -> Iterator[str]:
-    """Check that the newest state counts the same groups and tokens as the batch files up to its step."""
+def _totals(run: RunFiles, newest: SealedFolder | None, named: Mapping[int, int]) -> Iterator[str]:
+    """Check that the newest state counts the same groups and tokens as the batch files up to its step.
+
+    Tokens over the staleness bound are not trained where they are masked.
+    """
     progress = {} if newest is None else newest.record["extra"].get("progress", {})
     if newest is None or not progress:
         return
     batches: list[BatchFile] = [b for step, b in run.batches.items() if step <= newest.record["train_step"]]
-    tokens = sum(len(s.token_ids) for b in batches for t in b.trajectories for s in t.written)
+    most = run.config["schedule"]["max_staleness"] if group_rules(run.config).masks_old_tokens else None
+    written = ((batch.train_step, s) for batch in batches for t in batch.trajectories for s in t.written)
+    tokens = sum(len(s.token_ids) for step, s in written if most is None or step - 1 - named[s.policy_version] <= most)
     counts = {
         "groups": (sum(len(b.groups) for b in batches), sum(progress["trained_groups_by_length_decile"])),
         "tokens": (tokens, progress["trained_token_total"]),
     }
+    masks = run.config["trainer"]["algorithm"].get("masks")
     for unit, (in_files, in_state) in counts.items():
-        if in_files != in_state:
+        # Only the losses of the mesh know which tokens a mask takes out.
+        if in_files < in_state if masks and unit == "tokens" else in_files != in_state:
             yield f"trainer state {newest.folder.name} counts {in_state} trained {unit}, its batch files {in_files}"
 
 
