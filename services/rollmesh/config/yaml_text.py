@@ -34,15 +34,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writer that quotes the texts which ``_Loader`` would read as numbers."""
+    """Writer that quotes the texts which a reader of either version takes for numbers."""
 
 
-for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = {
-        first: [resolver for resolver in resolvers if resolver[0] not in _NUMBERS]
-        for first, resolvers in _kind.yaml_implicit_resolvers.items()
-    }
-    for _tag, _pattern in _NUMBERS.items():
+_Loader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in resolvers if resolver[0] not in _NUMBERS]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 

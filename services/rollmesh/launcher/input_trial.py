@@ -54,8 +54,7 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
     built = build_verifier(name, options)
     for part, part_options in _scored_parts(name, options):
         # The rewards of agents and environments may come from elsewhere, unless the user wrote a verifier for them.
-        program = config.rollout.program
-        scored = program == "single_turn" or (program == "environment" and part not in BUILT_IN)
+        scored = config.rollout.program == "single_turn" or part not in BUILT_IN
         if scored and config.reward.on_error != "fixed":
             verifier = built if part == name else build_verifier(part, part_options)
             _score(late, config, part, verifier, prompt, tokenizer)

@@ -113,6 +113,8 @@ def test_numbers_of_free_options_are_those_of_yaml_1_2_and_come_back_from_the_wr
     write_run_config(config, tmp_path / "written.yaml")
     again = load_run_config(tmp_path / "written.yaml", environ={})
     assert again.rollout.environment_options == expected
+    # Other readers, such as PyYAML itself, take 12:30 for 750 unless it is quoted.
+    assert yaml.safe_load((tmp_path / "written.yaml").read_text())["rollout"]["environment_options"] == expected
 
 
 @pytest.mark.parametrize("pool", ["many", 0, 1.5])
