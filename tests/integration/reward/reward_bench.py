@@ -39,7 +39,7 @@ def verify(response, metadata):
         case "value": return float(rest)
         case "parts": return RewardParts(value=1.0, parts={"a": 0.25, "length": len(rest)})
         case "pid": return os.getpid()
-        case "uid": return os.getuid()
+        case "uid": return os.getuid() / 8  # a reward is at most 1e9
         case "length": return len(response)
         case "metadata": return metadata["n"] * 2 if type(metadata["n"]) is int else -1
         case "sleep": time.sleep(float(rest)); return 1.0
@@ -88,7 +88,6 @@ def verify(response, metadata):
         case "nan": return math.nan
         case "string": return "1.0"
         case "none": return None
-        case "true": return True
         case "raise": raise RuntimeError("on purpose: " + rest)
         case "deep":
             def down(n): return down(n + 1)

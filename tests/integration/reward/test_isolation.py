@@ -34,7 +34,7 @@ async def test_a_worker_with_a_uid_of_its_own_reaches_nothing_of_the_service(tmp
         level = await measured(bench)
         print(level)
         assert level.own_uid == (AS_ROOT and level.uid != os.geteuid())
-        assert (await bench.score("uid")).value == level.uid or level.own_uid
+        assert (await bench.score("uid")).value * 8 == level.uid or level.own_uid
         if not level.own_uid:
             return
         uids = {o.value for o in await bench.score_all(["uid"] * 40)}
