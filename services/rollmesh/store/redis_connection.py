@@ -250,8 +250,8 @@ class Connection:
                 # A rejection by a script is an answer; a server that is full or cannot write is a failure.
                 if observer is not None and (failure is None or isinstance(failure, StoreUnavailable)):
                     observer.failed(_reason(failure or error))
-                if is_no_master(error) or cannot_write(error):
-                    # Its connections stay open after a failover: only a new one resolves the address again.
+                if failure is None or cannot_write(error):
+                    # Connections may stay open after a failover: only a new one resolves the address again.
                     await self._disconnect_idle()
                 if failure is not None:
                     raise failure from error

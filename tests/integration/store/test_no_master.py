@@ -162,7 +162,10 @@ async def test_a_server_that_is_not_the_master_is_an_outage_that_ends_when_its_a
             await store.limits.init_run(limits())
             address.lead_to(socket_of(other))
             master.client_kill_filter(_type="normal")
-            for call in (store.connection.command(*command), store.connection.commands([command])):
+            calls = [store.connection.command(*command), store.connection.commands([command])]
+            if command == WRITE:
+                calls.append(store.connection.run("open_session", "session", "worker"))
+            for call in calls:
                 with pytest.raises(StoreUnavailable, match=f"not the master of the run's keys .{state}"):
                     await call
             address.lead_to(socket_of(master))
