@@ -11,11 +11,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torch.distributed import run
+from torch.distributed import DistError, run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_parent
+from rollmesh.trainer.pods import WAIT_SECONDS, is_first, say, use_pods, wait_for_first
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if launcher is not None:
         die_with_parent(launcher)
     try:
-        run.main(arguments)
+        _run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         # Check every rank: the others fail when the rejected rank closes its connection, and torchrun may report any
         # of them first.
@@ -43,6 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SignalException as error:
         print(f"torchrun: stopped by {error.sigval.name}", file=sys.stderr)
         raise SystemExit(128 + error.sigval) from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Run the ranks of this node, again each time that the first pod, at which the pods meet, is replaced."""
+    several = use_pods(arguments)
+    while True:
+        if several:
+            wait_for_first(arguments)
+        try:
+            run.run(arguments)  # type: ignore[no-untyped-call]
+            return
+        except (RendezvousConnectionError, DistError):
+            if not several or is_first(arguments):
+                raise
+            say(f"the connection to pod {arguments.rdzv_endpoint}, at which all pods meet, is lost")
+        except RendezvousTimeoutError:
+            say(f"not all of {arguments.nnodes} pods came within {WAIT_SECONDS:.0f} s")
+            raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""A trainer of two pods of which one is deleted: torchrun's real processes, one node per pod, on loopback addresses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .trainer_run import START_SECONDS
+
+pytestmark = pytest.mark.long
+
+RANK = """
+import time, torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} trains", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+"""
+
+
+class Pods:
+    """Two pods, which meet at the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[psutil.Popen] = []
+        (folder / "rank.py").write_text(RANK)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def start(self, pod: int) -> psutil.Popen:
+        """Start a pod as the chart does; what it prints is added to its log."""
+        flags = {
+            "NNODES": "2",
+            "NPROC_PER_NODE": "1",
+            "RDZV_BACKEND": "c10d",
+            "RDZV_ENDPOINT": f"127.0.0.1:{self.port}",
+            "RDZV_CONF": f"is_host={pod == 0}",
+            "LOCAL_ADDR": f"127.0.0.{pod + 1}",
+            "RDZV_ID": "run",
+            "MAX_RESTARTS": "3",
+        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **{f"PET_{name}": value for name, value in flags.items()}}
+        command = [sys.executable, "-P", "-m", "rollmesh.trainer.torchrun", "--no-python", sys.executable]
+        with self.log_file(pod).open("ab") as log:
+            process = psutil.Popen([*command, self.folder / "rank.py"], env=environment, stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    def log_file(self, pod: int) -> Path:
+        return self.folder / f"pod-{pod}.log"
+
+    def log(self, pod: int) -> str:
+        return self.log_file(pod).read_text()
+
+    def wait_for(self, pod: int, text: str, times: int = 1) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while self.log(pod).count(text) < times:
+            assert time.monotonic() < deadline, self.log(pod)
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_running():
+                for each in (*process.children(recursive=True), process):
+                    each.kill()
+                process.wait()
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    made = Pods(tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.mark.parametrize("deleted", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_deleted_pod_is_the_only_one_that_ends_and_is_named_until_another_one_takes_its_place(
+    pods: Pods, deleted: int, number: signal.Signals
+) -> None:
+    both = [pods.start(pod) for pod in (0, 1)]
+    for pod in (0, 1):
+        pods.wait_for(pod, f"rank {pod} of 2 trains")
+    gone, other = both[deleted], 1 - deleted
+    if number is signal.SIGKILL:
+        for rank in gone.children(recursive=True):
+            rank.kill()
+    gone.send_signal(number)
+    assert gone.wait(START_SECONDS) in (128 + signal.SIGTERM, -signal.SIGKILL)
+    pods.wait_for(other, "torchrun: waiting for pod ")
+    named = pods.log(other).rpartition("torchrun: waiting for pod ")[2]
+    assert named.startswith("127.0.0.1, " if deleted == 0 else f"{socket.gethostname()} (127.0.0.2)")
+    begun = time.monotonic()
+    pods.start(deleted)
+    for pod in (0, 1):
+        pods.wait_for(pod, " of 2 trains", times=2)
+    assert time.monotonic() - begun < 60
+    assert both[other].poll() is None
+    assert "DistStoreError" not in pods.log(0) + pods.log(1)
+
+
+def test_a_pod_whose_first_one_comes_late_waits_for_it_and_names_it(pods: Pods) -> None:
+    second = pods.start(1)
+    pods.wait_for(1, "torchrun: waiting for pod 127.0.0.1, at which all pods meet")
+    pods.start(0)
+    for pod in (0, 1):
+        pods.wait_for(pod, " of 2 trains")
+    assert second.poll() is None
