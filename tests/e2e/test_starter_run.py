@@ -61,3 +61,17 @@ def test_the_starter_trains_in_a_few_steps_and_says_that_the_evaluation_has_fewe
     assert (found["policy_version"], found["n"], found["details"]["existing_prompts"]) == (1, 12, 6)
     assert (run / "evaluations.jsonl").read_text() == recorded
     assert not list(run.glob("evaluation-*"))
+
+    # Rows that were added since are other prompts at every position: they are refused, and the old ones continue.
+    data, whole = tmp_path / "mine/data.jsonl", "\n".join(rows) + "\n"
+    longer = [part for field in [*few, "trainer.train_steps=3"] for part in ("--set", field)]
+    data.write_text(whole + "\n".join(rows[:42]).replace('"prompt": "', '"prompt": " ') + "\n")
+    refused = rollmesh(tmp_path, "up", "mine/run.yaml", *longer)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    said = " ".join((refused.stdout + refused.stderr).split())
+    assert f"error data.source: the files have changed since the run began: {len(rows)} rows " in said
+    assert f"then, {len(rows) + 42} rows " in said
+    data.write_text(whole)
+    done = rollmesh(tmp_path, "up", "mine/run.yaml", *longer)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The audit is green: 12 groups in 3 of 3 batch files" in " ".join(done.stdout.split())
