@@ -53,8 +53,11 @@ class Tokenizer:
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self._token_count = max(known.values(), default=-1) + 1
         self._vocab_size = int(_text_config(self._model_config).get("vocab_size") or self._token_count)
-        self._eos_token_ids = self._find_eos_token_ids()
+        named = self._find_eos_token_ids()
+        self._eos_token_ids = tuple(i for i in named if 0 <= i < self._vocab_size)
+        self._ignored_eos_token_ids = tuple(i for i in named if i not in self._eos_token_ids)
         template = _read_chat_template(self._folder, self._settings)
+        self._has_chat_template = bool(template)
         self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
         digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, template.encode())]
         self._content = "tokenizer {}, chat template {}".format(*digests)
@@ -71,6 +74,16 @@ class Tokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn, ascending: from generation_config.json (else config.json) and the tokenizer."""
         return self._eos_token_ids
+
+    @property
+    def ignored_eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that the model folder names as ends of a turn, but that have no embedding: none can be sampled."""
+        return self._ignored_eos_token_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the model folder has a chat template."""
+        return self._has_chat_template
 
     @property
     def unknown_token_id(self) -> int | None:

@@ -58,7 +58,7 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
         if scored and config.reward.on_error != "fixed":
             verifier = built if part == name else build_verifier(part, part_options)
             _score(late, config, part, verifier, prompt, tokenizer)
-    return _unknown_words(config, tokenizer, prompt)
+    return [*_unknown_words(config, tokenizer, prompt), *_end_hints(config, tokenizer), *_chat_hints(config, tokenizer)]
 
 
 def _scored_parts(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -79,6 +79,30 @@ def _unknown_words(config: RunConfig, tokenizer: Tokenizer, prompt: Prompt) -> l
         f"tokenizer of model.path={config.model.path}, and all look alike to the model: write prompts in its words "
         "(tokenizer.json), or use another model"
     ]
+
+
+def _end_hints(config: RunConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    path = f"model.path={config.model.path}"
+    if ignored := tokenizer.ignored_eos_token_ids:
+        yield (
+            f"hint: {path}: eos_token_id {', '.join(map(str, ignored))} is outside the vocabulary of "
+            f"{tokenizer.vocab_size} tokens, so it is ignored: correct generation_config.json or config.json"
+        )
+    if not tokenizer.eos_token_ids:
+        yield (
+            f"hint: {path}: the model has no end token, so every answer has rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} tokens and counts as truncated: set eos_token_id in "
+            "generation_config.json"
+        )
+
+
+def _chat_hints(config: RunConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    for name, source in config.data.sources.items():
+        if tokenizer.has_chat_template and getattr(source, "chat", True) is False:
+            yield (
+                f"hint: data.{name}.chat=false, but model.path={config.model.path} has a chat template: an instruction "
+                "model that gets plain text answers badly, and may never end; set chat: true"
+            )
 
 
 def _opened(config: RunConfig, tokenizer: Tokenizer, split: Split) -> tuple[RowSource, Prompt]:

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.launcher.reward_notes import RewardNotes
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.formats import duration
@@ -58,6 +59,7 @@ class RunProgress:
         self._samples = JsonLinesTail(samples)
         self._rates = _Rates()
         self._pace = Pace()
+        self._reward_notes = RewardNotes(train_steps)
         self._start = time.monotonic()
         self._report: Mapping[str, Any] = {}
         self._sample: Mapping[str, Any] = {}
@@ -92,6 +94,8 @@ class RunProgress:
         reports = self._metrics.read()
         for report in reports:
             self._report = report
+            for text in self._reward_notes.read(report):
+                self.note(text)
             if "train_step" in report and "time" in report:
                 self._pace.add(report["train_step"], report["time"])
         for record in self._samples.read():

@@ -24,6 +24,7 @@ _GPU_GIGABYTES = (24, 80, 141)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SMALL_MODEL = 10_000_000
 _LOW_RATE = 1e-5
+_HIGH_RATE = 0.02
 _SMALL_MODEL_RATE = 1e-4
 _COARSE_ERROR = 0.1
 _CLIPS_THE_RATIO = ("ppo_clip", "decoupled_ppo", "tis", "gspo")
@@ -127,16 +128,40 @@ def _halves_base(config: RunConfig) -> bool:
 
 def run_hints(config: RunConfig, parameter_count: int) -> list[str]:
     """Return hints for valid values that are unlikely to be meant."""
-    hints = (*_rate_hints(config, parameter_count), *_clip_hints(config), *_evaluation_hints(config))
+    hints = (
+        *_rate_hints(config, parameter_count),
+        *_step_hints(config),
+        *_clip_hints(config),
+        *_evaluation_hints(config),
+    )
     return [f"hint: {text}" for text in hints]
 
 
 def _rate_hints(config: RunConfig, parameter_count: int) -> Iterator[str]:
     rate = config.trainer.learning_rate
+    if rate > _HIGH_RATE:
+        yield (
+            f"trainer.learning_rate={rate:g} is far above what AdamW takes (1e-6 for large models, 1e-3 for an adapter "
+            "or a small one): the policy will diverge in its first updates"
+        )
     if parameter_count < _SMALL_MODEL and rate < _LOW_RATE:
         yield (
             f"trainer.learning_rate={rate:g} suits models of a billion parameters; one of "
             f"{_parameters(parameter_count)} hardly changes: try {_SMALL_MODEL_RATE:g}"
+        )
+
+
+def _step_hints(config: RunConfig) -> Iterator[str]:
+    trainer, reference = config.trainer, config.trainer.algorithm.kl_reference_version
+    if trainer.warmup_steps >= trainer.train_steps:
+        yield (
+            f"trainer.warmup_steps={trainer.warmup_steps} with trainer.train_steps={trainer.train_steps}: the learning "
+            "rate never reaches trainer.learning_rate; lower trainer.warmup_steps"
+        )
+    if reference and not (Path(config.folder) / "config.yaml").exists():
+        yield (
+            f"trainer.algorithm.kl_reference_version={reference}: a new run has version 0 only, and its trainer "
+            "refuses another reference; set 0, and change it once that version is published"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView, WasteReason
+from rollmesh.rollout.dead_letter_reasons import commonest_reason
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
 from rollmesh.rollout.prompt_draws import PromptDraws
@@ -91,6 +92,7 @@ class MeshLeader:
         self._files_checked = False
         self._refusals = refusals
         self._refused = ""
+        self._hopeless = self._reason = ""
         self._waiting_for = ""
         self._waits_since = self._wait_logged_at = 0.0
         self._log = get_logger("leader")
@@ -175,7 +177,7 @@ class MeshLeader:
         await self._check_files()
         decisions = decide(self._schedule, view)
         self._metrics.mesh.pool(self._schedule, view, decisions.desired)
-        failure = decisions.fail or self._failed or self._refused
+        failure = await self._with_reason(decisions.fail, view) or self._failed or self._refused
         if failure != view.failure:
             await self._report(token, failure)
         desired = bool(failure) or decisions.desired.paused
@@ -226,6 +228,14 @@ class MeshLeader:
         generators, trains = await self._store.generators.live(), view.cut_step > view.trained_step
         error = self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
         return "" if error is None else f"{type(error).__name__}: {error}"
+
+    async def _with_reason(self, failure: str, view: MeshView) -> str:
+        """Return a failure of the schedule; one for lack of scores with the commonest reason of dead letters."""
+        if failure != self._hopeless:
+            unscored = bool(failure) and view.unscored_in_a_row >= self._schedule.max_filtered_in_a_row
+            self._reason = await commonest_reason(self._store.dead_letters) if unscored else ""
+            self._hopeless = failure
+        return f"{failure}{self._reason}"
 
     async def _write(self, token: str, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state if the store holds another one."""

@@ -113,8 +113,8 @@ def _hopeless(schedule: Schedule, view: MeshView) -> str:
         too_few = "fewer than two scored answers" if schedule.group_size > 1 else "no scored answer"
         return (
             f"{view.unscored_in_a_row} groups in a row ended with {too_few} "
-            f"(schedule.max_filtered_in_a_row={most}): the verifier, its judge or the environment fails for every "
-            "answer; see the dead letters and the logs of rollout and reward"
+            f"(schedule.max_filtered_in_a_row={most}): generation, the verifier, its judge or the environment fails "
+            "for every answer; see the dead letters and the logs of rollout and reward"
         )
     return ""
 

@@ -128,6 +128,28 @@ async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> No
         await reached(failed)
 
 
+async def test_a_run_whose_trajectories_all_die_ends_with_the_commonest_reason_of_the_dead_letters(store) -> None:
+    plan = schedule("copris", max_filtered_in_a_row=1)
+    reason = "the generator refuses the call: sampling.stop_token_ids: {} is outside the vocabulary of 64 tokens"
+
+    async def failed() -> bool:
+        return "groups in a row" in await store.leadership.failure()
+
+    async with leading(store, plan):
+        session = await store.sessions.open("worker")
+
+        async def all_die() -> bool:
+            for number, item in enumerate(await store.trajectories.lease(session, 64)):
+                text = reason.format(number) if number % 3 else "the worker was killed"
+                await store.trajectories.fail(session, [(item.trajectory.trajectory_id, text)])
+            return await failed()
+
+        await reached(all_die)
+        failure = await store.leadership.failure()
+    assert "generation, the verifier, its judge or the environment fails for every answer" in failure
+    assert "dead letters: the generator refuses the call: sampling.stop_token_ids" in failure
+
+
 async def test_the_leader_reads_the_mesh_at_most_ten_times_a_second_and_groups_only_for_a_decision(
     store, monkeypatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.run_hints import model_memory, run_hints
+from rollmesh.text import Tokenizer
 from rollmesh.user_code import CODE_FOLDER
 
 
@@ -150,3 +153,57 @@ def test_the_trial_counts_the_words_that_the_model_does_not_know(tmp_path: Path)
 def test_several_greedy_answers_to_a_prompt_are_a_hint() -> None:
     (hint,) = run_hints(run(evaluation={"temperature": 0, "samples_per_prompt": 8}), 600_000_000)
     assert "samples_per_prompt=8 with evaluation.temperature=0" in hint and "set samples_per_prompt=1" in hint
+
+
+def test_a_rate_that_no_optimizer_survives_is_named() -> None:
+    (hint,) = run_hints(run(trainer={"learning_rate": 100.0}), 600_000_000)
+    assert hint.startswith("hint: trainer.learning_rate=100 is far above") and "diverge" in hint
+    assert run_hints(run(trainer={"learning_rate": 2e-3}), 250_000) == [], "the rate of the adapter demo"
+
+
+def test_a_warm_up_that_is_as_long_as_the_run_is_named() -> None:
+    (hint,) = run_hints(run(trainer={"warmup_steps": 40, "train_steps": 40}), 600_000_000)
+    assert hint.startswith("hint: trainer.warmup_steps=40 with trainer.train_steps=40")
+    assert run_hints(run(trainer={"warmup_steps": 39, "train_steps": 40}), 600_000_000) == []
+
+
+def test_a_reference_that_a_new_run_does_not_have_is_named(tmp_path: Path) -> None:
+    trainer = {"algorithm": {"kl_coefficient": 0.1, "kl_reference_version": 5}}
+    (hint,) = run_hints(run(trainer=trainer, folder=str(tmp_path)), 600_000_000)
+    assert "trainer.algorithm.kl_reference_version=5: a new run has version 0 only" in hint
+    (tmp_path / "config.yaml").write_text("name: continued")
+    assert run_hints(run(trainer=trainer, folder=str(tmp_path)), 600_000_000) == []
+
+
+def changed_model(folder: Path, *, eos: object, template: str = "") -> dict[str, Any]:
+    """The model of the recipe with other end tokens, and perhaps a chat template."""
+    shutil.copytree(resolve_model("recipe:countdown"), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("eos_token", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    return {"path": str(folder)}
+
+
+def test_a_model_without_an_end_token_is_named_before_every_answer_is_truncated(tmp_path: Path) -> None:
+    (hint,) = try_inputs(run(model=changed_model(tmp_path / "m", eos=None), rollout={"max_new_tokens": 77}))
+    assert "the model has no end token" in hint and "rollout.max_new_tokens=77" in hint
+    assert try_inputs(run(model=changed_model(tmp_path / "n", eos=[2]))) == []
+
+
+def test_an_end_token_without_an_embedding_is_ignored_with_a_hint(tmp_path: Path) -> None:
+    model = changed_model(tmp_path / "m", eos=[2, 999])
+    assert Tokenizer(model["path"]).eos_token_ids == (2,)
+    (hint,) = try_inputs(run(model=model))
+    assert "eos_token_id 999 is outside the vocabulary" in hint and "it is ignored" in hint
+
+
+def test_plain_prompts_for_a_model_with_a_chat_template_are_named(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model, data = changed_model(tmp_path / "m", eos=[2], template=template), table(tmp_path, 4)
+    (hint,) = try_inputs(run(model=model, data=data, reward={"verifier": "exact"}))
+    assert hint.startswith("hint: data.source.chat=false, but model.path=") and hint.endswith("set chat: true")
+    data["source"]["chat"] = True
+    assert try_inputs(run(model=model, data=data, reward={"verifier": "exact"})) == []
