@@ -109,16 +109,13 @@ def same_value(expected: Any, got: Any, tolerance: float = 0.0) -> bool:
 def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
     """Compare printed text, ignoring spaces at line ends and blank lines at the end.
 
-    With a tolerance, words of a line may also be decimal numbers of which one has a fraction or an exponent, and which
-    differ by at most that much, or by that share of the expected one.
+    With a tolerance, decimal numbers of which one has a fraction or an exponent may differ by at most that much, or by
+    that share of the expected one.
     """
     wanted, lines = _trimmed(expected), _trimmed(got)
     if tolerance == 0 or len(wanted) != len(lines):
         return wanted == lines
-    pairs = [(a.split(), b.split()) for a, b in zip(wanted, lines, strict=True) if a != b]
-    return all(
-        len(a) == len(b) and all(x == y or _close(x, y, tolerance) for x, y in zip(a, b, strict=True)) for a, b in pairs
-    )
+    return all(a == b or _close_lines(a, b, tolerance) for a, b in zip(wanted, lines, strict=True))
 
 
 def read_value(encoded: Any) -> Any:
@@ -134,10 +131,15 @@ def read_value(encoded: Any) -> Any:
     return encoded
 
 
+def _close_lines(expected: str, got: str, tolerance: float) -> bool:
+    words = [[text.split() for text in _DECIMAL.split(line)] for line in (expected, got)]
+    numbers = zip(_DECIMAL.findall(expected), _DECIMAL.findall(got), strict=False)
+    return words[0] == words[1] and all(a == b or _close(a, b, tolerance) for a, b in numbers)
+
+
 def _close(expected: str, got: str, tolerance: float) -> bool:
-    numbers = _DECIMAL.fullmatch(expected), _DECIMAL.fullmatch(got)
-    if None in numbers or not any(number and number[1] for number in numbers):
-        return False
+    if not {".", "e", "E"} & {*expected, *got}:
+        return False  # whole numbers
     difference = abs(Fraction(expected) - Fraction(got))
     return difference <= Fraction(tolerance) * max(Fraction(1), abs(Fraction(expected)))
 
@@ -161,8 +163,8 @@ def _call(test: Mapping[str, Any], where: str) -> CallTest:
     return CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"])
 
 
-_DECIMAL = re.compile(r"[+-]?(?=\.?\d)\d*(\.\d*(?:[eE][+-]?\d{1,3})?|[eE][+-]?\d{1,3})?", re.ASCII)
-"""A decimal number; the group is its fraction or exponent."""
+_DECIMAL = re.compile(r"(?<![\w.+-])[+-]?(?:\d+\.\d*|\.?\d+)(?:[eE][+-]?\d{1,3})?(?![\w.])", re.ASCII)
+"""A decimal number that is no part of a word."""
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(map(read_value, items)),
     "set": lambda items: set(map(read_value, items)),
