@@ -11,7 +11,21 @@ from rollmesh.config.launcher import LauncherConfig
 Schema = dict[str, Any]
 
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-_OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+_TREE: Schema = {"$ref": "#/definitions/tree"}
+_DEFINITIONS: Schema = {
+    "tree": {
+        "properties": {
+            "matchLabels": _TEXTS,
+            "values": {"type": "array", "items": {"type": "string"}},
+            "volumeAttributes": _TEXTS,
+        },
+        "additionalProperties": _TREE,
+        "items": _TREE,
+    }
+}
+"""A part of a Kubernetes object, of which only what Kubernetes has as text is checked: a number there reads well in
+YAML, and the API server refuses it."""
+_OBJECTS: Schema = {"type": "array", "items": {"allOf": [{"type": "object"}, _TREE]}}
 _NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
 _UNIT = r"([kMGTPE]|[KMGTPE]i)"
 _BYTES: Schema = {
@@ -62,13 +76,13 @@ _BY_NAME: dict[str, Schema] = {
             {"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}}, ["name"]
         ),
     },
-    "extraVolumes": _NAMED,
+    "extraVolumes": {"type": "array", "items": {"allOf": [{"type": "object", "required": ["name"]}, _TREE]}},
     "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
     "monitoringFrom": {**_OBJECTS, "minItems": 1},
     "gatewayFrom": _OBJECTS,
     "agentsFrom": _OBJECTS,
     "rewardEgress": _OBJECTS,
-    "affinity": _closed({name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
+    "affinity": _closed({name: _TREE for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
     "behavior": _closed({"scaleUp": _SCALING_DIRECTION, "scaleDown": _SCALING_DIRECTION}),
     "resources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
     "validateResources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
@@ -126,9 +140,7 @@ _BY_PATH: dict[str, Schema] = {
     },
     "redis.maxmemory": {"type": "string", "pattern": "^([0-9]+[kKmMgG][bB]?|[0-9]{7,}[bB]?)$"},
     "generator.leaderWorkerSet.size": {"type": "integer", "minimum": 2},
-    "checkpoints.cacheVolume": _closed(
-        {name: {"type": "object"} for name in ("emptyDir", "ephemeral", "hostPath", "csi")}
-    ),
+    "checkpoints.cacheVolume": _closed({name: _TREE for name in ("emptyDir", "ephemeral", "hostPath", "csi")}),
     "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
     "monitoring.prometheusRule.runbookUrl": {"type": "string", "pattern": r"^($|https?://[^\s#]+$)"},
     "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},
@@ -175,7 +187,8 @@ def schema_of(values: dict[str, Any], documented: Sequence[Documented]) -> Schem
     schema["properties"]["run"] = _run_section(texts["run"])
     # Helm puts this in when the chart is a dependency of another one.
     schema["properties"]["global"] = {"type": "object"}
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rollmesh chart", **schema}
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rollmesh chart"}
+    return {**head, **schema, "definitions": _DEFINITIONS}
 
 
 def _section(values: dict[str, Any], prefix: str, texts: dict[str, str]) -> Schema:

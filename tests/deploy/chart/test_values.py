@@ -20,6 +20,7 @@ from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
+NODES = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 GPU = r"resources.limits.nvidia\.com/gpu"
 
 
@@ -82,6 +83,9 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("reward.resources.limits.memory=512m", "memory"),
         ("imagePullSecrets={registry}", "imagePullSecrets"),
         ("rollout.extraEnv[0].name=A,rollout.extraEnv[0].value=1", "value"),
+        ("networkPolicy.gatewayFrom[0].podSelector.matchLabels.team=7", "team"),
+        ("generator.extraVolumes[0].name=a,generator.extraVolumes[0].csi.volumeAttributes.size=7", "size"),
+        (f"generator.affinity.{NODES}[0].matchExpressions[0].values[0]=7", "values"),
         ("generator.sglang.sidecar.extraEnv[0].name=A,generator.sglang.sidecar.extraEnv[0].value=true", "value"),
     ],
 )

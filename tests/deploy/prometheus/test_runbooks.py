@@ -43,6 +43,7 @@ def test_queries_in_a_runbook_can_be_asked(file: Path) -> None:
     assert queries or "rollmesh" in file.read_text()
     for query in queries:
         assert not unknown_series(query), query
+        assert query.count('run="RUN"') == query.count('namespace="NAMESPACE",run="RUN"'), "of one namespace"
 
 
 @by_name
