@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,11 @@ class ExitReason:
     """True if the cause is outside the process, so that a later start may succeed."""
 
 
-def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
-    """Read the reason from the end of a log; skip the first ``since`` bytes, which earlier processes wrote."""
+def exit_reason(log_file: Path, since: int = 0, code: int = 1) -> ExitReason:
+    """Read the reason from the end of a log; skip the first ``since`` bytes, which earlier processes wrote.
+
+    A process with a negative exit status was killed by a signal, of which its log knows nothing.
+    """
     try:
         lines = tail_lines(log_file, since)
     except OSError as error:
@@ -45,8 +49,16 @@ def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
                 error=name, text=f"{text}\n(log: {log_file})", summary=" ".join(text.split()), passing=passing
             )
     readable = [part for line in lines[-_TAIL_LINES:] for part in _readable(line)]
-    text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])])
-    return ExitReason(error="", text=text, summary=readable[-1].strip() if readable else "it logged nothing")
+    killed = _killed_by(code) if code < 0 else ""
+    end = [f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])]
+    last = readable[-1].strip() if readable else "it logged nothing"
+    return ExitReason(error="", text="\n".join([killed, *end] if killed else end), summary=killed or last)
+
+
+def _killed_by(code: int) -> str:
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = ": by kill -9, or by the kernel when memory is short (dmesg tells)" if -code == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
 
 
 def _readable(line: str) -> list[str]:

@@ -95,7 +95,7 @@ def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
         old = _with_resolved_schedule(before)
     else:
         old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    found = {name: reason_to_keep(name) for name in sorted(_differences(old, new))}
+    found = {name: reason_to_keep(name) for name in sorted(differences(old, new))}
     if now.trainer.train_steps < before.trainer.train_steps:
         found["trainer.train_steps"] = f"it may only grow, and was {before.trainer.train_steps}"
     return {name: reason for name, reason in found.items() if reason is not None}
@@ -117,12 +117,13 @@ def _with_resolved_schedule(run: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
+    """Return the dotted names of the fields with other values."""
     names: set[str] = set()
     for key in before.keys() | now.keys():
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            names |= _differences(old, new, f"{prefix}{key}.")
+            names |= differences(old, new, f"{prefix}{key}.")
         elif old != new:
             names.add(f"{prefix}{key}")
     return names

@@ -23,14 +23,15 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollmesh.characters import half_character
 from rollmesh.config import RunConfig, load_run_config, write_run_config
+from rollmesh.config.secrets import SECRETS
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.fixed_settings import refused_changes, schedule_problem
+from rollmesh.launcher.fixed_settings import differences, refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.runtime.file_lock import lock_file
@@ -53,6 +54,8 @@ class RunFolder:
     """Paths inside a run folder, as listed above."""
 
     path: Path
+    changes: tuple[str, ...] = ()
+    """Settings that differ from those of the start before."""
 
     @property
     def config_file(self) -> Path:
@@ -156,7 +159,8 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
         lock.write(lock_text())
         lock.flush()
         if folder.config_file.exists():
-            _refuse_other_settings(_recorded_settings(folder), config, folder)
+            changes = _refuse_other_settings(_recorded_settings(folder), config, folder)
+            folder = replace(folder, changes=changes)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
         record_code_folder(folder.path)
         try:
@@ -172,14 +176,14 @@ def _recorded_settings(folder: RunFolder) -> RunConfig:
         raise ConfigError(f"{error}\nfolder={folder.path}: {_REFUSED}") from error
 
 
-def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
+def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> tuple[str, ...]:
+    """Return the changes of settings that a run may change. Raises ConfigError for others of a trained run."""
     refused = refused_changes(before, now)
     if not refused:
-        _log_changed_sampler(before, now)
-        return
+        return _changes(before, now)
     if can_be_set_aside(folder.path, before, now):
         set_aside(folder.path)
-        return
+        return ()
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     changes = "; ".join(
         f"{name}: {reason} (recorded {_value(old, name)}, now {_value(new, name)})" for name, reason in refused.items()
@@ -194,17 +198,15 @@ def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder)
     raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
 
 
-def _log_changed_sampler(before: RunConfig, now: RunConfig) -> None:
-    """Log another sampler, or other options: the prompts of a run then come in two orders."""
-    old, new = before.curriculum, now.curriculum
-    if (old.sampler, old.sampler_options) != (new.sampler, new.sampler_options):
-        get_logger("run-folder").warning(
-            "sampler_changed",
-            before=old.sampler,
-            before_options=old.sampler_options,
-            now=new.sampler,
-            now_options=new.sampler_options,
-        )
+def _changes(before: RunConfig, now: RunConfig) -> tuple[str, ...]:
+    """Return a line for each changed setting, and log it; secrets and the location of the folder are left out."""
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    secrets = {".".join(path) for path in SECRETS}
+    found = []
+    for name in sorted(differences(old, new) - secrets - {"folder"}):
+        found.append(f"{name}: {_value(old, name)} -> {_value(new, name)}")
+        get_logger("run-folder").warning("setting_changed", field=name, before=_value(old, name), now=_value(new, name))
+    return tuple(found)
 
 
 def _value(values: dict[str, Any], name: str) -> str:

@@ -45,6 +45,8 @@ async def run_up(
     with locked_run_folder(config) as folder:
         folder.forget_failure()
         async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console, serve) as mesh:
+            for change in folder.changes:
+                mesh.progress.note(f"changed since the last start: {change}")
             try:
                 await _train(mesh)
                 account = await mesh.answer(lambda: queue_account(mesh.store), "the final counts of the queue")

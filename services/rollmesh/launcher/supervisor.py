@@ -235,7 +235,7 @@ class Supervisor:
             if child.spec.one_shot and code in (0, EXIT_UNFINISHED):
                 child.finished = True
                 return
-            reason = exit_reason(child.spec.log_file, child.log_start)
+            reason = exit_reason(child.spec.log_file, child.log_start, code)
             if code == EXIT_CONFIG or reason.error in child.spec.final_errors:
                 self._fail(child.spec, f"{child.spec.name} cannot continue: {reason.text}")
                 return

@@ -238,7 +238,9 @@ def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int)
 def _batch(store: CheckpointStore, train_step: int) -> Batch:
     steps = store.batch_steps()
     if train_step not in steps:
-        available = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
+        whole = steps and steps[-1] - steps[0] == len(steps) - 1
+        have = f"steps {steps[0]} to {steps[-1]}" if whole else f"the steps {', '.join(map(str, steps))}"
+        available = f"{have} have one" if steps else "there is none yet"
         raise DataError(f"train step {train_step}: no batch file ({available})")
     return store.training_batch(train_step)
 
@@ -259,7 +261,8 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
     records = store.complete_policies()
     matching = [record for record in records if record.train_step == train_step - 1]
     if not matching:
-        kept = ", ".join(str(record.train_step + 1) for record in records) or "none"
+        after = {record.train_step + 1 for record in records}
+        kept = ", ".join(str(step) for step in store.batch_steps() if step in after) or "none"
         raise DataError(
             f"train step {train_step}: the policy at its start is pruned, so its ratios cannot be computed again; "
             f"increase checkpoints.keep_last for the next run. Steps that can be explained: {kept}"

@@ -71,6 +71,9 @@ def _add_errors(app: FastAPI, service: str, prefix: str) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong_request(request: Request, error: RequestValidationError) -> Response:
         problem = error.errors()[0]
+        if problem["type"] == "json_invalid":
+            message = f"the body is not valid JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+            return _answer(request, 400, message, "body", see_docs)
         where = [str(part) for part in problem["loc"] if part not in ("query", "path", "header", "body")]
         return _answer(request, 400, str(problem["msg"]), ".".join(where) or str(problem["loc"][0]), see_docs)
 

@@ -41,6 +41,23 @@ def test_a_lane_never_holds_two_rollouts_at_once_and_nobody_changes_lanes_in_fli
     assert max(len(rows) for rows in packed) <= 2 * flying
 
 
+RAMP = """async ([low, high]) => {
+  const { Ramp } = await import("/page/palette.js");
+  const ramp = new Ramp(low, high);
+  return Array.from({ length: high - low + 1 }, (_, at) => ramp.colour(low + at));
+}"""
+
+
+def test_neighbouring_versions_of_a_long_run_differ_and_no_colour_repeats(window: Open) -> None:
+    page = window().open()
+    for last in (8, 16, 17, 200):
+        colours = page.evaluate(RAMP, [0, last])
+        assert len(set(colours)) == last + 1
+        parts = [[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in colours]
+        apart = [sum(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(parts)]
+        assert min(apart) > 15, (last, apart)
+
+
 def _looks(rng: random.Random, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Random looks, and what is known after each: rollouts start, end, start again after a rest, and are forgotten."""
     spans: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -18,7 +19,7 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.mesh import Cursor
-from rollmesh.report.html import REPORT_FILE
+from rollmesh.report.html import REPORT_FILE, write_report
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.text import Tokenizer
 from rollmesh.types import (
@@ -141,6 +142,18 @@ def test_the_page_shows_the_result_and_no_live_section(viewed: Open) -> None:
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
 
 
+def test_the_goodput_is_shown_although_its_curve_comes_after_the_only_event(viewed: Open) -> None:
+    window, held = viewed(), []
+    window.page.route(re.compile("/api/v1/series"), lambda route: held.append(route))
+    page = window.open(1)
+    goodput = page.locator("#facts > div", has_text="Goodput").locator("dd").first
+    expect(goodput).not_to_have_text(re.compile(r"\d"))
+    for route in held:
+        route.continue_()
+    expect(goodput).to_have_text("87%")
+    page.close()
+
+
 def test_the_end_of_a_log_is_shown_to_the_holder_of_the_token(window: Open, folder: Path, url: str) -> None:
     (folder / "logs" / "trainer-0.log").write_text("started\n<b>stopped</b>\n")
     page = window(url).open(1)
@@ -216,6 +229,17 @@ def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
         assert heights[1] <= size["width"]
         if size is NARROW:
             assert heights[0] < TALLEST_PHONE, (name, heights)
+
+
+def test_the_plots_of_the_report_are_whole_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    report = write_report(make_run(tmp_path / "run", steps=12))
+    page = browser.new_page(viewport=NARROW)
+    page.goto(report.as_uri())
+    widths = page.evaluate(
+        "[...document.querySelectorAll('figure svg')].map((one) => one.getBoundingClientRect().right)"
+    )
+    assert len(widths) > 5 and max(widths) <= NARROW["width"]
+    page.close()
 
 
 def test_the_page_of_an_ended_run_takes_no_action(url: str) -> None:

@@ -153,6 +153,15 @@ WRONG = [
 ]
 
 
+async def test_a_body_that_is_no_json_is_named_with_the_place_of_the_error(client: httpx.AsyncClient) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = await client.post("api/v1/scale", content='{"service": "generator",}', headers=headers)
+    assert answer.status_code == 400
+    found = error_of(answer)
+    assert found["field"] == "body" and found["error"].startswith("the body is not valid JSON: ")
+    assert found["error"].endswith("at character 24")
+
+
 async def test_whatever_is_wrong_has_a_status_and_one_shape(client: httpx.AsyncClient) -> None:
     for method, path, status, field in WRONG:
         answer = await client.request(method, path)

@@ -30,7 +30,8 @@ def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
 
 
 async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> None:
-    supervisor = Supervisor(restart_limit=5)
+    notes: list[str] = []
+    supervisor = Supervisor(restart_limit=5, note=notes.append)
     supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
     log = tmp_path / "worker-0.log"
     await reached(lambda: log.exists() and log.read_text().count("up") == 1)
@@ -39,6 +40,7 @@ async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> No
     os.kill(pid, signal.SIGKILL)
     await reached(lambda: log.read_text().count("up") == 2)
     assert supervisor.restart_counts() == {"worker-0": 1}
+    assert "killed by SIGKILL" in notes[0] and "up" not in notes[0], "its last line is no reason"
     await supervisor.stop(["worker"])
     assert supervisor.pid("worker-0") is None
 

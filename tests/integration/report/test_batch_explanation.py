@@ -78,8 +78,15 @@ def test_what_is_not_there_is_a_clear_error(audited: Any, step: int, options: di
 
 def test_a_step_whose_weights_are_pruned_names_those_that_can_be_explained(audited: Any) -> None:
     shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000000-s0")
-    with pytest.raises(DataError, match="Steps that can be explained: 2, 3, 4, 5, 6"):
+    with pytest.raises(DataError, match="Steps that can be explained: 2, 3, 4, 5, 6$"):
         explained_batch(audited.folder, 1)
+
+
+def test_a_step_between_others_whose_batch_file_is_gone_is_not_offered(audited: Any) -> None:
+    (batch,) = (audited.folder / "checkpoints" / "batches").glob("*3.pb*")
+    batch.unlink()
+    with pytest.raises(DataError, match=r"train step 3: no batch file \(the steps 1, 2, 4, 5, 6 have one\)"):
+        explained_batch(audited.folder, 3)
 
 
 def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_named(audited: Any) -> None:

@@ -10,6 +10,7 @@ from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import CountdownSource, DataConfig
 from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
 
@@ -52,22 +53,40 @@ def test_a_second_start_with_the_same_settings_continues_and_may_train_longer(tm
         assert load_run_config(folder.config_file, environ={}).trainer.train_steps == 5
 
 
-def test_a_continued_run_may_change_its_sampler_and_the_change_is_logged(tmp_path: Path) -> None:
+def test_a_continued_run_may_change_its_sampler_and_says_so(tmp_path: Path) -> None:
     """Another option of the same sampler is a change too; the same sampler again is none."""
-    changes: list[CurriculumConfig] = [
+    samplers: list[CurriculumConfig] = [
         CurriculumConfig(),
         CurriculumConfig(sampler="band", sampler_options={"unseen": 0.25}),
         CurriculumConfig(sampler="band", sampler_options={"unseen": 0.75}),
         CurriculumConfig(sampler="band", sampler_options={"unseen": 0.75}),
     ]
     puzzles = DataConfig(source=CountdownSource(puzzles=64))
-    with capture_logs() as logs:
-        for curriculum in changes:
-            with locked_run_folder(config(tmp_path).model_copy(update={"curriculum": curriculum, "data": puzzles})):
-                if not (tmp_path / "checkpoints").exists():
-                    train(tmp_path)
-    changed = [(log["before"], log["now"], log["now_options"]) for log in logs if log["event"] == "sampler_changed"]
-    assert changed == [("order", "band", {"unseen": 0.25}), ("band", "band", {"unseen": 0.75})]
+    changes = []
+    for curriculum in samplers:
+        run = config(tmp_path).model_copy(update={"curriculum": curriculum, "data": puzzles})
+        with locked_run_folder(run) as folder:
+            changes.append([change.partition(":")[0] for change in folder.changes])
+            if not (tmp_path / "checkpoints").exists():
+                train(tmp_path)
+    assert changes[0] == changes[3] == []
+    assert {name.partition(".")[2].partition(".")[0] for name in changes[1]} == {"sampler", "sampler_options"}
+    assert changes[2] == ["curriculum.sampler_options.unseen"]
+
+
+def test_another_learning_rate_of_a_continued_run_is_announced(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    with locked_run_folder(first):
+        train(tmp_path)
+    trainer = first.trainer.model_copy(update={"learning_rate": 5e-5})
+    with (
+        capture_logs() as logs,
+        locked_run_folder(
+            first.model_copy(update={"trainer": trainer, "store": StoreConfig(password=SecretStr("ours"))})
+        ) as folder,
+    ):
+        assert folder.changes == (f"trainer.learning_rate: {first.trainer.learning_rate} -> 5e-05",)
+    assert [log["field"] for log in logs if log["event"] == "setting_changed"] == ["trainer.learning_rate"]
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,18 @@ class Page {
   #polls = [
     // Also of a hidden page: the note on the end of the run names the folder.
     { name: "about", every: LISTS_MS, hidden: true, read: () => this.#describe() },
-    { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
+    { name: "curves", every: CURVES_MS, read: () => this.#readCurves() },
     { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
     { name: "dead letters", every: LISTS_MS, read: async () => this.#letters.show(await api.deadLetters(LETTERS)) },
     { name: "trajectories", every: LISTS_MS, read: () => this.#trajectories.refresh() },
     { name: "processes", every: LISTS_MS, read: () => this.#processes.refresh() },
   ];
+
+  // The facts show the newest goodput, and a run that has ended sends no event after which they are drawn again.
+  async #readCurves() {
+    await this.#curves.refresh();
+    this.#drawSoon();
+  }
 
   #lettersActions() {
     const { replay, deleteLetter, allowed } = this.#actions;

@@ -1,17 +1,22 @@
-// Colours of policy versions: a sequential ramp from the oldest to the newest version in sight. No colour repeats.
+// Colours of policy versions: a sequential ramp from the oldest to the newest version in sight. No colour repeats. In a
+// long ramp every other version is moved to the middle of its contrasts, so that neighbours differ.
 import { el } from "./dom.js";
 import { version } from "./format.js";
 
 const STOPS = 6;
+const LONG = 16; // versions of a ramp whose neighbours look alike
+const MOVED = 0.4;
 
 const parsed = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const hexOf = (rgb) => `#${rgb.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`;
+
+const between = (one, other, share) => one.map((part, i) => part + (other[i] - part) * share);
 
 // Colour at a share 0..1 of the ramp.
 function mixed(stops, share) {
   const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
   const low = Math.min(Math.floor(at), stops.length - 2);
-  return hexOf(stops[low].map((part, i) => part + (stops[low + 1][i] - part) * (at - low)));
+  return between(stops[low], stops[low + 1], at - low);
 }
 
 // Colours for the canvas; read again when the theme changes.
@@ -52,7 +57,10 @@ export class Ramp {
 
   colour(policyVersion) {
     const share = this.high > this.low ? (policyVersion - this.low) / (this.high - this.low) : 1;
-    return mixed(currentColours().stops, share);
+    const { stops, surface, ink } = currentColours();
+    const colour = mixed(stops, share);
+    if (this.high - this.low <= LONG || (this.high - policyVersion) % 2 === 0) return hexOf(colour);
+    return hexOf(between(colour, parsed(share < 0.5 ? ink : surface), MOVED));
   }
 }
 
