@@ -8,6 +8,8 @@ from typing import Any
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.rate_window import RateWindow
 
+LEAST_PAUSE_SECONDS = 15.0
+"""Shortest time without a record that counts as a pause between two sessions of the run."""
 _FIELDS = (("in_flight", "leased"), ("ready_groups", "ready_groups"), ("memory_ratio", "memory_ratio"))
 
 
@@ -17,7 +19,8 @@ class TimelineFile:
     def __init__(self) -> None:
         self._rates = RateWindow()
         self.begin_time: float | None = None
-        """Time of the first record of the run; None before it."""
+        """Time of the first record of the run, later by the pauses between its sessions; None before it."""
+        self._newest = 0.0
 
     def add(self, record: Mapping[str, Any], curves: Curves, before: float | None = None) -> None:
         """Add a record to the curves; with ``before`` only if it is older (a live gateway polls the rest itself)."""
@@ -25,7 +28,11 @@ class TimelineFile:
         seconds, saved = record.get("t"), record.get("saved_token_total")
         if not isinstance(view, dict) or not isinstance(seconds, float) or not isinstance(saved, int):
             return
-        self.begin_time = seconds if self.begin_time is None else min(seconds, self.begin_time)
+        if self.begin_time is None:
+            self.begin_time = seconds
+        elif (silent := seconds - self._newest) > LEAST_PAUSE_SECONDS:
+            self.begin_time += silent
+        self._newest = seconds
         if before is not None and seconds >= before:
             return
         rates = self._rates.update(seconds, {"saved_tokens_total": saved})

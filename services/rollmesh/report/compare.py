@@ -172,7 +172,10 @@ def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path) -
     """
     arms = {
         label: [
-            (train_series(folder.metrics.records), evaluation_points(folder.evaluations.records))
+            (
+                train_series(folder.metrics.records, folder.timeline.records),
+                evaluation_points(folder.evaluations.records),
+            )
             for folder in map(RecordedRun, paths)
         ]
         for label, paths in folders.items()

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
 from rollmesh.report.formats import count, domain_scores, duration, fewer_prompts, gap, listed, percent, plus_minus
-from rollmesh.report.series import EvaluationPoint
+from rollmesh.report.series import EvaluationPoint, seconds_of_training
 from rollmesh.report.summary import RunSummary
 
 NOISE_STANDARD_ERRORS = 2.0
@@ -74,14 +75,14 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
 
 def moment(point: EvaluationPoint, summary: RunSummary) -> str:
     """Describe the time of an evaluation relative to the training."""
-    start, seconds = summary.first_step_time, summary.training_seconds
-    if start is None or seconds is None or math.isnan(point.when):
+    if not summary.sessions or math.isnan(point.when):
         return ""
-    if point.when <= start:
+    if point.when <= summary.sessions[0][0]:
         return "before training"
-    if point.when >= start + seconds:
+    if point.when >= summary.sessions[-1][1]:
         return "after training" if summary.finished else "after the last step so far"
-    return f"{duration(point.when - start)} into training"
+    (seconds,) = seconds_of_training(np.array(summary.sessions), np.array([point.when]))
+    return f"{duration(float(seconds))} into training"
 
 
 def _text(value: object | None) -> str | None:

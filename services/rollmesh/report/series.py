@@ -14,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh import step_metrics
+from rollmesh.gateway.timeline_file import LEAST_PAUSE_SECONDS
 from rollmesh.report.recorded_run import Record
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore
 
 FloatArray = npt.NDArray[np.float64]
 
+_PAUSE_FACTOR = 10.0
+"""A run has paused where no record is so many times as long as usual between two, and ``LEAST_PAUSE_SECONDS``."""
 QUEUE_STATES = ("pending", "partial", "resting", "leased", "finished")
 """Trajectory states in the timeline, in the order of the life cycle."""
 GROUP_STATES = ("open_groups", "ready_groups")
@@ -42,6 +45,8 @@ class TrainSeries:
     columns: Mapping[str, FloatArray]
     staleness_counts: Mapping[int, float]  # trajectories by staleness, over the run
     step_seconds: FloatArray  # sum over the phases of the step
+    pauses: FloatArray  # [pauses, 2], see pauses_of
+    sessions: FloatArray  # [sessions, 2], see sessions_of
 
     def __getitem__(self, field: str) -> FloatArray:
         return self.columns[field]
@@ -62,6 +67,7 @@ class TimelineSeries:
     running: FloatArray  # [versions, moments], running calls
     slots: FloatArray  # [moments], slots of serving generators
     dropped: Mapping[str, int]  # groups by reason, newest sample
+    pauses: FloatArray  # [pauses, 2], see pauses_of
 
     def __len__(self) -> int:
         return len(self.time)
@@ -101,14 +107,60 @@ def newest_per_step(records: Sequence[Record]) -> list[Record]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def train_series(records: Sequence[Record]) -> TrainSeries:
-    """Read the columns of metrics.jsonl."""
+def train_series(records: Sequence[Record], timeline: Sequence[Record] = ()) -> TrainSeries:
+    """Read the columns of metrics.jsonl; the moments of the timeline tell when the run paused."""
     rows = newest_per_step(records)
+    columns = {metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS}
+    step_seconds, time = _phase_seconds(rows), column(rows, "time")
+    pauses = pauses_of(column(timeline, "t"), time, step_seconds + np.nan_to_num(columns["wait_seconds"]))
     return TrainSeries(
-        columns={metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS},
+        columns=columns,
         staleness_counts=_summed_counts(rows, "batch.trajectory_staleness.histogram"),
-        step_seconds=_phase_seconds(rows),
+        step_seconds=step_seconds,
+        pauses=pauses,
+        sessions=sessions_of(time, step_seconds, pauses),
     )
+
+
+def pauses_of(samples: FloatArray, time: FloatArray | None = None, busy: FloatArray | None = None) -> FloatArray:
+    """Return (begin, end) of every stretch of the run without a record, [pauses, 2]: nothing ran.
+
+    ``samples`` are the moments of the timeline, ``time`` the ends of the train steps, and ``busy`` their seconds with
+    the wait for the batch: what these explain is no pause.
+    """
+    time, busy = (np.empty(0) if given is None else given for given in (time, busy))
+    ends = np.concatenate([time, samples])
+    begins = np.concatenate([time - np.nan_to_num(busy), samples])
+    order = np.argsort(ends)[: np.count_nonzero(~np.isnan(ends))]
+    if len(order) < 2:
+        return np.empty((0, 2))
+    ends, begins = ends[order], np.maximum(ends[order][:-1], begins[order][1:])
+    longest = max(LEAST_PAUSE_SECONDS, _PAUSE_FACTOR * float(np.median(np.diff(ends))))
+    found = begins - ends[:-1] > longest
+    return np.stack([ends[:-1][found], begins[found]], axis=1)
+
+
+def sessions_of(time: FloatArray, step_seconds: FloatArray, pauses: FloatArray) -> FloatArray:
+    """Return (begin of the first step, end of the last step) of every session, [sessions, 2]: pauses lie between."""
+    known = ~np.isnan(time)
+    ends, begins = time[known], (time - np.nan_to_num(step_seconds))[known]
+    if not len(ends):
+        return np.empty((0, 2))
+    within = (ends[:-1, None] <= pauses[:, 0]) & (pauses[:, 1] <= ends[1:, None])
+    first = np.concatenate([[True], within.any(axis=1)])
+    return np.stack([begins[first], ends[np.concatenate([first[1:], [True]])]], axis=1)
+
+
+def seconds_of_training(sessions: FloatArray, moments: FloatArray) -> FloatArray:
+    """Sum the seconds of the sessions up to each moment, [moments]; the time between sessions does not count."""
+    begins, ends = sessions[:, 0], sessions[:, 1]
+    return np.asarray((np.clip(moments[:, None], begins, ends) - begins).sum(axis=1), np.float64)
+
+
+def broken(time: FloatArray, values: FloatArray, pauses: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return moments and values, [moments] or [rows, moments], with NaN in every pause: a line ends there."""
+    at = np.searchsorted(time, pauses[:, 1])
+    return np.insert(time, at, pauses.mean(axis=1)), np.insert(values.astype(np.float64), at, math.nan, axis=-1)
 
 
 def timeline_series(records: Sequence[Record]) -> TimelineSeries:
@@ -116,8 +168,10 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
     rows = sorted((r for r in records if not math.isnan(number(r, "t"))), key=lambda r: number(r, "t"))
     dropped = rows[-1].get("dropped") if rows else None
     versions, running, slots = _in_flight(rows)
+    time = column(rows, "t")
     return TimelineSeries(
-        time=column(rows, "t"),
+        time=time,
+        pauses=pauses_of(time),
         queue={state: column(rows, f"view.{state}") for state in QUEUE_STATES},
         groups={state: column(rows, f"view.{state}") for state in GROUP_STATES},
         generated_tokens=_without_resets(column(rows, "generated_token_total")),

@@ -49,10 +49,8 @@ class RunSummary:
     """Newest train step in metrics.jsonl."""
     policy_versions: int | None
     """Number of published versions, including the initial one."""
-    first_step_time: float | None
-    """Unix seconds of the start of the first train step."""
-    training_seconds: float | None
-    """Seconds from the start of the first to the end of the last train step, including pauses."""
+    sessions: tuple[tuple[float, float], ...]
+    """Unix seconds of the first step's begin and the last step's end of every session."""
     score_name: str
     """``accuracy`` for all-or-nothing verifiers, else ``mean reward``."""
     before: EvaluationPoint | None
@@ -128,6 +126,11 @@ class RunSummary:
         return f"up to train step {max(self.audit.committed_step, 0)} of {self.train_steps}"
 
     @property
+    def training_seconds(self) -> float | None:
+        """Seconds from the begin of the first to the end of the last train step, summed over the sessions."""
+        return sum(end - begin for begin, end in self.sessions) if self.sessions else None
+
+    @property
     def audit_verdict(self) -> str | None:
         """Verdict of the audit with the part of the run that it covers; None without an audit."""
         if self.audit is None:
@@ -146,7 +149,7 @@ class RunSummary:
 def summarise(run_folder: Path | RecordedRun) -> RunSummary:
     """Summarise a complete or partial run folder. Raises DataError for a missing folder."""
     folder = run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder)
-    train = train_series(folder.metrics.records)
+    train = train_series(folder.metrics.records, folder.timeline.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
     audit, audit_problem = _audit(folder.path)
@@ -163,8 +166,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         planned_steps=config.trainer.train_steps if config is not None else None,
         train_steps=train_steps,
         policy_versions=_version_count(folder),
-        first_step_time=_first_step_time(train),
-        training_seconds=_training_seconds(train),
+        sessions=tuple(map(tuple, train.sessions.tolist())),
         score_name=_score_name(folder),
         before=before,
         after=after,
@@ -224,15 +226,6 @@ def _score_name(folder: RecordedRun) -> str:
 
 def _version_count(run: RecordedRun) -> int | None:
     return len(published_versions(run.metrics.records, run.timeline.records, run.evaluations.records)) or None
-
-
-def _first_step_time(train: TrainSeries) -> float | None:
-    return _known(train["time"][0] - np.nan_to_num(train.step_seconds[0])) if len(train) else None
-
-
-def _training_seconds(train: TrainSeries) -> float | None:
-    start = _first_step_time(train)
-    return _known(train["time"][-1] - start) if start is not None else None
 
 
 def _generated_per_second(timeline: TimelineSeries) -> float | None:

@@ -44,7 +44,7 @@ class PlotSpec:
 
 def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     """Return the plots with data in the folder, in reading order; none is drawn yet."""
-    train = train_series(folder.metrics.records)
+    train = train_series(folder.metrics.records, folder.timeline.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
     lives = version_lives(folder.logs())

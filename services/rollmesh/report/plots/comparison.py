@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmesh.report.plots import style as s
 from rollmesh.report.plots.learning_plots import SMOOTHING_STEPS, version_steps
-from rollmesh.report.series import EvaluationPoint, FloatArray, TrainSeries, smoothed
+from rollmesh.report.series import EvaluationPoint, FloatArray, TrainSeries, seconds_of_training, smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +37,9 @@ def comparison_plot(arms: Mapping[str, Sequence[Run]]) -> Figure:
 
 
 def clocks(train: TrainSeries) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return (train steps, trained tokens so far, seconds since the start of the first step) per step."""
-    if len(train) == 0:
-        return train["train_step"], train["train_step"], train["train_step"]
-    start = train["time"][0] - np.nan_to_num(train.step_seconds[0])
-    return train["train_step"], np.cumsum(np.nan_to_num(train["batch.trained_tokens"])), train["time"] - start
+    """Return (train steps, trained tokens so far, seconds of training) per step."""
+    seconds = seconds_of_training(train.sessions, train["time"])
+    return train["train_step"], np.cumsum(np.nan_to_num(train["batch.trained_tokens"])), seconds
 
 
 def _draw(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollmesh.report.plots import style as s
-from rollmesh.report.series import FloatArray, TimelineSeries, TrainSeries, binned, rate, smoothed
+from rollmesh.report.series import FloatArray, TimelineSeries, TrainSeries, binned, broken, rate, smoothed
 from rollmesh.report.version_lives import VersionLife
 
 if TYPE_CHECKING:
@@ -43,10 +43,15 @@ def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
     start, unit, label = _clock(timeline.time, train["time"])
-    moments, generated = rate(*binned(timeline.time, timeline.generated_tokens, limit=120))
-    axes.plot((moments - start) / unit, smoothed(generated, 5), color=s.BLUE, label="generated")
-    steps, trained = rate(train["time"], np.cumsum(np.nan_to_num(train["batch.trained_tokens"])))
-    axes.plot((steps - start) / unit, smoothed(trained, 5), color=s.ORANGE, label="trained")
+    total = np.cumsum(np.nan_to_num(train["batch.trained_tokens"]))
+    lines = {
+        "generated": (s.BLUE, binned(timeline.time, timeline.generated_tokens, limit=120), timeline.pauses),
+        "trained": (s.ORANGE, (train["time"], total), train.pauses),
+    }
+    for name, (colour, (time, tokens), pauses) in lines.items():
+        moments, per_second = rate(*broken(time, tokens, pauses))
+        shown = np.where(np.isnan(per_second), np.nan, smoothed(per_second, 5))
+        axes.plot((moments - start) / unit, shown, color=colour, label=name)
     axes.set_title("Throughput")
     s.finish(axes, x=label, y="tokens per second", zero=True)
     s.thousands(axes.yaxis)
@@ -77,8 +82,8 @@ def in_flight_plot(timeline: TimelineSeries) -> Figure:
     figure = s.new_figure(width=s.WIDE, height=3.1)
     (axes,) = s.panels(figure, (1,))
     start, unit, label = _clock(timeline.time)
-    time, running = binned(timeline.time, timeline.running)
-    _, slots = binned(timeline.time, timeline.slots)
+    time, running = _binned(timeline, timeline.running)
+    _, slots = _binned(timeline, timeline.slots)
     clock = (time - start) / unit
     base = np.zeros(len(clock))
     for row, colour in zip(running, s.version_colours(timeline.versions), strict=True):
@@ -110,30 +115,29 @@ def queue_plot(timeline: TimelineSeries) -> Figure:
         ("resting", "resting", s.PURPLE),
         ("pending", "pending", s.GREY),
     )
-    clock = _moments(timeline, start, unit)
+    clock = (_binned(timeline, timeline.time)[0] - start) / unit
     base = np.zeros(len(clock))
     for state, name, colour in states:
         if state == "resting" and not np.nansum(timeline.queue[state]):
             continue  # most runs have none, and older ones have no such column
-        upper = base + _binned(timeline, timeline.queue[state])
+        upper = base + _binned(timeline, timeline.queue[state])[1]
         trajectories.fill_between(clock, base, upper, color=colour, alpha=0.85, linewidth=0, label=name)
         base = upper
     trajectories.set_title("Trajectory queue")
     s.finish(trajectories, x="", y="trajectories", zero=True)
     s.legend(trajectories)
-    groups.plot(clock, _binned(timeline, timeline.groups["open_groups"]), color=s.BLUE, linewidth=1.4, label="open")
-    groups.plot(clock, _binned(timeline, timeline.groups["ready_groups"]), color=s.PURPLE, linewidth=1.4, label="ready")
+    for name, colour in (("open", s.BLUE), ("ready", s.PURPLE)):
+        groups.plot(
+            clock, _binned(timeline, timeline.groups[f"{name}_groups"])[1], color=colour, linewidth=1.4, label=name
+        )
     s.finish(groups, x=label, y="groups", zero=True)
     s.legend(groups)
     return figure
 
 
-def _binned(timeline: TimelineSeries, values: FloatArray) -> FloatArray:
-    return binned(timeline.time, np.nan_to_num(values))[1]
-
-
-def _moments(timeline: TimelineSeries, start: float, unit: float) -> FloatArray:
-    return np.asarray((binned(timeline.time, timeline.time)[0] - start) / unit, np.float64)
+def _binned(timeline: TimelineSeries, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return at most some hundred moments and means, and NaN where the run paused."""
+    return broken(*binned(timeline.time, np.nan_to_num(values)), timeline.pauses)
 
 
 def _clock(*times: FloatArray) -> tuple[float, float, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rollmesh.config import RunConfig
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS
 from rollmesh.gateway.models.ending import ResultLine, RunResultView
@@ -19,7 +21,7 @@ from rollmesh.gateway.models.live import (
 )
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
-from rollmesh.report.series import newest_per_step
+from rollmesh.report.series import newest_per_step, train_series
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.report.view.recorded_curves import RecordedCurves, record_times, recorded_evaluations, recorded_policies
 from rollmesh.scheduling import Schedule
@@ -37,6 +39,7 @@ def recorded_overview(run: RecordedRun, config: RunConfig, recorded: RecordedCur
     newest = next(iter(recorded_policies(run)), None)
     begin_time, curves = recorded.begin_time, recorded.curves
     end_time = max(record_times(run, slice(-1, None)), default=None)
+    paused = float(np.diff(train_series(run.metrics.records, run.timeline.records).pauses).sum())
     return Overview(
         run=config.name,
         time=end_time or 0.0,
@@ -67,7 +70,7 @@ def recorded_overview(run: RecordedRun, config: RunConfig, recorded: RecordedCur
         workers=0,
         dead_letters=0,
         services=[],
-        elapsed_seconds=None if begin_time is None or end_time is None else max(0.0, end_time - begin_time),
+        elapsed_seconds=None if begin_time is None or end_time is None else max(0.0, end_time - begin_time - paused),
         result=RunResultView(
             time=end_time,
             lines=[ResultLine(name=name, value=value) for name, value in ending(run.path) if name not in _SHOWN],

@@ -1,0 +1,92 @@
+"""A run that was stopped and continued: the time between its sessions is no training time, and plots leave it blank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.timeline_file import TimelineFile
+from rollmesh.report.plots import plot_specs
+from rollmesh.report.plots.comparison import clocks
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.sentences import moment
+from rollmesh.report.series import pauses_of, train_series
+from rollmesh.report.summary import summarise
+from rollmesh.report.view.recorded_curves import recorded_curves
+from rollmesh.report.view.recorded_overview import recorded_overview
+
+PAUSE, SECONDS = 826.0, 5.0
+STEP = 0.33 * SECONDS
+"""Seconds of the phases of a step; the rest of its ``SECONDS`` is the wait for its batch."""
+
+
+def later(file: Path, field: str, after: float, by: float) -> None:
+    """Move the lines whose time is later than ``after``."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = (json.dumps(record | {field: record[field] + by * (record[field] > after)}) for record in records)
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(params=[True, False], ids=["with a timeline", "without a timeline"])
+def stopped_after_six_of_twelve(tmp_path: Path, make_run: Callable[..., Path], request: pytest.FixtureRequest) -> Path:
+    folder = make_run(tmp_path / "run", steps=12, seconds=SECONDS)
+    (end,) = (r["time"] for r in RecordedRun(folder).metrics.records if r["train_step"] == 6)
+    later(folder / "metrics.jsonl", "time", end + 0.1, PAUSE)
+    later(folder / "timeline.jsonl", "t", end + 0.1, PAUSE)
+    later(folder / "evaluations.jsonl", "when", end + 0.1, PAUSE)
+    if not request.param:
+        (folder / "timeline.jsonl").unlink()
+    return folder
+
+
+def test_training_time_is_summed_over_sessions(stopped_after_six_of_twelve: Path) -> None:
+    summary = summarise(stopped_after_six_of_twelve)
+    assert summary.training_seconds == pytest.approx(2 * (5 * SECONDS + STEP))
+    assert len(summary.sessions) == 2
+    run = RecordedRun(stopped_after_six_of_twelve)
+    _, _, seconds = clocks(train_series(run.metrics.records, run.timeline.records))
+    assert seconds[[0, 5, 6, 11]] == pytest.approx([STEP, 5 * SECONDS + STEP, 5 * SECONDS + 2 * STEP, 50 + 2 * STEP])
+    assert moment(summary.evaluations[0], summary) == "before training"
+    assert moment(summary.evaluations[-1], summary) == "after training"
+
+
+def test_no_line_of_a_plot_is_drawn_through_the_time_between_sessions(stopped_after_six_of_twelve: Path) -> None:
+    over_time = [s for s in plot_specs(RecordedRun(stopped_after_six_of_twelve)) if s.name in _OVER_TIME]
+    assert over_time
+    for spec in over_time:
+        for axes in spec.draw().axes:
+            for line in axes.get_lines():
+                x, y = (np.asarray(values, np.float64) for values in (line.get_xdata(), line.get_ydata()))
+                # An axis of minutes or of seconds: the pause is more than half of the whole.
+                drawn = ~np.isnan(y[1:] + y[:-1])
+                assert not (np.diff(x)[drawn] > (x.max(initial=0) - x.min(initial=0)) / 2).any(), spec.name
+
+
+_OVER_TIME = ("throughput", "in_flight", "queue")
+
+
+def test_a_long_step_and_a_long_evaluation_are_no_pauses() -> None:
+    samples = np.arange(0.0, 400.0)
+    none = np.empty(0)
+    assert len(pauses_of(samples, np.array([10.0, 20.0, 300.0]), np.array([9.0, 9.0, 9.0]))) == 0
+    assert len(pauses_of(none, np.array([10.0, 20.0, 30.0, 330.0]), np.array([9.0, 9.0, 9.0, 299.0]))) == 0
+    assert pauses_of(none, np.array([10.0, 20.0, 30.0, 330.0]), np.array([9.0, 9.0, 9.0, 9.0])).tolist() == [[30, 321]]
+
+
+def test_the_time_that_a_live_page_shows_does_not_count_the_time_between_sessions() -> None:
+    timeline, curves = TimelineFile(), Curves()
+    for moment_of_record in (100.0, 101.0, 102.0, 928.0, 929.0):
+        timeline.add({"view": {}, "t": moment_of_record, "saved_token_total": 0}, curves)
+    assert timeline.begin_time == 926.0
+
+
+def test_a_recorded_page_shows_the_time_without_pauses(stopped_after_six_of_twelve: Path) -> None:
+    run = RecordedRun(stopped_after_six_of_twelve)
+    assert run.config is not None
+    shown = recorded_overview(run, run.config, recorded_curves(run), report=False).elapsed_seconds
+    assert shown is not None and shown < 12 * SECONDS + 60 < PAUSE
