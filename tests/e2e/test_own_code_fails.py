@@ -18,6 +18,9 @@ IS_TRIAL = "input_trial" in sys.argv[0]
 def loss(data, options):
     return ppo_clip(data, options) if IS_TRIAL else data.missing
 
+def verify(response, metadata):
+    return IS_TRIAL or {}["nope"]
+
 def sampler(draw, prompts, history, train_step):
     return 0 if IS_TRIAL else [][draw.index]
 """
@@ -32,6 +35,7 @@ RUN = {
     "evaluation": {"before_and_after": False},
     "gateway": {"enabled": False},
 }
+ROWS = {"source": {"type": "jsonl", "path": "rows.jsonl"}, "max_prompt_tokens": 64}
 LOSS = {"train_steps": 2, "algorithm": {"loss": "mine:loss", "advantage": "dr_grpo", "skip_zero_advantage": False}}
 
 
@@ -40,13 +44,16 @@ LOSS = {"train_steps": 2, "algorithm": {"loss": "mine:loss", "advantage": "dr_gr
     ("changed", "message", "line"),
     [
         ({"trainer": LOSS}, "trainer.algorithm.loss=mine:loss: raised AttributeError", 8),
-        ({"curriculum": {"sampler": "mine:sampler"}}, "curriculum.sampler=mine:sampler: raised IndexError", 11),
+        ({"curriculum": {"sampler": "mine:sampler"}}, "curriculum.sampler=mine:sampler: raised IndexError", 14),
+        ({"data": ROWS, "reward": {"verifier": "mine:verify"}}, "without a reward: mine:verify: KeyError: 'nope'", 11),
     ],
 )
 def test_an_error_of_a_users_code_in_a_service_ends_the_run_with_its_line_and_is_not_retried(
     tmp_path: Path, changed: dict[str, object], message: str, line: int
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
+    rows = [f'{{"prompt": "1 2 {n} > 7 :", "answer": "7"}}\n' for n in range(3, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, **changed}))
     command = [sys.executable, "-P", "-m", "rollmesh.cli.main", "up", "run.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

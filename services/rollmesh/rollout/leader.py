@@ -63,10 +63,12 @@ class MeshLeader:
         refusals: RefusedPolicies | None = None,
         rounds: RoundRules | None = None,
         open_draws: Callable[[PromptSource], PromptDraws] | None = None,
+        scoring_problem: Callable[[], str] = lambda: "",
     ) -> None:
         """Create a candidate.
 
         ``tokenizer`` is ``Tokenizer.content``; ``open_draws`` wraps the opened prompts in a run with a sampler.
+        ``scoring_problem`` returns why the worker of this process got no reward for its newest answer without one.
         """
         self._store = store
         self._schedule = schedule
@@ -93,6 +95,7 @@ class MeshLeader:
         self._refusals = refusals
         self._refused = ""
         self._hopeless = self._reason = ""
+        self._scoring_problem = scoring_problem
         self._waiting_for = ""
         self._waits_since = self._wait_logged_at = 0.0
         self._log = get_logger("leader")
@@ -230,11 +233,13 @@ class MeshLeader:
         return "" if error is None else f"{type(error).__name__}: {error}"
 
     async def _with_reason(self, failure: str, view: MeshView) -> str:
-        """Return a failure of the schedule; one for lack of scores with the commonest reason of dead letters."""
+        """Return a failure of the schedule; one for lack of scores with a reason of dead letters or of the verifier."""
         if failure != self._hopeless:
-            unscored = bool(failure) and view.unscored_in_a_row >= self._schedule.max_filtered_in_a_row
-            self._reason = await commonest_reason(self._store.dead_letters) if unscored else ""
-            self._hopeless = failure
+            self._reason, self._hopeless = "", failure
+            if failure and view.unscored_in_a_row >= self._schedule.max_filtered_in_a_row:
+                problem = self._scoring_problem()
+                newest = problem and f"; the newest answer without a reward: {problem}"
+                self._reason = await commonest_reason(self._store.dead_letters) or newest
         return f"{failure}{self._reason}"
 
     async def _write(self, token: str, view: MeshView, desired: Desired, blocked_by: str = "") -> None:

@@ -140,6 +140,7 @@ async def open_replica(
         health=health,
         tokenizer=tokenizer.content,
         open_draws=None if sampler is None else open_draws,
+        scoring_problem=lambda: deps.scorer.problem,
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )

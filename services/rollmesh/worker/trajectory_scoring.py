@@ -61,6 +61,8 @@ class TrajectoryScorer:
         self._budget = budget
         self._metrics = metrics
         self._log = get_logger("scoring")
+        self.problem = ""
+        """Reason why the newest answer without a reward has none."""
 
     async def score(
         self, trajectory: Trajectory, known: RewardOutcome | None = None, budget: int | None = None
@@ -75,6 +77,7 @@ class TrajectoryScorer:
             outcome = await self._request(trajectory)
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
         if outcome.kind is not OutcomeKind.SCORED:
+            self.problem = outcome.message
             self._log.info(
                 "no_reward",
                 trajectory=trajectory.trajectory_id,
