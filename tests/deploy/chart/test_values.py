@@ -21,6 +21,7 @@ from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 NODES = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+SIDECAR_GPU = r"generator.sglang.sidecar.resources.limits.nvidia\.com/gpu=1"
 GPU = r"resources.limits.nvidia\.com/gpu"
 
 
@@ -175,6 +176,15 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         ([f"trainer.{GPU}=8"], r"processesPerNode=1 with 8 GPUs"),
         ([r"trainer.resources.limits.amd\.com/gpu=2"], r"processesPerNode=1 with 2 GPUs"),
         ([r"trainer.resources.limits.nvidia\.com/mig-1g\.10gb=2", "trainer.processesPerNode=4"], "=4 with 2 GPUs"),
+        (["generator.autoscaling.maxReplicas=9"], r"generator\.autoscaling\.maxReplicas=9 without its kind"),
+        (
+            ["reward.autoscaling.kind=hpa", "reward.autoscaling.minReplicas=99"],
+            r"reward\.autoscaling\.minReplicas=99 is",
+        ),
+        (
+            [*SGLANG, "model.existingClaim=m", "generator.sglang.sidecar.args={--tp-size=2}", SIDECAR_GPU],
+            "--tp-size=2 with 1",
+        ),
         (["run.rollout.program=agent", "agents.replicas=2"], r"agents\.replicas=2 .* run\.rollout\.program=agent"),
     ],
 )

@@ -92,7 +92,7 @@ BY_NAME: dict[str, Any] = {
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 7}},
     "digest": "sha256:" + "0" * 64,
     "maxUnavailable": 3,
-    "minReplicas": 7,
+    "minReplicas": 3,
 }
 BY_PATH: dict[str, Any] = {
     "run": {"name": "other", "model": {"path": "recipe:countdown"}},

@@ -14,15 +14,6 @@
 {{- $root := index . 0 -}}
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
-{{- $gpus := 0 -}}
-{{- range $resource, $amount := $trainer.resources.limits -}}
-{{- if regexMatch "/(gpu|mig-)" $resource -}}
-{{- $gpus = add $gpus (int $amount) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $gpus (ne $gpus (int64 $trainer.processesPerNode)) -}}
-{{- fail (printf "trainer.processesPerNode=%v with %d GPUs in trainer.resources: a rank uses one GPU; make the two numbers equal" $trainer.processesPerNode $gpus) -}}
-{{- end -}}
 {{- $severalRanks := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
 {{- if and $severalRanks (eq (dig "trainer" "optimizer" "" $root.Values.run) "adamw_8bit") -}}
 {{- fail (printf "trainer.nodes=%v and trainer.processesPerNode=%v with run.trainer.optimizer=adamw_8bit: the 8-bit moments cannot be split over processes; use adamw, whose moments are split, or 1 node with 1 process" $trainer.nodes $trainer.processesPerNode) -}}
