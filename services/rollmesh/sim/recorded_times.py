@@ -11,18 +11,21 @@ from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
 from rollmesh.report.series import newest_per_step
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
 
+_PAUSE_SECONDS = 30.0
+"""Time between two lines of the timeline after which a run counts as stopped; `rollmesh up` writes one a second."""
 _LEAST_UPDATES = 3
 """Train steps of a calibration: the first one has the start of the services in its times."""
 
 
 def recorded_times(run: RecordedRun) -> RunRecords:
-    """Return the records of a run that `rollmesh up` has written, without those of processes outside of it.
+    """Return the records of a run since its newest start, without those of processes outside of it.
 
     Scores take no time in them: no file of the folder has it. Raises DataError for a folder with too little.
     """
     if run.config is None:
         raise DataError(f"{run.path}: {run.config_problem}")
-    updates = trained_updates(run.path)
+    began = _newest_start(run)
+    updates = tuple(update for update in trained_updates(run.path) if update.cut_at >= began)
     if len(updates) < _LEAST_UPDATES:
         raise DataError(
             f"{run.path}: {len(updates)} train steps with their times in metrics.jsonl and logs/; a calibration needs "
@@ -42,7 +45,10 @@ def recorded_times(run: RecordedRun) -> RunRecords:
         if "decode_steps" in before
     )
     if not any(each.steps for each in work):
-        raise DataError(f"{run.path}: no decode steps in timeline.jsonl: the engine of the run must count them (torch)")
+        raise DataError(
+            f"{run.path}: no decode steps in timeline.jsonl: rollmesh up writes them, for an engine that counts them "
+            "(torch); give such a run"
+        )
     fetch_seconds, swap_seconds = load_seconds(run.path)
     return RunRecords(
         folder=run.path,
@@ -55,6 +61,12 @@ def recorded_times(run: RecordedRun) -> RunRecords:
         swap_seconds=swap_seconds,
         strangers=(),
     )
+
+
+def _newest_start(run: RecordedRun) -> float:
+    """Return the time from which the run was recorded without a pause: a run that was continued stood still before."""
+    times = [float(line["t"]) for line in run.timeline.records if "t" in line]
+    return max((after for before, after in pairwise(times) if after - before > _PAUSE_SECONDS), default=0.0)
 
 
 def announcements(folder: Path) -> dict[int, float]:

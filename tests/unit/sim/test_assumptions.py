@@ -69,6 +69,7 @@ def recorded(folder: Path, preset: str = "sync") -> Path:
     demo = recipe_file("countdown", "demo.yaml").read_text().splitlines()
     own = ("  preset:", "  max_staleness:", "  pool_size:")
     config = "\n".join(line for line in demo if not line.startswith(own))
+    folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(config.replace("schedule:", f"schedule:\n  preset: {preset}"))
     (folder / "logs").mkdir()
     lines, cuts, trained, loads = [], [], [], []
@@ -119,6 +120,22 @@ def test_the_times_of_a_run_replace_those_of_devices(tmp_path: Path) -> None:
     assert found["step_fixed_seconds"] == "0.9"
     assert (found["publish_seconds"], found["fetch_seconds"], found["swap_seconds"]) == ("0.5", "0.2", "0.1")
     assert not {"gpu", "model", "trainer_devices", "compute"} & found.keys()
+
+
+def test_the_time_between_two_starts_of_a_run_is_no_time_of_a_step(tmp_path: Path) -> None:
+    found = []
+    for hour in (0, 3600):
+        folder = recorded(tmp_path / str(hour))
+        lines = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+        # The samples of a start an hour before, whose train steps are gone.
+        _write(folder / "timeline.jsonl", [line | {"t": line["t"] - hour} for line in lines[:5] if hour] + lines)
+        found.append(assumed("--calibrate", str(folder), *SMALL)["reward_seconds"])
+    assert found[0] == found[1]
+    late = recorded(tmp_path / "late")
+    steps = [json.loads(line) for line in (late / "timeline.jsonl").read_text().splitlines()]
+    _write(late / "timeline.jsonl", [line | {"t": line["t"] + 100 * (line["t"] > BEGINNING + 22)} for line in steps])
+    result = sim("--calibrate", str(late), *SMALL)
+    assert result.exit_code == 2 and "0 train steps with their times" in result.stderr
 
 
 def test_a_run_that_overlapped_has_the_contention_in_its_times(tmp_path: Path) -> None:
