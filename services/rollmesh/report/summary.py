@@ -24,6 +24,7 @@ from rollmesh.report.series import (
     newest_per_step,
     number,
     published_versions,
+    seconds_of_training,
     timeline_series,
     train_series,
 )
@@ -248,7 +249,8 @@ def _rollout_bubble_ratio(folder: RecordedRun, train: TrainSeries) -> float | No
         return None
     running, slots = (train[f"mesh.engines.{name}slot_seconds"][1:] for name in ("running_", ""))
     if folder.schedule.rests_while_training:
-        slots = slots * train["wait_seconds"][1:] / np.diff(train["time"])
+        seconds = np.diff(seconds_of_training(train.sessions, train["time"]))
+        slots = slots * np.minimum(1.0, train["wait_seconds"][1:] / seconds)
     return _bubble_ratio(running, slots)
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from rollmesh.errors import DataError
 from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
-from rollmesh.report.series import newest_per_step
+from rollmesh.report.series import newest_per_step, train_series
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
 
-_PAUSE_SECONDS = 30.0
-"""Time between two lines of the timeline after which a run counts as stopped; `rollmesh up` writes one a second."""
 _LEAST_UPDATES = 3
 """Train steps of a calibration: the first one has the start of the services in its times."""
 
@@ -24,7 +22,8 @@ def recorded_times(run: RecordedRun) -> RunRecords:
     """
     if run.config is None:
         raise DataError(f"{run.path}: {run.config_problem}")
-    began = _newest_start(run)
+    pauses = train_series(run.metrics.records, run.timeline.records).pauses
+    began = float(pauses[-1, 1]) if len(pauses) else 0.0
     updates = tuple(update for update in trained_updates(run.path) if update.cut_at >= began)
     if len(updates) < _LEAST_UPDATES:
         raise DataError(
@@ -61,12 +60,6 @@ def recorded_times(run: RecordedRun) -> RunRecords:
         swap_seconds=swap_seconds,
         strangers=(),
     )
-
-
-def _newest_start(run: RecordedRun) -> float:
-    """Return the time from which the run was recorded without a pause: a run that was continued stood still before."""
-    times = [float(line["t"]) for line in run.timeline.records if "t" in line]
-    return max((after for before, after in pairwise(times) if after - before > _PAUSE_SECONDS), default=0.0)
 
 
 def announcements(folder: Path) -> dict[int, float]:
