@@ -54,7 +54,9 @@ def style() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'rollmesh[report]'") from error
+        raise ConfigError(
+            "plots need matplotlib: pip install 'rollmesh[report]'; of our images the gateway's has it"
+        ) from error
     return matplotlib.rc_context(fname=Path(__file__).with_name("plots.mplstyle"))
 
 
