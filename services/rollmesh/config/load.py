@@ -48,8 +48,8 @@ def load_run_config(
 ) -> RunConfig:
     """Load and validate a run file.
 
-    ``overrides`` are ``a.b=c`` strings with YAML values. ``environ`` defaults to the environment of the process and is
-    read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field, its value and the allowed ones.
+    ``overrides`` are ``a.b=c``: a field of text takes c as it is, others read it as YAML. ``environ`` defaults to the
+    environment of the process and is read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field, its value and the allowed ones.
     """
     file = Path(path)
     try:
@@ -83,7 +83,7 @@ def load_run_config(
 
 
 def text_override(field: str, text: object) -> str:
-    """Return the override that gives a field this text as it is; YAML would read ``2024`` or ``a #1`` otherwise."""
+    """Return the override that gives a field this text as it is, also ``null``, quotes and spaces around it."""
     return f"{field}={json.dumps(str(text), ensure_ascii=False)}"
 
 

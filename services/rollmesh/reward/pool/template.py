@@ -184,11 +184,6 @@ def main(descriptor: int) -> None:
     except RollmeshError as error:
         _send(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
         return
-    except Exception as error:  # the import of a user's module may raise anything
-        traceback.print_exc()
-        message = f"reward.verifier: {spec.default_verifier}: {type(error).__name__}: {error}"
-        _send(control, {"op": "failed", "error": "ConfigError", "message": message})
-        return
     confinement = prepare(spec.memory_limit_bytes)
     declared = {name: verifier.timeout_means_wrong for name, verifier in verifiers.items()}
     _send(control, {"op": "ready", "timeout_means_wrong": declared, "most_workers": confinement.most_workers()})
