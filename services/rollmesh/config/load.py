@@ -49,7 +49,8 @@ def load_run_config(
     """Load and validate a run file.
 
     ``overrides`` are ``a.b=c``: a field of text takes c as it is, others read it as YAML. ``environ`` defaults to the
-    environment of the process and is read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field, its value and the allowed ones.
+    environment of the process and is read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field,
+    its value and the allowed ones.
     """
     file = Path(path)
     try:
