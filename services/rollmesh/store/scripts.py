@@ -109,15 +109,18 @@ def load_scripts() -> Mapping[str, Script]:
     return MappingProxyType({name: compose(name, text, libraries) for name, text in sorted(scripts.items())})
 
 
+_REFUSED = (
+    redis_errors.AuthenticationError,  # NOAUTH and WRONGPASS
+    redis_errors.AuthenticationWrongNumberOfArgsError,
+    redis_errors.NoPermissionError,
+)
+_REFUSED_TEXTS = ("Authentication required", "already authenticated", "username-password pair")
+"""Texts of NOAUTH and WRONGPASS, in the errors in which redis-py or a sentinel wraps them."""
+
+
 def refuses_credentials(error: Exception) -> bool:
-    """Tell whether the password is missing or wrong, so that a retry cannot succeed."""
-    if isinstance(error, redis_errors.AuthenticationError | redis_errors.AuthenticationWrongNumberOfArgsError):
-        return True
-    text = str(error)
-    if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
-        return True
-    redis_py_messages = ("already authenticated", "username-password pair", "this user has no permissions")
-    return any(message in text for message in redis_py_messages)
+    """Tell whether the password is missing or wrong, or the user may not do this, so that a retry cannot succeed."""
+    return isinstance(error, _REFUSED) or any(text in str(error) for text in _REFUSED_TEXTS)
 
 
 def is_no_master(error: Exception) -> bool:

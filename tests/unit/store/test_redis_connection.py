@@ -43,7 +43,11 @@ def test_servers_before_version_7_and_versions_that_cannot_be_read_are_refused(
             StoreUnavailable,
             "ROLLMESH_STORE__PASSWORD",
         ),
-        (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
+        (
+            redis_errors.NoPermissionError("User mesh has no permissions"),
+            StoreUnavailable,
+            "credentials",
+        ),
         (redis_errors.ConnectionError("refused"), StoreUnavailable, "is unreachable"),
         (redis_errors.TimeoutError(), StoreUnavailable, "is unreachable: TimeoutError"),
         (
