@@ -21,7 +21,7 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.store import TrajectoryStore
 
 from ...kit.certificates import Authority
-from .pod_mesh import DEADLINE_SECONDS, SECRETS, machine_for, machine_of, start_all, versions, wait_until
+from .pod_mesh import DEADLINE_SECONDS, KIND, SECRETS, SMALL, machine_for, machine_of, start_all, versions, wait_until
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, RUN_FILES, Helm, Rendering
 
@@ -128,20 +128,32 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
     )
 
 
-def test_the_next_pod_of_an_older_trainer_ends_its_job_when_an_upgrade_has_stopped_half_way(
+def test_the_trainer_of_an_older_revision_gives_up_for_good_when_an_upgrade_has_stopped_half_way(
     helm4: Helm, commands: str, tmp_path: Path
 ) -> None:
     """Both Jobs are there, and the ConfigMap is the newer one's."""
-    old = machine_of(helm4, ["run.trainer.train_steps=2"], tmp_path, commands).rendering
-    machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
-    machine.folder.mkdir(parents=True)
-    name, newest = (rendering.one("Job")["metadata"]["name"] for rendering in (old, machine.rendering))
-
-    Pod(machine, machine.rendering.component("trainer"), f"{newest}-0").run_init_container("newest")
-    with pytest.raises(AssertionError, match=rf"Job {name} ends: .* is Job {newest}") as refused:
-        Pod(machine, old.component("trainer"), f"{name}-0").run_init_container("newest")
-    status = int(re.search(r"newest ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
-    assert status in final_statuses(old, "newest")
+    machine = machine_of(helm4, ["run.trainer.train_steps=100000"], tmp_path, commands)
+    old = machine.rendering
+    new = helm4.template(CHART, [KIND], [*SMALL, "run.trainer.train_steps=100000", "trainer.podAnnotations.a=b"])
+    name, newest = (rendering.one("Job")["metadata"]["name"] for rendering in (old, new))
+    with pods_of(machine, {"agents": 0, "gateway": 0}) as pods:
+        start_all(pods)
+        (older,) = pods.pop("trainer")
+        try:
+            wait_until(pods, lambda: 1 in versions(pods), "the first train step")
+            machine.rendering = new
+            pods["trainer"] = [Pod(machine, new.component("trainer"), f"{newest}-0")]
+            pods["trainer"][0].start()
+            wait_for_end(older)
+            assert older.exit_status not in (0, *final_statuses(old, "trainer")), "a pod that was lost ends like this"
+            with pytest.raises(AssertionError, match=rf"Job {name} ends: .* is Job {newest}") as refused:
+                Pod(machine, old.component("trainer"), f"{name}-1").start()
+        finally:
+            older.kill()
+        status = int(re.search(r"newest ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
+        assert status in final_statuses(old, "newest")
+        trained = max(versions(pods))
+        wait_until(pods, lambda: max(versions(pods)) > trained + 1, "the newer trainer to go on")
 
 
 def final_statuses(rendering: Rendering, container: str) -> list[int]:
