@@ -27,12 +27,12 @@ from rollmesh.user_code import CODE_FOLDER
 _SECRETS = frozenset(name for *_, name in SECRETS)
 """Secret fields: their values are not parsed as YAML and never shown."""
 _FULL_VOCABULARY = "training samples from the full vocabulary; evaluation.top_p and evaluation.top_k remain"
-_REMOVED: Mapping[tuple[str, str], tuple[object, str]] = {
-    ("rollout", "top_p"): (1.0, _FULL_VOCABULARY),
-    ("rollout", "top_k"): (0, _FULL_VOCABULARY),
-    ("model", "trust_remote_code"): (False, "only model code of transformers is used"),
+_LEFT_OUT: Mapping[tuple[str, str], str] = {
+    ("rollout", "top_p"): _FULL_VOCABULARY,
+    ("rollout", "top_k"): _FULL_VOCABULARY,
+    ("model", "trust_remote_code"): "only model code of transformers is used",
 }
-"""Removed fields: the value that earlier run folders contain, which is ignored, and a hint for any other value."""
+"""Fields that other systems have and a run file does not, with the reason."""
 _SENTENCES: Mapping[tuple[str, str], str] = {
     ("name", "string_pattern_mismatch"): "expected 1 to 63 lower-case letters, digits, - or _, with a letter or digit "
     "first, for example my-run",
@@ -98,22 +98,12 @@ def validate_run_config(
     for path, half in half_characters(data):
         raise ConfigError(f"{origin}: {'.'.join(path)}: {half}{_place(path, origins or {})}")
     try:
-        return RunConfig.model_validate(_without_removed(data))
+        return RunConfig.model_validate(data)
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
             lines.append(f"  {_problem(problem)}{_place(problem['loc'], origins or {})}")
         raise ConfigError("\n".join(lines)) from error
-
-
-def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed fields that have the value of earlier run folders."""
-    kept = dict(data)
-    for (section, name), (value, _) in _REMOVED.items():
-        fields = kept.get(section)
-        if isinstance(fields, dict) and name in fields and fields[name] == value:
-            kept[section] = {key: item for key, item in fields.items() if key != name}
-    return kept
 
 
 def _place(loc: Sequence[object], origins: Mapping[tuple[str, ...], str]) -> str:
@@ -138,9 +128,9 @@ def _problem(problem: ErrorDetails) -> str:
 
 
 def _similar(keys: Sequence[str]) -> str:
-    """Return a hint for an unknown key: why it was removed, the closest key of its section, or all keys."""
-    if len(keys) == 2 and (removed := _REMOVED.get((keys[0], keys[1]))):
-        return f"; {removed[1]}"
+    """Return a hint for an unknown key: why there is none, the closest key of its section, or all keys."""
+    if len(keys) == 2 and (reason := _LEFT_OUT.get((keys[0], keys[1]))):
+        return f"; {reason}"
     section: type[BaseModel] = RunConfig
     for key in keys[:-1]:
         field = section.model_fields.get(key)

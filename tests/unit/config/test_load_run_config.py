@@ -46,13 +46,6 @@ def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
     assert load_run_config(run_file(schedule={"pool_size": "auto"})).schedule.pool_size == "auto"
 
 
-def test_a_run_folder_with_removed_fields_at_their_only_value_loads(run_file) -> None:
-    model = {**MINIMAL["model"], "trust_remote_code": False}
-    config = load_run_config(run_file(model=model, rollout={"top_p": 1.0, "top_k": 0, "temperature": 0.5}), environ={})
-    assert config.rollout.temperature == 0.5
-    assert "top_p" not in config.model_dump(mode="json")["rollout"]
-
-
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
