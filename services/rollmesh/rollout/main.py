@@ -111,7 +111,7 @@ async def open_replica(
     await store.limits.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
     client = await stack.enter_async_context(GenerationClient(security))
-    reward = await stack.enter_async_context(RewardClient(config, security=security))
+    reward = await stack.enter_async_context(RewardClient(config, security=security, waits=health.waits))
     settings = WorkerSettings.from_config(config, tokenizer)
     settings = replace(settings, calls=replace(settings.calls, segment_tokens=schedule.segment_tokens))
     if config.rollout.program == "agent":

@@ -35,5 +35,18 @@ class ServiceStates:
         try:
             answer = await self._client.get(endpoint.admin, "/readyz")
             return answer.is_success, str(answer.json()["waits"])
+        except httpx.ConnectError as error:
+            return False, f"its admin port cannot be reached from here: {_cause(error)}"
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return False, ""  # a service that starts, ends or is too busy to answer
+            return False, ""  # a service that ends, or is too busy to answer
+
+
+def _cause(error: BaseException) -> str:
+    """Return the error of the operating system below an error of the client, which has a text of its own."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.strerror:
+            return found.strerror
+        inner = found.exceptions[0] if isinstance(found, BaseExceptionGroup) else None
+        found = inner or found.__cause__ or found.__context__
+    return str(error)

@@ -18,6 +18,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.runtime.retry import Backoff
 from rollmesh.runtime.tasks import BackgroundTasks
+from rollmesh.runtime.waits import Waits
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
@@ -30,6 +31,8 @@ MOST_BYTES_PER_CALL = 8 << 20
 _BACKOFF = Backoff(first_seconds=0.05, longest_seconds=2.0, jitter=0.5)
 _ADDRESS_REFRESH_SECONDS = 5.0
 _LOG_SECONDS = 30.0
+_WAIT = "reward"
+_NONE = "none is registered"
 _RETRIED_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """Codes that are retried at the same or another replica; scoring twice is harmless."""
 
@@ -62,14 +65,17 @@ class RewardClient:
         addresses: Addresses | None = None,
         security: PortSecurity = OPEN,
         deadline_seconds: float = 300.0,
+        waits: Waits | None = None,
     ) -> None:
         """``addresses`` returns the host:port of the services; the default uses the run file.
 
-        ``deadline_seconds`` limits a call with all its retries and its waiting time in the service.
+        ``deadline_seconds`` limits a call with all its retries and its waiting time in the service. ``waits`` shows
+        why a call is retried.
         """
         self._addresses = addresses or reward_addresses(config)
         self._security = security
         self._deadline_seconds = deadline_seconds
+        self._waits = waits or Waits()
         self._connections: dict[str, _Connection] = {}
         self._read_at = -_ADDRESS_REFRESH_SECONDS
         self._log_retry_at = 0.0
@@ -144,6 +150,7 @@ class RewardClient:
                 metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
                 try:
                     await _receive(connection.stub, batch, remaining, metadata)
+                    self._waits.end(_WAIT)
                     return
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -161,9 +168,10 @@ class RewardClient:
                 batch = [waiting for waiting in batch if not waiting.result.done()]
                 if not batch:
                     return
+            self._waits.begin(_WAIT, f"reward service: {reason or _NONE}")
             attempt += 1
             await asyncio.sleep(min(_BACKOFF.seconds(attempt), max(0.0, deadline - time.monotonic())))
-        reason = reason or "none is registered"
+        reason = reason or _NONE
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
 
     def _log_retry(self, reason: str) -> None:

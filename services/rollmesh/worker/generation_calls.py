@@ -18,6 +18,7 @@ from typing import Self
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
+from rollmesh.runtime.waits import Waits
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 from rollmesh.wire.generation_client import GenerationClient
@@ -38,6 +39,7 @@ SaveTokens = Callable[[ActiveTrajectory], Awaitable[None]]
 
 _LEAST_CHUNK_TOKENS = 16
 """Smallest useful chunk: below it, messages and saves cost too much per token."""
+_WAIT = "generation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +84,16 @@ class Caller:
         policies: NewestPolicy,
         limits: CallLimits,
         metrics: TrajectoryMetrics,
+        waits: Waits | None = None,
     ) -> None:
+        """Create a caller; ``waits`` shows the error of a generator until another call has a token."""
         self._client = client
         self._acknowledger = Acknowledger(client)
         self._generators = generators
         self._policies = policies
         self._limits = limits
         self._metrics = metrics
+        self._waits = waits or Waits()
         self._log = get_logger("calls")
 
     async def sample(
@@ -184,6 +189,8 @@ class Caller:
 
     def _misbehaved(self, slot: GeneratorSlot, reason: str, message: str) -> None:
         slot.active.call_failed()
+        where = "" if slot.record.address in message else f"{slot.record.address}: "
+        self._waits.begin(_WAIT, f"generation: {where}{message}")
         seconds = self._generators.avoid(slot.record.instance_id, GARBAGE_AVOID_SECONDS)
         self._metrics.call_ended(reason)
         self._log.warning(
@@ -228,6 +235,7 @@ class Caller:
                 await self._keep(slot, chunk, goal, params)
                 if len(chunk.token_ids) or chunk.finish_reason is not None:
                     self._generators.clear_avoidance(slot.record.instance_id)
+                    self._waits.end(_WAIT)
                 if active.stop_requested:
                     self._metrics.call_ended("enough")
                     return FinishReason.STOP

@@ -11,11 +11,13 @@ from rollmesh.curriculum.shapers.overlong import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.retry import Backoff, retry
+from rollmesh.runtime.waits import Waits
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
+_WAIT = "scoring"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,20 @@ def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
 class TrajectoryScorer:
     """Client of the reward service that retries with exponential back-off while the service is unavailable."""
 
-    def __init__(self, service: RewardClient, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        service: RewardClient,
+        config: RewardConfig,
+        budget: int,
+        metrics: WorkerMetrics,
+        waits: Waits | None = None,
+    ) -> None:
+        """Create a scorer; ``waits`` shows why an answer got no value, until another one gets one."""
         self._service = service
         self._config = config
         self._budget = budget
         self._metrics = metrics
+        self._waits = waits or Waits()
         self._log = get_logger("scoring")
         self.problem = ""
         """Reason why the newest answer without a reward has none."""
@@ -76,8 +87,11 @@ class TrajectoryScorer:
         if outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, self._config) == "retry" and known is None:
             outcome = await self._request(trajectory)
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
-        if outcome.kind is not OutcomeKind.SCORED:
+        if outcome.kind is OutcomeKind.SCORED:
+            self._waits.end(_WAIT)
+        else:
             self.problem = outcome.message
+            self._waits.begin(_WAIT, f"an answer has no reward ({outcome.kind.value}): {outcome.message}")
             self._log.info(
                 "no_reward",
                 trajectory=trajectory.trajectory_id,

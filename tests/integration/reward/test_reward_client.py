@@ -14,10 +14,15 @@ import pytest
 
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import create_server
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.waits import Waits
+from rollmesh.types import OutcomeKind
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.v1 import trajectory_pb2
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.worker_metrics import WorkerMetrics
 
 from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, gate, make_config, running_service
 
@@ -168,10 +173,28 @@ async def test_without_a_service_the_client_waits_until_the_deadline_or_until_on
     async with RewardClient(config, deadline_seconds=0.3) as client:
         with pytest.raises(RewardUnavailable, match=r"within 0\.3 s; none is registered"):
             await client.score([answers.trajectory("value 1")])
-    async with RewardClient(config) as client:
+    waits = Waits()
+    async with RewardClient(config, waits=waits) as client:
         early = asyncio.create_task(client.score([answers.trajectory("value 1")]))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while waits.text() != "reward service: none is registered":
+                await asyncio.sleep(0.01)
         async with running_service(config):
             assert (await early)[0].value == 1.0
+    assert waits.text() == ""
+
+
+async def test_an_answer_without_a_reward_shows_the_error_of_the_verifier_until_one_has_a_reward(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    answers, waits = Answers(config), Waits()
+    async with running_service(config), RewardClient(config) as client:
+        scorer = TrajectoryScorer(client, config.reward, 1000, WorkerMetrics(Metrics("rollout")), waits)
+        assert (await scorer.score(answers.trajectory("raise"))).outcome.kind is OutcomeKind.VERIFIER_ERROR
+        assert waits.text().startswith("an answer has no reward (verifier_error): ")
+        assert (await scorer.score(answers.trajectory("value 1"))).shaped_reward == 1.0
+    assert waits.text() == ""
 
 
 async def test_closing_the_client_ends_its_calls_with_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rollmesh.errors import EngineError
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.waits import Waits
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import (
     ANY_VERSION,
@@ -121,6 +123,7 @@ async def make_caller(
     registry: Registry | None = None,
     generators: GeneratorPool | None = None,
     segment_tokens: int = 0,
+    waits: Waits | None = None,
 ) -> Caller:
     registry = registry or Registry()
     looks = itertools.count(0, 1000)  # no generator is avoided for so long
@@ -134,7 +137,7 @@ async def make_caller(
         segment_tokens=segment_tokens,
     )
     policies = NewestPolicy(registry)  # type: ignore[arg-type]
-    return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")))
+    return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")), waits)
 
 
 async def save(held: ActiveTrajectory) -> None:
@@ -167,6 +170,23 @@ def test_a_generator_may_be_ahead_by_partial_save_tokens_and_has_two_chunks_of_t
     assert limits.unacknowledged_token_limit == partial_save_tokens
     assert min(16, partial_save_tokens) <= limits.chunk_token_count <= partial_save_tokens
     assert partial_save_tokens < 32 or 2 * limits.chunk_token_count <= partial_save_tokens
+
+
+async def test_the_error_of_a_generator_shows_until_a_call_has_a_token() -> None:
+    held, waits, seen = make_held(), Waits(), []
+
+    class Watched(Generator):
+        async def generate(
+            self, record: GeneratorRecord, call: GenerationCall, *rest: Any, **options: Any
+        ) -> AsyncGenerator[Chunk, None]:
+            seen.append(waits.text())
+            async for each in super().generate(record, call, *rest, **options):
+                yield each
+
+    caller = await make_caller(Watched([(0, BREAK)], held), 16, waits=waits)
+    await caller.sample(held, 10, SamplingParams(), save=None)
+    assert seen == ["", f"generation: {RECORD.address}: the connection was lost"]
+    assert waits.text() == ""
 
 
 async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
