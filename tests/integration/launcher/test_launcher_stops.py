@@ -104,5 +104,5 @@ async def test_a_timeline_that_cannot_be_written_is_said_once_and_ends_nothing(t
 
     async with local_mesh(run, folder, asyncio.Event(), console) as mesh:
         await mesh.until(room, "room")
-    assert console.file.getvalue().count("the run folder cannot be written") == 1  # type: ignore[attr-defined]
+    assert console.file.getvalue().count("waiting for the run folder, which cannot be written") == 1  # type: ignore[attr-defined]
     assert folder.timeline.read_text().count("\n") >= 1
