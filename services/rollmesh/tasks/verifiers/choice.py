@@ -24,7 +24,7 @@ class ChoiceVerifier:
     at its beginning (``B.``, ``(B)``) counts first, then the last "answer is X", "answer: X", "answer (X)" or
     "answer X,", then the last separate letter. Marks of Markdown and TeX, quotation marks, "option" and "choice" may
     precede X. The pronoun I is no choice; outside of a marked answer, neither is the article A at the beginning of a
-    sentence. The reference is a letter, or an index from 0.
+    sentence. The reference is a letter, which its text may follow (``B) Paris``), or an index from 0.
     """
 
     timeout_means_wrong = False
@@ -51,11 +51,11 @@ class ChoiceVerifier:
     def _reference(self, metadata: Mapping[str, Any]) -> str:
         if "answer" not in metadata:
             raise VerifierError(f"choice: the prompt's metadata has no field 'answer'; it has {sorted(metadata)}")
-        text = reference_text(metadata["answer"], "choice").strip().strip("().").upper()
+        text = reference_text(metadata["answer"], "choice").strip()
         if text.isascii() and text.isdigit() and int(text) < len(self._letters):
             return self._letters[int(text)]
-        if len(text) == 1 and text in self._letters:
-            return text
+        if label := self._label.match(text) or self._label.match(text.upper()):
+            return label[1]
         raise VerifierError(
             f"choice: the prompt's answer {text[:40]!r} is not one of {self._letters}, and not an index"
         )

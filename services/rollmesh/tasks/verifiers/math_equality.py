@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -25,10 +25,31 @@ _SCIENTIFIC = re.compile(
 """Number as programs print it."""
 _MAYBE_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])[0-9]+[eE][-+][0-9](?!\w|\.[0-9])")
 """``2e-6``, which may also mean 2e - 6."""
-_CURRENCY = re.compile(r"\\\$|[\u20ac\u00a3\u00a5\u20b9]")
+_Spelling = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_SPELLINGS: tuple[_Spelling, ...] = (
+    (re.compile(r"\\\$|[\u20ac\u00a3\u00a5\u20b9]"), ""),
+    (
+        re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3}(?!\d|\s*/))+"),
+        lambda number: re.sub(r"\D", "", number[0]),
+    ),
+    (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (
+        re.compile(r"(?<![\d.])(\d*)\.(\d{0,99})\\overline\s*\{(\d{1,99})\}"),
+        lambda number: _fraction(number[1] or "0", number[2], number[3]),
+    ),
+    (re.compile(r"\\([lr])brace(?![a-zA-Z])"), lambda brace: "\\{" if brace[1] == "l" else "\\}"),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
+    (re.compile(r"^\s*\\approx(?![a-zA-Z])"), ""),
+    (re.compile(r"(?<=[^.\s\\])(?<!\\right)[.,;]\s*$"), ""),
+)
+"""Spellings that math-verify does not read, or takes for something else, and what replaces them, in order."""
+_LABEL = re.compile(
+    r"\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}?(?:\\[ ,;:]|\\q?quad|[~\s}])*(?=[^\s}])"
+)
+"""Letter of a choice before its value: ``\\textbf{(B)}\\ 6``."""
 _BASED = re.compile(
     r"(?:\(\s*([0-9A-Z]+)\s*\)|\\text\s*\{\s*([0-9A-Z]+)\s*\}|\b([0-9A-Z]*[0-9]))\s*_\s*"
-    r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*(\w+)\s*\}|([0-9]+))"
+    r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*\(?(\w+)\)?\s*\}|([0-9]+))"
 )
 """Numeral with a base: ``2010_7``, ``(2010)_{7}``, ``2010_{\\text{seven}}``; math-verify leaves bases out."""
 _BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -57,17 +78,22 @@ class Mathematics:
         return _text(self.found)
 
 
-def readings(answer: str, *, boxed: bool) -> Iterator[Mathematics]:
-    """Yield what an answer may mean."""
-    yield read(answer, boxed=boxed)
-    if _MAYBE_SCIENTIFIC.search(answer):
-        yield read(_MAYBE_SCIENTIFIC.sub(lambda number: number_text(number[0]), answer), boxed=boxed)
+def readings(text: str, *, boxed: bool) -> Iterator[Mathematics]:
+    """Yield what a text may mean."""
+    yield read(text, boxed=boxed)
+    if _MAYBE_SCIENTIFIC.search(text):
+        yield read(_MAYBE_SCIENTIFIC.sub(lambda number: number_text(number[0]), text), boxed=boxed)
+    if label := _LABEL.match(text):
+        yield read(label[1], boxed=True)
+        yield read(text[label.end() :], boxed=boxed)
 
 
 @lru_cache(maxsize=4096)
 def read(text: str, *, boxed: bool) -> Mathematics:
     """Read an answer, or the last formula or number of a text that contains one."""
-    text = _SCIENTIFIC.sub(lambda number: number_text(number[0]), _CURRENCY.sub("", text))
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
+    text = _SCIENTIFIC.sub(lambda number: number_text(number[0]), text)
     numerals: dict[str, str] = {}
     text = _BASED.sub(lambda match: _without_base(match, numerals), text)
     found = tuple(parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None))
@@ -86,6 +112,12 @@ def equal(gold: Mathematics, answer: Mathematics, *, float_rounding: int, strict
     return bool(
         verify(list(gold.found), list(answer.found), float_rounding=float_rounding, strict=strict, timeout_seconds=None)
     )
+
+
+def _fraction(whole: str, before: str, repeated: str) -> str:
+    """Return a repeating decimal as a fraction: of ``0.1`` and ``6`` it is 15/90."""
+    numerator = int(whole + before + repeated) - int(whole + before)
+    return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(before)}}}"
 
 
 def _text(found: tuple[Any, ...]) -> str:

@@ -59,12 +59,13 @@ class MathVerifier:
         if _is_whole(reference) and _is_whole(answer):
             return int(reference) == int(answer)
         text, alone = _formula(reference)
-        gold = self._mathematics.read(text, boxed=alone)
-        if not gold.found:
+        meanings = list(self._mathematics.readings(text, boxed=alone))
+        if not meanings[0].found:
             raise VerifierError(f"math: the prompt's answer {reference[:80]!r} is not mathematics that sympy can read")
         if answer == reference:
             return True
-        return any(self._equal(gold, meant) for meant in self._mathematics.readings(answer, boxed=boxed))
+        given = list(self._mathematics.readings(answer, boxed=boxed))
+        return any(self._equal(gold, meant) for gold in meanings for meant in given)
 
 
 def _formula(reference: str) -> tuple[str, bool]:

@@ -28,7 +28,18 @@ from rollmesh.tasks.verifiers.code_block import extract_code
         ("Here it is:\n```\nprint(1)", "print(1)\n"),
         ("```python\na\n```\n```python\nopen", "a\n"),
         ("Input:\n```\n3\n```\n```python\nopen", "open\n"),
+        ("```python\na\n``", "a\n"),
+        # fences within the code, and tags after its fence
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```\n',
+            'def f():\n    """\n    ```\n    f()\n    ```\n    """\n',
+        ),
+        ("<answer>\n```python\na\n```</answer>", "a\n"),
+        ("````python\n```\na\n````\nOutput:\n```\n6\n```", "```\na\n"),
+        ("~~~python\na\n~~~\n```\n6\n```", "a\n"),
         # the prompt opened the block
+        ("python\nprint(1)\n```\nThis prints 1.", "print(1)\n"),
+        ("python\nprint(1)\n", "print(1)\n\n"),
         ("print(1)\n```", "print(1)\n"),
         ("    n = 1\n    print(n)\n```\nThis prints 1.", "n = 1\nprint(n)\n"),
         ("print(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
@@ -36,6 +47,7 @@ from rollmesh.tasks.verifiers.code_block import extract_code
         ("This is it.\n```\nprint(1)", "print(1)\n"),
         # spellings of fences
         ("```Python3 title=x\na\n```", "a\n"),
+        ("```py3\na\n```\n```\n6\n```", "a\n"),
         ("```{.python}\na\n```", "a\n"),
         ("The code: ```python\na\n```", "a\n"),
         ("```python\r\na\r\n\r\nb\r\n```\r\nDone.", "a\n\nb\n"),
