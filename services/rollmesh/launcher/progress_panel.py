@@ -98,6 +98,8 @@ class RunProgress:
                 self.note(text)
             if "train_step" in report and "time" in report:
                 self._pace.add(report["train_step"], report["time"])
+        for text in self._reward_notes.equal(sample.view.filtered_in_a_row):
+            self.note(text)
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)

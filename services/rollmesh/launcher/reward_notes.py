@@ -7,6 +7,7 @@ from typing import Any
 
 _STEPS = 5
 """Train steps after which a note is due; all of a shorter run."""
+_EQUAL_GROUPS = 20
 _NOTES = {
     "reward": (
         "hint: the reward was 0 in each of the first {steps} train steps, so the policy learns nothing: score an "
@@ -27,6 +28,17 @@ class RewardNotes:
         self._due = min(_STEPS, train_steps)
         self._seen = 0
         self._left = set(_NOTES)
+        self._noted_equal = False
+
+    def equal(self, groups_in_a_row: int) -> Iterator[str]:
+        """Yield the note on groups that are left out because all their answers have the same reward, once."""
+        if groups_in_a_row >= _EQUAL_GROUPS and not self._noted_equal:
+            self._noted_equal = True
+            yield (
+                f"hint: {groups_in_a_row} groups in a row had equal rewards for all their answers, all right or all "
+                "wrong, and are not trained on; schedule.max_filtered_in_a_row of them end the run: try the verifier "
+                "on an answer by hand, or choose easier, or harder, prompts"
+            )
 
     def read(self, report: Mapping[str, Any]) -> Iterator[str]:
         """Yield the notes that are due after this report."""

@@ -49,7 +49,10 @@ class RefusedPolicies:
             reason = f"it for {self._seconds:.0f} s (launcher.start_timeout_seconds)"
         else:
             return None
+        remedy = "roll back to an older version or lower trainer.learning_rate"
+        if newest_version == 0:
+            remedy = "it is the initial model: check the weights of model.path, and that the engine computes this model"
         return PoliciesRefused(
             f"every generator refuses policy version {newest_version} and has refused {reason}: "
-            f"{refusal.refused_reason}; roll back to an older version or lower trainer.learning_rate"
+            f"{refusal.refused_reason}; {remedy}"
         )

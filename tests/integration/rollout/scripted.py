@@ -76,6 +76,8 @@ class ScriptedGenerator:
     """Swap versions under running calls instead of interrupting them."""
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: int = 0
+    refuses: int | None = None
+    """Version that it has tried and does not serve."""
 
     @property
     def record(self) -> GeneratorRecord:
@@ -88,6 +90,9 @@ class ScriptedGenerator:
             slot_count=self.slots,
             kv_token_capacity=1 << 16,
             serving=not self.dead,
+            refused_version=self.refuses,
+            refused_count=0 if self.refuses is None else 1,
+            refused_reason="" if self.refuses is None else "canary: nan",
         )
 
     def load(self, version: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import DataError
@@ -118,3 +119,20 @@ async def test_an_evaluation_that_no_generator_can_serve_is_given_up_and_the_nex
         assert await store.policies.pinned() is None
         await reached(lambda: finished(replica, 2))
         assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1
+
+
+async def test_an_evaluation_of_a_version_that_the_generators_refuse_is_given_up_at_once_with_the_reason(store):
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", refuses=0))
+    with capture_logs() as lines:
+        async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=3600.0):
+            await trainer.train(1)
+            await store.evaluations.request(EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=2))
+
+            async def result():
+                await cluster.register()
+                return (await store.evaluations.all())[0].result
+
+            assert (await reached(result)).sample_count == 0
+    (given_up,) = [line for line in lines if line["event"] == "evaluation_given_up"]
+    assert given_up["message"] == "every generator that should serve it refuses it: canary: nan"

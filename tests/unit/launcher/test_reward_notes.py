@@ -37,3 +37,9 @@ def test_answers_that_are_all_cut_off_are_noted() -> None:
     (note,) = notes([report(0.5, 1.0)] * 9)
     assert "every answer of the first 5 train steps was cut off at rollout.max_new_tokens" in note
     assert notes([report(0.5, 1.0)] * 4 + [report(0.5, 0.99)] * 5) == []
+
+
+def test_groups_with_equal_rewards_are_noted_once_long_before_they_end_the_run() -> None:
+    reader = RewardNotes(40)
+    found = [note for count in (5, 19, 20, 40, 3, 25) for note in reader.equal(count)]
+    assert len(found) == 1 and "20 groups in a row had equal rewards" in found[0]

@@ -41,6 +41,11 @@ def test_one_version_that_every_generator_refuses_ends_the_run_after_a_time() ->
     assert "has refused it for 300 s (launcher.start_timeout_seconds)" in str(error)
 
 
+def test_the_initial_model_is_not_blamed_on_the_learning_rate() -> None:
+    error = RefusedPolicies(version_limit=1, seconds=300.0).judge(0.0, 0, [generator(0)])
+    assert "model.path" in str(error) and "learning_rate" not in str(error)
+
+
 def test_a_generator_that_serves_or_has_not_answered_yet_keeps_the_run_going() -> None:
     refusals = RefusedPolicies(version_limit=1, seconds=1.0)
     for generators in ([], [generator(2), generator(None)], [generator(2), generator(1)]):

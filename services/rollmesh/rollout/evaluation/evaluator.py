@@ -174,6 +174,9 @@ class Evaluator:
             while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._deps.unserved_seconds)))[0]:
                 if pin.waits or self._served(request.policy_version):
                     last_served = time.monotonic()
+                elif refusal := pin.refusal:
+                    self._give_up(request, f"every generator that should serve it refuses it: {refusal}")
+                    return []
                 elif time.monotonic() - last_served > self._deps.unserved_seconds:
                     unserved = f"no generator served it for {self._deps.unserved_seconds:g} s"
                     self._give_up(request, f"{unserved}: its weights are pruned, or were refused")

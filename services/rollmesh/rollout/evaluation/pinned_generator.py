@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from rollmesh.errors import Conflict, StoreUnavailable
+from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.waits import Waits
@@ -47,6 +48,14 @@ class Pin:
     def waits(self) -> bool:
         """True while a pin of another owner is in force."""
         return self._waits
+
+    @property
+    def refusal(self) -> str:
+        """Reason why the pinned generators have tried the version and refuse it; empty while one may serve it."""
+        records = list(self._generators.records.values())
+        pinned = [record for record in records if record.instance_id == self._pinned_instance] or records
+        refusing = refused_by_all(self._request.policy_version, pinned)
+        return "" if refusing is None or not refusing.refused_count else refusing.refused_reason
 
     @property
     def slot_count(self) -> int:
