@@ -43,6 +43,7 @@ def test_servers_before_version_7_and_versions_that_cannot_be_read_are_refused(
             StoreUnavailable,
             "ROLLMESH_STORE__PASSWORD",
         ),
+        (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
         (
             redis_errors.NoPermissionError("User mesh has no permissions"),
             StoreUnavailable,
