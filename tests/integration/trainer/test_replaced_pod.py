@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .trainer_run import START_SECONDS
+from rollmesh.store import EmbeddedServer
+
+from ...kit.ledger import read_ledger
+from .trainer_run import START_SECONDS, opened_run, write_run_file
 
 pytestmark = pytest.mark.long
 
@@ -31,15 +35,15 @@ while True:
 class Pods:
     """Two pods, which meet at the first one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *program: Path) -> None:
         self.folder = folder
-        self.processes: list[psutil.Popen] = []
-        (folder / "rank.py").write_text(RANK)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._program = program
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
 
-    def start(self, pod: int) -> psutil.Popen:
+    def start(self, pod: int) -> subprocess.Popen[bytes]:
         """Start a pod as the chart does; what it prints is added to its log."""
         flags = {
             "NNODES": "2",
@@ -54,7 +58,7 @@ class Pods:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **{f"PET_{name}": value for name, value in flags.items()}}
         command = [sys.executable, "-P", "-m", "rollmesh.trainer.torchrun", "--no-python", sys.executable]
         with self.log_file(pod).open("ab") as log:
-            process = psutil.Popen([*command, self.folder / "rank.py"], env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen([*command, *self._program], env=environment, stdout=log, stderr=log)
         self.processes.append(process)
         return process
 
@@ -72,15 +76,24 @@ class Pods:
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.is_running():
-                for each in (*process.children(recursive=True), process):
-                    each.kill()
-                process.wait()
+            if process.poll() is None:
+                delete(process)
+
+
+def delete(pod: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKILL) -> None:
+    """End a pod by a signal to its first process, or all of it by SIGKILL."""
+    ranks = psutil.Process(pod.pid).children(recursive=True)
+    pod.send_signal(number)
+    if number is signal.SIGKILL:
+        for rank in ranks:
+            rank.kill()
+    assert pod.wait(START_SECONDS) in (128 + signal.SIGTERM, -signal.SIGKILL)
 
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
-    made = Pods(tmp_path)
+    (tmp_path / "rank.py").write_text(RANK)
+    made = Pods(tmp_path, tmp_path / "rank.py")
     yield made
     made.kill()
 
@@ -94,11 +107,7 @@ def test_a_deleted_pod_is_the_only_one_that_ends_and_is_named_until_another_one_
     for pod in (0, 1):
         pods.wait_for(pod, f"rank {pod} of 2 trains")
     gone, other = both[deleted], 1 - deleted
-    if number is signal.SIGKILL:
-        for rank in gone.children(recursive=True):
-            rank.kill()
-    gone.send_signal(number)
-    assert gone.wait(START_SECONDS) in (128 + signal.SIGTERM, -signal.SIGKILL)
+    delete(gone, number)
     pods.wait_for(other, "torchrun: waiting for pod ")
     named = pods.log(other).rpartition("torchrun: waiting for pod ")[2]
     assert named.startswith("127.0.0.1, " if deleted == 0 else f"{socket.gethostname()} (127.0.0.2)")
@@ -118,3 +127,26 @@ def test_a_pod_whose_first_one_comes_late_waits_for_it_and_names_it(pods: Pods) 
     for pod in (0, 1):
         pods.wait_for(pod, " of 2 trains")
     assert second.poll() is None
+
+
+async def test_a_run_goes_on_with_the_pod_that_replaces_a_deleted_one(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    program = Path(__file__).with_name("trainer_process.py")
+    pods = Pods(tmp_path, program, tmp_path / "run" / "run.yaml")
+
+    try:
+        async with opened_run(config) as run:
+            run.process, second = pods.start(0), pods.start(1)
+            (run.folder / "trainer.log").symlink_to(pods.log_file(0))
+            async with run.fed(2):
+                await run.until("version 2", lambda: '"policy_version": 2' in run.log(), START_SECONDS, pause=0.02)
+                delete(second)
+                await run.until("the wait", lambda: "torchrun: waiting for pod " in run.log(), pause=0.02)
+                pods.start(1)
+                await run.feed(2)
+                await run.until_finished(START_SECONDS)
+            assert read_ledger(run.checkpoints).groups == {s: run.cuts[s - 1] for s in range(1, 5)}
+    finally:
+        pods.kill()
