@@ -78,7 +78,11 @@ class ChatTemplate:
         if not is_begun:
             return self._render(messages, variables)
         begun = {**last, "content": last["content"] + _END}
-        return self._render([*messages[:-1], begun], variables, answer=False).rpartition(_END)[0]
+        text = self._render([*messages[:-1], begun], variables, answer=False).rpartition(_END)[0]
+        # Templates may drop the thought of a begun answer, as of an earlier one; they may also set its spaces.
+        if not "".join(text.split()).endswith("".join(last["content"].split())):
+            raise self._lost(len(messages) - 1, "assistant", "the beginning of its content")
+        return text
 
     def check_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the template does not read, or that is not the caller's to set."""

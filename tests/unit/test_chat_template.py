@@ -116,6 +116,17 @@ def test_an_answer_that_the_messages_begin_is_continued(begun: str) -> None:
     assert text([say("user", "The sum is"), say("assistant", "The sum is")]).endswith("assistant\nThe sum is")
 
 
+def test_a_begun_thought_that_the_template_would_drop_is_refused() -> None:
+    begun = say("assistant", "<think>\nEasy.\n</think>\n\nThe sum is")
+    with pytest.raises(
+        DataError, match=r"message 1 \(role 'assistant'\): the beginning of its content would not be in"
+    ):
+        text([USER, begun])
+    keeps = QWEN.replace(".split('</think>')[-1].lstrip('\\n')", ".replace('\\n\\n', '\\n')")
+    assert keeps != QWEN
+    assert text([USER, begun], keeps).endswith("<think>\nEasy.\n</think>\nThe sum is")
+
+
 def test_a_prompt_that_ends_with_tool_calls_is_refused() -> None:
     with pytest.raises(DataError, match=r"message 1 \(role 'assistant'\): a prompt cannot end with tool calls"):
         text([USER, say("assistant", "", tool_calls=[{"name": "add", "arguments": {}}])])

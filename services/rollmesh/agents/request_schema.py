@@ -28,6 +28,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((*_NOTHING, {"type": "text"}), "ask for the format in a message"),
     "presence_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
     "frequency_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
+    "bad_words": (_NOTHING, "penalties change the distribution that logprobs are over"),
     "logit_bias": (_NOTHING, "a bias changes the distribution that logprobs are over"),
     "modalities": ((None, ["text"]), "only text is generated"),
     "audio": (_NOTHING, "only text is generated"),
@@ -49,6 +50,10 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((None, False), "request n choices"),
     "length_penalty": ((None, 1), "it belongs to beam search"),
     "echo": (_NOTHING, "the client already has the prompt"),
+    "priority": ((None, 0), "omit it: calls are answered as they come"),
+    "prompt_logprobs": ((None, False), "omit it: only the answer's log-probabilities are known"),
+    "include_reasoning": ((None, True), "omit it: the text of an answer contains its thought"),
+    "separate_reasoning": ((None, False), "omit it: the text of an answer contains its thought"),
     "suffix": (_NOTHING, "only continuation of a text is supported"),
 }
 """Fields of OpenAI's API and of other servers, with the values that have no effect and the remedy for any other."""
@@ -131,7 +136,7 @@ class Message(Closed):
         for name in ("tool_calls", "function_call"):
             if data.get(name) not in (None, [], {}, ""):
                 raise ValueError(f"{name}: not supported; send the call as text in content, as the model wrote it")
-        names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content")
+        names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content", "reasoning")
         kept = {k: v for k, v in data.items() if k not in names or v not in (None, [], {}, "")}
         if kept.get("role") == "assistant" and kept.get("content") is None:
             kept["content"] = ""
@@ -235,6 +240,21 @@ class ChatRequest(SamplingRequest):
     OpenAI's API.)"""
     top_logprobs: NoAlternatives | None = None
     """Must be 0, with logprobs: only the log-probability of the sampled token is known."""
+    continue_final_message: bool | None = None
+    """Must be true if an assistant message ends the conversation, else false. (Not part of OpenAI's API.)"""
+    add_generation_prompt: bool | None = None
+    """Must be false if an assistant message ends the conversation, else true. (Not part of OpenAI's API.)"""
+
+    @model_validator(mode="after")
+    def _continues_what_is_begun(self) -> ChatRequest:
+        is_begun = self.messages[-1].role == "assistant"
+        for name, value in (("continue_final_message", is_begun), ("add_generation_prompt", not is_begun)):
+            if getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"{name}: {not value}, but an assistant message at the end is always continued, and after any "
+                    "other message an answer begins; omit it"
+                )
+        return self
 
     @property
     def token_limit(self) -> int | None:

@@ -151,7 +151,13 @@ async def test_the_run_file_says_what_a_chat_model_is_sent_and_the_template_take
     [
         ("<think>Maybe 3.</think> Score: 8", "stop", 8.0),
         ("Maybe 3.</think> Score: 8", None, 8.0),
+        ("[THINK]Maybe 3.[/THINK] Score: 8", "eos", 8.0),
+        ("<score>8</score><reasoning>Clear.</reasoning>", "stop", 8.0),
         ("Score: 8", "length", None),
+        ("Score: 8", "max_tokens", None),
+        ("Score: 8", "abort", None),
+        ("[THINK]Maybe 3, or 8", "stop", None),
+        ("<thinking>Maybe 3</thinking> It is 4. <thinking>No, 8", "stop", None),
         ("Score: 8", "content_filter", None),
         ("<think>Maybe 3, or 8", "stop", None),
         ("<think>So it is 3.</think>", "stop", None),

@@ -53,11 +53,22 @@ def config(tmp_path: Path) -> Any:
         {"skip_special_tokens": True}, {"stream_options": {"include_obfuscation": False}}, {"min_p": None},
         {"stream_options": {"include_usage": None}}, {"return_token_ids": None}, {"a_field_of_another_server": None},
         {"use_beam_search": False}, {"include_stop_str_in_output": False},
+        {"add_generation_prompt": True, "continue_final_message": False}, {"bad_words": []}, {"priority": 0},
+        {"include_reasoning": True},
     ],
 )  # fmt: skip
 def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[str, Any]) -> None:
     plain, said = (ChatRequest.model_validate(body).model_dump(exclude=set(extra)) for body in (CHAT, CHAT | extra))
     assert said == plain
+
+
+def test_the_flags_with_which_other_servers_continue_a_begun_answer_are_accepted() -> None:
+    begun = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": "The"}]}
+    assert ChatRequest.model_validate(begun | {"continue_final_message": True, "add_generation_prompt": False})
+    with pytest.raises(ValidationError, match="add_generation_prompt: True, but an assistant message"):
+        ChatRequest.model_validate(begun | {"add_generation_prompt": True})
+    with pytest.raises(ValidationError, match="continue_final_message: True, but"):
+        ChatRequest.model_validate(CHAT | {"continue_final_message": True})
 
 
 @pytest.mark.parametrize(

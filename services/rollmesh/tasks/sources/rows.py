@@ -100,7 +100,7 @@ class RowPrompts:
         if self._settings.domain_field is not None:
             self._domains.append(domain_of_row(row, self._settings.domain_field))
         self._digest.update(json.dumps(row.fields, sort_keys=True, default=str).encode() + b"\n")
-        content = json.dumps(prompt_value(row, self._form), sort_keys=True).encode()
+        content = json.dumps(prompt_value(row, self._form), sort_keys=True, default=str).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 

@@ -14,12 +14,15 @@ import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.runtime.retry import Backoff
-from rollmesh.tasks.verifiers.extraction import answer_after, last_match, last_number, number_text
+from rollmesh.tasks.verifiers.extraction import last_match, last_number, number_text
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0, jitter=0.5)
 _FIELD = re.compile(r"\{(\w+)\}")
+_THOUGHT_TAG = re.compile(r"[<\[\u25c1](/?)(?:\w+:)?think(?:ing)?[>\]\u25b7]", re.IGNORECASE)
+_CUT_OFF = ("length", "max_tokens", "content_filter", "abort", "error")
+"""Reasons for the end of a reply that has no last word, as servers call them."""
 _DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNORECASE)
 
 
@@ -30,9 +33,9 @@ class HttpJudgeVerifier:
     ``format: chat`` calls an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
     {response} and the fields of the row's metadata, such as {answer}, and ``score_pattern`` finds the number in the
     model's reply (its last match, group 1). Without a pattern the last number counts; for ``8/10`` or ``8 out of 10``
-    that is 8. Only what follows the judge's thought counts (``</think>``); a reply that was cut off is an error.
-    Connection errors, replies that cannot be decompressed and the replies 408, 425, 429 and 5xx are retried, within
-    ``timeout_seconds`` overall.
+    that is 8. Only what follows the judge's thought counts (``</think>``, ``[/THINK]``); a reply that was cut off is an
+    error. Connection errors, replies that cannot be decompressed and the replies 408, 425, 429 and 5xx are retried,
+    within ``timeout_seconds`` overall.
     """
 
     timeout_means_wrong = False
@@ -153,9 +156,13 @@ class HttpJudgeVerifier:
             ) from error
 
     def _answer_of(self, choice: Mapping[str, Any]) -> str:
-        if (reason := choice.get("finish_reason")) in ("length", "content_filter"):
+        if (reason := choice.get("finish_reason")) in _CUT_OFF:
             raise ValueError(f"the reply was cut off ({reason}); raise reward.options.max_tokens or the judge's limit")
-        return answer_after(choice["message"]["content"], "</think>")
+        content: str = choice["message"]["content"]
+        tags = list(_THOUGHT_TAG.finditer(content))
+        if tags and not tags[-1][1]:
+            raise ValueError(f"the reply ends inside a thought: {content[-80:]!r}")
+        return content[tags[-1].end() :] if tags else content
 
     def _number_in(self, text: str) -> float:
         if self._score_pattern is None:
