@@ -185,3 +185,17 @@ def test_ticks_are_round_and_inside(window: Open) -> None:
         assert found == sorted(set(found))
         assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found), (low, high, found)
         assert 1 <= len(found) <= wanted + 2
+
+
+PARTS = """async ([axis, xs]) => {
+  const { partsOf } = await import("/page/pauses.js");
+  return partsOf(axis, xs, xs);
+}"""
+
+
+def test_a_curve_over_time_has_no_line_through_the_pause_of_a_run(window: Open) -> None:
+    page, xs = window().open(), [0, 1, 2, 3, 830, 831, 832]
+    assert page.evaluate(PARTS, ["time", xs]) == page.evaluate(PARTS, ["elapsed", xs]) == [xs[:4], xs[4:]]
+    assert page.evaluate(PARTS, ["train_step", xs]) == [xs]
+    assert page.evaluate(PARTS, ["time", [0, 60, 120, 190]]) == [[0, 60, 120, 190]]
+    assert page.evaluate(PARTS, ["time", []]) == [[]]

@@ -2,6 +2,7 @@
 import { axisName, axisTicks, positionText } from "./axis.js";
 import { el, reconcile, setAttribute, setHidden, setText, svg } from "./dom.js";
 import { count } from "./format.js";
+import { partsOf } from "./pauses.js";
 import { ticks, valueRange } from "./ticks.js";
 
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
@@ -168,15 +169,12 @@ export class Chart {
       );
     }
     const [range, whisker, mean, dot] = node.children;
-    const band = measured
-      ? ""
-      : `M${points.map((p) => `${p[0]},${p[2]}`).join("L")}L${[...points]
-          .reverse()
-          .map((p) => `${p[0]},${p[3]}`)
-          .join("L")}Z`;
-    setAttribute(range, "d", band);
+    const line = (part, at) => part.map((p) => `${p[0]},${p[at]}`).join("L");
+    const parts = partsOf(one.axis, one.x, points);
+    const bands = parts.map((part) => `M${line(part, 2)}L${line([...part].reverse(), 3)}Z`);
+    setAttribute(range, "d", measured ? "" : bands.join(""));
     setAttribute(whisker, "d", measured ? points.map((p) => `M${p[0]},${p[2]}V${p[3]}`).join("") : "");
-    setAttribute(mean, "d", `M${points.map((p) => `${p[0]},${p[1]}`).join("L")}`);
+    setAttribute(mean, "d", parts.map((part) => `M${line(part, 1)}`).join(""));
     // Measurements are few, so each gets a dot; other curves have a dot only at the newest point.
     const dots = measured ? points : points.slice(-1);
     setAttribute(dot, "d", dots.map((p) => `M${p[0] - 3},${p[1]}a3,3 0 1,0 6,0a3,3 0 1,0 -6,0`).join(""));
