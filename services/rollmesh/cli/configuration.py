@@ -13,7 +13,7 @@ from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.input_checks import check_inputs
+from rollmesh.launcher.input_checks import check_inputs, check_redis
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.report.console import output_console
@@ -40,6 +40,7 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         config = load_run(run, set_ or ())
         table = check_run(config).table()
         memory = model_memory(config)
+        check_redis(config)
         notes = [
             memory.sentence(),
             *filter(None, [memory.adapter_sentence()]),

@@ -26,6 +26,7 @@ from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
 from rollmesh.launcher.input_checks import check_inputs
+from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_hints import model_memory, run_hints
@@ -179,7 +180,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     except asyncio.CancelledError:
         console.print("killed without draining; the same command continues from what is saved", highlight=False)
         return EXIT_STOPPED
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt):
         console.print("stopped; the same command continues this run", highlight=False)
         return EXIT_STOPPED
     if result.account is None:

@@ -27,7 +27,7 @@ TRIAL_SECONDS = 60.0
 """Time limit of the trial; a slower input is checked by its service."""
 PORT_SECONDS = 3.0
 """Wait for the port of the agents service to become free."""
-REDIS_SECONDS = 4.0
+_REDIS_SECONDS = 4.0
 """Wait for the server of ``store.url``."""
 _POLL_SECONDS = 0.1
 
@@ -40,11 +40,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     """
     if not config.network.shared_folder:
         return []
-    if has_launcher(Path(config.folder).resolve()):
-        notes = []  # a live run of the same folder has its ports and its Redis; its lock refuses a second launcher
-    else:
-        notes = _port_notes(config)
-        _check_redis(config)
+    # A live run of the same folder has its ports; its lock refuses a second launcher.
+    notes = [] if has_launcher(Path(config.folder).resolve()) else _port_notes(config)
     # A part of a composite verifier may be the user's.
     built_in = config.reward.verifier in BUILT_IN.keys() - {"composite"} and config.rollout.program != "environment"
     built_in = built_in and not has_own_methods(config)
@@ -115,14 +112,17 @@ def _port_notes(config: RunConfig) -> list[str]:
     return []
 
 
-def _check_redis(config: RunConfig) -> None:
-    """Connect to the Redis of ``store.url``. Raises ConfigError if it does not answer, or cannot hold the queue."""
+def check_redis(config: RunConfig) -> None:
+    """Connect to the Redis of ``store.url``. Raises ConfigError if it does not answer, or cannot hold the queue.
+
+    A run that starts waits for it instead.
+    """
     url = config.store.url
-    if url is None:
+    if url is None or not config.network.shared_folder:
         return
 
     async def connect() -> None:
-        await (await TrajectoryStore.connect(config.store, config.name, retry_seconds=REDIS_SECONDS)).aclose()
+        await (await TrajectoryStore.connect(config.store, config.name, retry_seconds=_REDIS_SECONDS)).aclose()
 
     try:
         asyncio.run(connect())

@@ -158,16 +158,7 @@ class LocalMesh:
             self.progress.note("Redis does not answer: the run stays paused until the next rollmesh up or eval")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
-        """Return the result of ``work``; raise Interrupted immediately on shutdown, also during store retries."""
-        task = asyncio.ensure_future(work)
-        stopped = asyncio.ensure_future(self._shutdown.wait())
-        try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Interrupted(f"stopped while waiting for {waiting_for}")
-            return task.result()
-        finally:
-            await cancel_and_wait(task, stopped)
+        return await _unless_stopped(self._shutdown, work, waiting_for)
 
     async def _is_done(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:
@@ -288,6 +279,19 @@ class LocalMesh:
         return view.leased == 0
 
 
+async def _unless_stopped(shutdown: asyncio.Event, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
+    """Return the result of ``work``; raise Interrupted immediately on shutdown, also during store retries."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(shutdown.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Interrupted(f"stopped while waiting for {waiting_for}")
+        return task.result()
+    finally:
+        await cancel_and_wait(task, stopped)
+
+
 @contextlib.asynccontextmanager
 async def local_mesh(
     config: RunConfig,
@@ -298,7 +302,8 @@ async def local_mesh(
 ) -> AsyncIterator[LocalMesh]:
     """Open the mesh of a run folder whose lock the caller holds; services are not started yet.
 
-    With ``serve`` the services are these functions, run in this process.
+    With ``serve`` the services are these functions, run in this process. Waits for the store as a service does at its
+    start; raises Interrupted on shutdown meanwhile.
     """
     schedule = Schedule.from_config(config)
     progress = RunProgress(
@@ -314,9 +319,8 @@ async def local_mesh(
         client = await stack.enter_async_context(AdminClient(security))
         watch = ServiceWatch(ServiceStates(folder.path, client), progress.note)
         await stack.enter_async_context(watch.running())
-        running = await stack.enter_async_context(
-            running_store(config, folder, owner=True, note=progress.note, waits=watch.own)
-        )
+        store = running_store(config, folder, owner=True, note=progress.note, waits=watch.own)
+        running = await _unless_stopped(shutdown, stack.enter_async_context(store), "the store")
         timeline = TimelineRecorder(running.store, folder, client)
         await running.store.limits.init_run(run_limits(config))
         inline = None if serve is None else InlineServices(folder.config_file, serve)

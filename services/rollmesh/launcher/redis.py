@@ -15,6 +15,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+from rollmesh.store.service_store import START_SECONDS
 from rollmesh.store.store_metrics import StoreCallWaits
 
 _WATCH_SECONDS = 0.5
@@ -45,11 +46,17 @@ async def running_store(
     to another command and is left unchanged, unless the caller is its ``owner``, the launcher that holds the folder's
     lock. The owner also takes over a server left by a killed launcher, or started by a command that will stop it.
     ``note`` receives a description of the data lost in a repair of the server's files; ``waits`` shows a server that
-    does not answer. A call fails after ``retry_seconds`` without an answer.
+    does not answer. A call fails after ``retry_seconds`` without an answer; the owner waits ``START_SECONDS`` for a
+    server that is not there yet.
     """
     observer = StoreCallWaits(waits or Waits())
     connect = partial(
-        TrajectoryStore.connect, config.store, config.name, retry_seconds=retry_seconds, observer=observer
+        TrajectoryStore.connect,
+        config.store,
+        config.name,
+        retry_seconds=retry_seconds,
+        start_seconds=START_SECONDS if owner else None,
+        observer=observer,
     )
     if config.store.url is not None:
         async with await connect() as store:

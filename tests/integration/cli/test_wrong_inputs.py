@@ -213,8 +213,6 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "data.source: has no type; write type: with a space after the colon",
     ),
     "endless run": (sections(trainer={"train_steps": 10**18}), "trainer.train_steps=1000000000000000000: expected at"),
-    "nothing listens": (sections(store={"url": "redis://:secret@127.0.0.1:1/0"}), "store.url=redis://127.0.0.1:1/0:"),
-    "unknown host": (sections(store={"url": "redis://nowhere.invalid:6379"}), "store.url=redis://nowhere.invalid:6379"),
     "not a Redis address": (sections(store={"url": "http://127.0.0.1:6379"}), "store.url"),
     "ftp checkpoints": (sections(checkpoints={"folder": "ftp://host/x"}), "checkpoints.folder"),
     "short token": (sections(gateway={"token": "abc"}), "gateway.token"),
@@ -341,6 +339,14 @@ def test_the_trial_of_the_inputs_uses_the_value_of_an_option_and_not_the_variabl
     done = CliRunner().invoke(app, validate)
     assert done.exit_code == 2
     assert "reward.verifier=checks:no_name: fails for 6 of" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "nowhere.invalid:6379"])
+def test_a_validation_says_that_no_redis_answers_at_the_address(folder: Path, host: str) -> None:
+    write_run(folder, {"store": {"url": f"redis://:secret@{host}/0"}})
+    done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
+    assert done.exit_code == 2 and f"store.url=redis://{host}/0: " in done.stderr, done.output
+    assert "start that server, or correct the address" in done.stderr and "secret" not in done.output
 
 
 def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 import structlog
 from rich.console import Console
 
+from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import Interrupted, local_mesh
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
 from .test_launcher_outages import config, leave_servers_alone
@@ -73,6 +75,21 @@ async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(
             await patient.aclose()
     finally:
         await asyncio.to_thread(server.stop)
+
+
+async def test_a_launcher_whose_redis_is_not_there_yet_says_so_and_ends_at_once_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    run = RunConfig.model_validate(config(tmp_path).model_dump() | {"store": {"url": url}})
+    shutdown, out = asyncio.Event(), io.StringIO()
+    opening = asyncio.ensure_future(local_mesh(run, RunFolder(tmp_path), shutdown, Console(file=out)).__aenter__())
+    while "waiting for Redis: " not in out.getvalue():
+        assert not opening.done(), opening.exception()
+        await asyncio.sleep(0.01)
+    shutdown.set()
+    with pytest.raises(Interrupted, match="the store"):
+        await asyncio.wait_for(opening, 10)
 
 
 async def test_a_server_that_could_not_be_started_again_at_first_is_tried_further(tmp_path: Path) -> None:

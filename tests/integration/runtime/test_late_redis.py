@@ -99,3 +99,18 @@ def test_a_mesh_whose_redis_comes_late_starts_without_a_restart(tmp_path: Path) 
         for each in services:
             until(lambda each=each: each.readyz()["ready"], f"{each.service} is ready", check=each.runs)
             assert each.readyz()["waits"] == ""
+
+
+@pytest.mark.long
+def test_a_run_that_is_started_before_its_redis_says_so_and_starts_its_services_once_it_is_there(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    with started("up", tmp_path, port) as up, ExitStack() as stack:
+        until(lambda: "waiting for Redis: " in up.log.read_text(), "the reason", check=up.runs)
+        redis = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
+        stack.callback(redis.kill)
+        redis.start()
+        until(lambda: "services started" in up.log.read_text(), "the services", check=up.runs)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(120) == 130, up.log.read_text()
