@@ -197,8 +197,6 @@ def _check_options(
 ) -> None:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.options.url: {url!r} must begin with http:// or https://")
-    if format not in ("score", "chat"):
-        raise ConfigError(f"reward.options.format: {format!r} is not one of score, chat")
     if format == "chat" and (not model or "{response}" not in template):
         raise ConfigError("reward.options: format=chat needs model, and a template that contains {response}")
     if not timeout_seconds > 0 or retries < 0 or concurrency < 1 or not math.isfinite(scale):

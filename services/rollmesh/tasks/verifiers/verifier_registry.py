@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.verifiers.function import build_custom_verifier
 from rollmesh.tasks.verifiers.verifier_protocol import Verifier
@@ -44,8 +46,23 @@ def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
     except TypeError as error:
         allowed = ", ".join(str(p) for p in signature.parameters.values()) or "none"
         raise ConfigError(f"reward.options: {name} {error}; allowed: {allowed}") from error
-    verifier: Verifier = verifier_class(**options)
+    verifier: Verifier = verifier_class(
+        **{
+            option: _converted(option, value, signature.parameters[option].annotation)
+            for option, value in options.items()
+        }
+    )
     return verifier
+
+
+def _converted(option: str, value: Any, annotation: Any) -> Any:
+    """Return an option as its parameter's type: YAML and Helm may write a number as text, and 512 as 5.12e+02."""
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, (option, *problem["loc"])))
+        raise ConfigError(f"reward.options.{where}: {problem['msg']} (got {problem['input']!r})") from error
 
 
 def built_in_class(name: str) -> type[Any]:

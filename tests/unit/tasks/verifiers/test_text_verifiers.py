@@ -422,6 +422,8 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("countdown", {"hint": 1}, "reward.options: countdown .*allowed: none"),
         ("numeric", {"tolerance": -1}, "reward.options.tolerance: -1"),
         ("numeric", {"tolerance": math.nan}, "reward.options.tolerance: nan"),
+        ("choice", {"letters": 4}, r"reward.options.letters: Input should be a valid string \(got 4\)"),
+        ("math", {"float_rounding": 1.5}, "reward.options.float_rounding: Input should be a valid integer"),
         ("choice", {"letters": "aab"}, "reward.options.letters"),
         ("regex", {}, "reward.options: regex missing a required argument: 'pattern'"),
         ("regex", {"pattern": "("}, "reward.options.pattern: '\\('"),
@@ -502,3 +504,10 @@ def test_poisonous_text_is_wrong_and_cheap(name: str, response: str) -> None:
     start = time.thread_time()  # the work itself: a busy machine may delay any process
     assert checked_reward(verifier.verify(response, metadata), name).value == 0.0
     assert time.thread_time() - start < 1.0
+
+
+@pytest.mark.parametrize("rounding", [3, 3.0, "3"])
+def test_an_option_has_the_type_of_its_parameter_however_yaml_wrote_it(rounding: Any) -> None:
+    verifier = build_verifier("math", {"float_rounding": rounding})
+    assert [verifier.verify(text, {"answer": "1.2341"}) for text in ("1.2344", "1.239")] == [1.0, 0.0]
+    assert build_verifier("numeric", {"tolerance": "1e-3"}).verify("1000.5", {"answer": 1000}) == 1.0
