@@ -26,7 +26,7 @@ from rollmesh.checkpoints.bucket_copies import batch_key, policy_copy, stored_co
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.copy_check import CopyCheck, check_copies
-from rollmesh.checkpoints.delta_chains import BasePaths, chain_of, pull_chain, without_bases
+from rollmesh.checkpoints.delta_chains import BasePaths, chain_of, is_stored, pull_chain, without_bases
 from rollmesh.checkpoints.delta_uploads import DeltaUploads
 from rollmesh.checkpoints.durable import (
     confined,
@@ -88,7 +88,10 @@ class BucketStore(CheckpointStore):
     # policies
 
     def _encode_delta(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
-        return self._deltas.encode(draft, folder)
+        delta = self._deltas.encode(draft, folder)
+        # A difference to what has vanished from the bucket reaches no new reader, until the next full version.
+        stored = delta is not None and is_stored(self.objects, delta.base.record, self.manifest)
+        return delta if stored else None
 
     def _share_policy(self, record: PolicyRecord) -> None:
         """Upload a published folder, its manifest last. A folder that cannot be uploaded is deleted."""

@@ -47,6 +47,22 @@ def chain_of(
     return links[::-1], None
 
 
+def is_stored(objects: ObjectStore, record: PolicyRecord, manifest_of: Callable[[PolicyRecord], Manifest]) -> bool:
+    """Tell whether a bucket has a policy, and those that it is a difference to, by the sizes of their files.
+
+    Raises CheckpointError if the bucket is unreachable.
+    """
+    try:
+        chain, _ = chain_of(record, manifest_of, lambda _: None)
+    except CheckpointError as error:
+        if error.passing:
+            raise
+        return False
+    sizes = {key: size for link in chain for key, size in objects.sizes(link.path).items()}
+    wanted = {f"{link.path}/{file.path}": file.size_bytes for link in chain for file in link.manifest.stored_files}
+    return wanted.items() <= sizes.items()
+
+
 def pull_chain(objects: ObjectStore, chain: Sequence[Link], base: Path | None, target: Path) -> None:
     """Write the newest policy of a chain into an empty folder; the caller compares it with its manifest.
 

@@ -115,6 +115,19 @@ def test_a_base_that_is_damaged_at_the_trainer_is_not_built_upon(node: Node, tra
     assert weights_of(node("generator"), record) == (trainer.root / record.path / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("what", ["weights", "all of it"])
+def test_a_version_is_stored_whole_after_one_that_has_vanished_from_the_bucket(
+    node: Node, trainer: BucketStore, gone: int, what: str
+) -> None:
+    records = published(trainer, range(2))
+    keys = [key for key in trainer.objects.sizes(records[gone].path) if what == "all of it" or WEIGHTS in key]
+    trainer.objects.delete(keys)
+    record = publish(trainer, 2, write=write_weights(2))
+    assert WEIGHTS in stored(trainer, record)
+    assert weights_of(node("generator"), record) == (trainer.root / record.path / WEIGHTS).read_bytes()
+
+
 def test_pruning_keeps_the_chain_of_a_kept_version(node: Node, trainer: BucketStore) -> None:
     records = published(trainer, range(7))
     weights = [weights_of(trainer, record) for record in records]
