@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from rollmesh.config.section import Section, Temperature
 
@@ -23,8 +25,8 @@ class EvalConfig(Section):
     """Softmax temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
-    top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
+    top_k: Annotated[int, AfterValidator(lambda top_k: max(top_k, 0))] = Field(default=0, ge=-1)
+    """Most likely tokens kept; 0 and -1 keep all."""
     seed: int = 20_000_000
     """Seed of the evaluation prompts and of their sampling noise (engine torch)."""
     before_and_after: bool = True

@@ -368,6 +368,10 @@ def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh(run_file) -> None:
         load_run_config(run_file(rollout={"program": "agent"}, evaluation={"every_versions": 2}), environ={})
 
 
+def test_a_top_k_of_minus_one_keeps_all_as_on_other_servers(run_file) -> None:
+    assert load_run_config(run_file(evaluation={"top_k": -1}), environ={}).evaluation.top_k == 0
+
+
 def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Path) -> None:
     """Pods that share the run folder: everybody is process 1 there."""
     config = load_run_config(run_file())

@@ -24,6 +24,12 @@ _OTHER_FORMATS = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it",
     b"PK\x03\x04": "compressed with zip; unpack it",
     b"PAR1": "Parquet; set type: parquet",
+    b"ARROW1": "Arrow; save it as Parquet, and set type: parquet",
+    b"[": "one JSON array; write each of its objects on a line of its own",
+    b"version https://git-lfs": "a pointer of Git LFS; fetch the file itself with git lfs pull",
+    b"<": "HTML or XML, such as the page of a failed download; download the file itself",
+    b"\xff\xfe": "UTF-16; save it as UTF-8",
+    b"\xfe\xff": "UTF-16; save it as UTF-8",
 }
 """First bytes of files that are often given instead of JSON lines, with the remedy."""
 
@@ -82,7 +88,7 @@ def open_jsonl(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
 
 def _check_format(begin: bytes, path: str | Path) -> None:
     for magic, words in _OTHER_FORMATS.items():
-        if begin.startswith(magic):
+        if begin.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(magic):
             raise DataError(f"{path}: not JSON lines: the file is {words}")
 
 

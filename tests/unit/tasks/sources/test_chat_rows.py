@@ -138,6 +138,11 @@ def test_half_a_character_anywhere_in_a_row_is_refused_with_the_row(
         (lambda data: b"\x28\xb5\x2f\xfd" + data, "compressed with zstd; unpack it"),
         (lambda data: b"PK\x03\x04" + data, "compressed with zip; unpack it"),
         (lambda data: b"PAR1" + data, "Parquet; set type: parquet"),
+        (lambda data: b"ARROW1" + data, "Arrow; save it as Parquet"),
+        (lambda data: b"\n[" + data + b"]", "one JSON array; write each of its objects on a line"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a pointer of Git LFS"),
+        (lambda data: b"<!DOCTYPE html>", "HTML or XML"),
+        (lambda data: data.decode().encode("utf-16"), "UTF-16; save it as UTF-8"),
     ],
 )
 def test_a_file_of_another_format_is_named(
