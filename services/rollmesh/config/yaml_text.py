@@ -1,7 +1,7 @@
 """YAML of run files: the numbers of YAML 1.2, no duplicate keys, and text where a field takes nothing else.
 
-PyYAML reads the numbers of YAML 1.1: ``1e-7`` is text, ``12:30`` is 750. YAML forbids duplicate keys, but PyYAML keeps
-the last value without an error.
+PyYAML reads YAML 1.1: ``1e-7`` is text, ``12:30`` is 750, ``2024-07-26`` is a date, which no option takes. YAML
+forbids duplicate keys, but PyYAML keeps the last value without an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-_INT, _FLOAT, _NULL, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "null", "str"))
+_INT, _FLOAT, _NULL, _TEXT, _DATE = (
+    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "null", "str", "timestamp")
+)
 _NUMBERS = {
     _INT: re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
     _FLOAT: re.compile(
@@ -30,7 +32,7 @@ class DuplicateKeys(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reader with the numbers of YAML 1.2."""
+    """Reader with the numbers of YAML 1.2, and no dates."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -38,7 +40,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [resolver for resolver in resolvers if resolver[0] not in _NUMBERS]
+    first: [resolver for resolver in resolvers if resolver[0] not in (*_NUMBERS, _DATE)]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern in _NUMBERS.items():
