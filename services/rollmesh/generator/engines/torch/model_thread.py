@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 import numpy as np
 import torch
@@ -62,7 +62,8 @@ class ModelThread:
         self.failure: Exception | None = None
         self._config = config
         self._loop = loop
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Not a SimpleQueue: where another thread delays it past its timeout, its `get` waits for ever (CPython 3.11).
+        self._commands: Queue[Callable[[], None]] = Queue()
         self._stopping = False
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
