@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -48,9 +48,20 @@ class ChatTemplate:
         """Render messages ({role, content, ...} mappings) and the beginning of the answer.
 
         An answer that the messages begin, as their last message, is continued. A template that knows no developer gets
-        those messages as system messages. Raises DataError if the model has no template, if the template refuses the
-        messages, and if a message, its tool calls or its reasoning would not be in the text.
+        those messages as system messages. The arguments of tool calls are objects, or JSON text for a template that
+        takes only that. Raises DataError if the model has no template, if the template refuses the messages, and if a
+        message, its tool calls or its reasoning would not be in the text.
         """
+        if not any(message.get("tool_calls") for message in messages):
+            return self._in_known_roles(messages, variables)
+        try:
+            return self._in_known_roles(_with_arguments(messages, _as_object), variables)
+        except DataError:
+            with suppress(DataError):
+                return self._in_known_roles(_with_arguments(messages, _as_text), variables)
+            raise
+
+    def _in_known_roles(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         if not any(message["role"] == "developer" for message in messages):
             return self._whole(messages, variables)
         if "developer" in self._source:
@@ -170,14 +181,39 @@ class _Marks:
 
 
 def _with_argument(arguments: Any, mark: str) -> Any:
-    """Add an argument to those of a tool call, an object or its JSON text, as data sets write them."""
-    if isinstance(arguments, Mapping):
-        return {**arguments, "mark": mark}
+    """Add an argument to those of a tool call."""
+    read = _as_object(arguments)
+    if not isinstance(read, Mapping):
+        return f"{arguments}{mark}"
+    return _as_text({**read, "mark": mark}) if isinstance(arguments, str) else {**read, "mark": mark}
+
+
+def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[Message]:
+    """Write the arguments of all tool calls in one form; data sets have either."""
+
+    def call_in_form(call: Message) -> Message:
+        inner = {"function": call_in_form(call["function"])} if isinstance(call.get("function"), Mapping) else {}
+        given = {"arguments": form(call["arguments"])} if "arguments" in call else {}
+        return {**call, **inner, **given}
+
+    return [
+        {**message, "tool_calls": [call_in_form(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _as_object(arguments: Any) -> Any:
     try:
         read = json.loads(arguments)
     except (TypeError, ValueError):
-        return f"{arguments}{mark}"
-    return json.dumps({**read, "mark": mark}) if isinstance(read, dict) else f"{arguments}{mark}"
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 class _GenerationTag(Extension):

@@ -77,6 +77,18 @@ def test_tool_calls_that_the_template_would_lose_are_refused(arguments: Any) -> 
             text(messages, template)
 
 
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
+def test_a_template_gets_arguments_in_the_form_that_it_takes(arguments: Any) -> None:
+    call = {"function": {"name": "add", "arguments": arguments}}
+    messages = [USER, say("assistant", "", tool_calls=[call]), say("tool", "4")]
+    whole = "(call.function or call) | tojson"
+    assert '"arguments": {"a": 2}' in text(messages)
+    items = "call.function.name }}{% for k, v in call.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{{ ''"
+    assert "<tool_call>adda=2;</tool_call>" in text(messages, QWEN.replace(whole, items))
+    joined = "call.function.name + call.function.arguments"
+    assert '<tool_call>add{"a": 2}</tool_call>' in text(messages, QWEN.replace(whole, joined))
+
+
 def test_a_part_of_a_tool_call_or_of_a_text_is_not_enough() -> None:
     call = {"function": {"name": "add", "arguments": {"a": 2}}}
     messages = [USER, say("assistant", "", tool_calls=[call]), say("tool", "4")]
