@@ -37,8 +37,14 @@ def init(
         if existing := [file for file in files if file.exists()]:
             raise ConfigError(f"{existing[0]} exists; give another FOLDER: rollmesh init TASK FOLDER")
         target.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            write_text(file, text)
+        try:
+            for file, text in files.items():
+                write_text(file, text)
+        except OSError:  # such as a full disk: the same command works again once there is room
+            for file in files:
+                file.unlink(missing_ok=True)
+            raise
+        for file in files:
             typer.echo(f"wrote {file}")
     typer.echo(f"next: cd {target} && rollmesh up run.yaml")
 

@@ -160,9 +160,12 @@ class RecordedRun:
         """Write a file of the folder atomically; return its path."""
         file = self.path / name
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        with writing(file):
-            temporary.write_text(text, encoding="utf-8")
-        return temporary.replace(file)
+        try:
+            with writing(file):
+                temporary.write_text(text, encoding="utf-8")
+            return temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def logs(self) -> tuple[Path, ...]:
         """List the log files, sorted by name."""

@@ -47,6 +47,11 @@ def test_a_command_on_a_full_disk_names_the_path(
     done = CliRunner().invoke(app, arguments(small_disk))
     assert done.exit_code == 2, done.output
     assert "No space left on device" in done.stderr and str(small_disk / file) in done.stderr
+    assert not list(small_disk.rglob("*.tmp")), "nothing half written is left"
+    if file == "mine/":
+        (small_disk / "filler").unlink()
+        again = CliRunner().invoke(app, arguments(small_disk))
+        assert again.exit_code == 0, again.output
 
 
 def test_output_that_has_no_room_is_named_as_such() -> None:

@@ -358,6 +358,39 @@ async def test_a_policy_that_could_not_be_fetched_during_an_outage_of_the_object
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_generator_whose_object_store_refuses_it_ends_before_its_first_policy_and_keeps_serving_after_it(
+    watcher, engine, registry, serving_state, monkeypatch
+):
+    monkeypatch.setattr(policy_watcher, "_BACKOFF", Backoff(first_seconds=0.01))
+    refused, whole = [0], Checkpoints.open
+
+    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
+        if record.policy_version in refused:
+            raise CheckpointError("AccessDenied; allow it to read", reason=Reason.REFUSED)
+        return whole(checkpoints, record, like)
+
+    monkeypatch.setattr(Checkpoints, "open", open_policy)
+    with pytest.raises(CheckpointError, match="AccessDenied; allow it to read") as ended:
+        await watcher.run()
+    assert ended.value.final
+    refused[0] = 1
+    engine.may_load.set()
+    running = asyncio.create_task(watcher.run())
+    try:
+        assert await looked_twice(running, registry, engine) == ["start 0"]
+        assert watcher._health.waits.text() == ""
+        registry.newest = 1
+        async with asyncio.timeout(60):
+            while not (shown := watcher._health.waits.text()):
+                await asyncio.sleep(0.001)
+        assert shown == "policy version 1: AccessDenied; allow it to read"
+        assert not running.done()
+        assert not serving_state.reason and serving_state.refused_version is None
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 _ADAPTERS = pytest.mark.parametrize("mode", [OnNewVersion.NEXT_SLICE])
 
 
