@@ -39,6 +39,7 @@ from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts
 from rollmesh.types import GeneratorRecord
 
@@ -61,6 +62,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             async with store_of(run, _PATIENCE_SECONDS) as (config, folder, store):
                 view, counts = await store.mesh.view(), await store.mesh.counts()
                 generators, failure = await store.generators.live(), await store.leadership.failure()
+                waits = {**waits, **await _distant_waits(config, store)}
         except StoreUnavailable:
             for name, wait in waits.items():
                 typer.echo(f"{name} waits: {wait}", err=True)
@@ -106,6 +108,12 @@ def _way_to(page: Endpoint, config: RunConfig) -> str:
     url = urlsplit(page.url)
     link = page_link(config, url._replace(netloc=f"127.0.0.1:{url.port}").geturl())
     return f"the run as a page: kubectl port-forward pod/{page.pod} {url.port}:{url.port}, then {link}"
+
+
+async def _distant_waits(config: RunConfig, store: TrajectoryStore) -> Mapping[str, str]:
+    """Return what a trainer waits for that shares no run folder with this process."""
+    text = "" if config.network.shared_folder else await store.training.waits()
+    return {"trainer": text} if text else {}
 
 
 async def _service_waits(run: Path) -> Mapping[str, str]:

@@ -71,6 +71,7 @@ class MeshPoller:
         self._metrics = metrics
         self._health = health
         self._states = states
+        self._trainer_waits = ""
         self._schedule = Schedule.from_config(config)
         self._timeline = TimelineTracker(config.gateway.timeline_rollouts, WINDOW_SECONDS)
         self._cursors: dict[str, int] = {}
@@ -125,6 +126,9 @@ class MeshPoller:
                 snapshot = await read_snapshot(self._store)
                 await self._read_slow_facts()
                 delta = await self._follow(snapshot)
+                # Services that share no run folder with this process tell it through the queue.
+                shared = self._config.network.shared_folder
+                self._trainer_waits = "" if shared else await self._store.training.waits()
         except (StoreError, TimeoutError) as error:
             self._without_store(error)
             return
@@ -179,7 +183,7 @@ class MeshPoller:
             evaluations=self._evaluations,
             running=self._running,
             begin_time=self._timeline_file.begin_time,
-            waits=waits_text(self._states.waits),
+            waits=waits_text({**self._states.waits, **({"trainer": w} if (w := self._trainer_waits) else {})}),
         )
 
     def _without_store(self, error: Exception) -> None:

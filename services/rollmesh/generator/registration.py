@@ -51,6 +51,7 @@ class Registration:
         """Build the current entry; EngineError if the engine has failed."""
         serving_state = self._serving_state
         status = self._engine.status() if serving_state.started else EngineStatus()
+        waits = self._health.waits.text()
         return GeneratorRecord(
             instance_id=serving_state.instance_id,
             address=serving_state.address,
@@ -62,7 +63,7 @@ class Registration:
             kv_token_capacity=status.kv_token_capacity,
             preemption_total=status.preemption_total,
             serving=not serving_state.reason,
-            reason=serving_state.reason,
+            reason="; ".join(filter(None, (serving_state.reason, waits if serving_state.reason else ""))),
             loading_version=serving_state.loading_version,
             refused_version=serving_state.refused_version,
             refused_count=serving_state.refused_count,

@@ -54,6 +54,14 @@ class Training:
         """End the session: a recovery no longer waits for this trainer."""
         await self._connection.run("close_trainer_session", trainer_session)
 
+    async def show_waits(self, text: str) -> None:
+        """Show what the trainer waits for, with the last error; empty for nothing."""
+        await self._connection.command("HSET", self._keys.single("meta"), "trainer_waits", text)
+
+    async def waits(self) -> str:
+        """Return what the trainer waits for, as it last said; empty for nothing."""
+        return ((await self._connection.command("HGET", self._keys.single("meta"), "trainer_waits")) or b"").decode()
+
     async def state(self) -> TrainingState:
         """Return the training progress recorded in Redis."""
         recovering, _ = await self._connection.run("begin_recovery")

@@ -49,6 +49,7 @@ from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.rollback import RollbackRunner
+from rollmesh.trainer.service.shared_waits import shared_waits
 from rollmesh.trainer.service.stage_ends import StageEnds
 from rollmesh.trainer.service.torch_executor import TorchExecutor
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
@@ -142,14 +143,15 @@ async def _lead(
     session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
     retry = Retry(trainer_metrics, health, shutdown)
     try:
-        progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
-        deps = await _build_deps(
-            config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
-        )
-        health.set_ready(True)
-        training = TrainingLoop(deps, shutdown)
-        await _run(training, deps)
-        return await training.unfinished()
+        async with shared_waits(store, health.waits):
+            progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
+            deps = await _build_deps(
+                config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
+            )
+            health.set_ready(True)
+            training = TrainingLoop(deps, shutdown)
+            await _run(training, deps)
+            return await training.unfinished()
     except Stopped as stopped:
         return str(stopped)
 

@@ -39,6 +39,7 @@ async def assert_shown(run: TrainerRun, reason: str) -> None:
             poller = MeshPoller(run.store, run.config, GatewayMetrics(Metrics("gateway")), Health(), states)
             await poller.step()
             assert reason in poller.overview().waiting_for
+    assert reason in await run.store.training.waits(), "for a page that shares no run folder with the trainer"
     write_run_config(run.config, run.folder / "config.yaml")
     for arguments in ([], ["--json"]):
         done = await asyncio.to_thread(CliRunner().invoke, app, ["status", str(run.folder), *arguments])
@@ -96,3 +97,33 @@ async def test_an_object_store_that_refuses_for_good_ends_the_trainer_with_the_r
     finally:
         bucket.stop()
     assert "allow them to list the bucket" in json.loads(end)["message"]
+
+
+async def test_a_page_in_another_pod_shows_the_wait_and_its_end(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path
+) -> None:
+    config = write_run_file(
+        tmp_path / "run", tiny_model, server, checkpoints={"folder": str(small_disk / "checkpoints")}
+    )
+    fill(small_disk / "filler")
+    elsewhere = RunConfig.model_validate(
+        config.model_dump()
+        | {"folder": str(tmp_path / "pod"), "network": {"shared_folder": False}, "store": {"url": server.url}}
+    )
+    async with opened_run(config) as run, AdminClient() as client:
+        states = ServiceStates(tmp_path / "pod", client)
+        poller = MeshPoller(run.store, elsewhere, GatewayMetrics(Metrics("gateway")), Health(), states)
+
+        async def shown() -> bool:
+            await poller.step()
+            return "trainer: disk full" in poller.overview().waiting_for
+
+        run.start()
+        await run.until("the wait on the page", shown, pause=0.05)
+        (small_disk / "filler").unlink()
+
+        async def over() -> bool:
+            await poller.step()
+            return "disk full" not in poller.overview().waiting_for
+
+        await run.until("the end of the wait", over, pause=0.05)
