@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 _INT, _FLOAT, _NULL, _TEXT, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "null", "str", "timestamp")
@@ -48,8 +48,8 @@ for _tag, _pattern in _NUMBERS.items():
         _kind.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
-def parse_yaml(text: str, model: type[BaseModel] | None = None) -> Any:
-    """Parse one document; values of fields of ``model`` that take only text stay text.
+def parse_yaml(text: str, model: type[BaseModel] | None = None, path: Sequence[str] = ()) -> Any:
+    """Parse one document, the value at ``path`` of ``model``; fields that take only text have their text.
 
     Raises yaml.YAMLError, or its subclass DuplicateKeys with all repeated keys and lines.
     """
@@ -62,7 +62,7 @@ def parse_yaml(text: str, model: type[BaseModel] | None = None) -> Any:
         if repeated:
             raise DuplicateKeys("; ".join(repeated))
         if model is not None:
-            _keep_text(node, model)
+            _keep_text(node, model, tuple(path))
         return loader.construct_document(node)
     finally:
         loader.dispose()
@@ -80,7 +80,7 @@ def field_value(model: type[BaseModel], keys: Sequence[str], text: str) -> Any:
     """
     kinds = _kinds(model, keys)
     if not _is_text(kinds):
-        return parse_yaml(text)
+        return parse_yaml(text, model, keys)
     stripped = text.strip()
     if stripped[:1] in ("'", '"'):
         with suppress(yaml.YAMLError):
@@ -89,7 +89,7 @@ def field_value(model: type[BaseModel], keys: Sequence[str], text: str) -> Any:
 
 
 def _is_text(kinds: set[Any]) -> bool:
-    return str in kinds and kinds <= {str, NoneType}
+    return bool(kinds & {str, SecretStr}) and kinds <= {str, SecretStr, NoneType}
 
 
 def _kinds(annotation: Any, keys: Sequence[str]) -> set[Any]:
@@ -108,7 +108,7 @@ def _kinds(annotation: Any, keys: Sequence[str]) -> set[Any]:
     return set()
 
 
-def _keep_text(node: yaml.Node, model: type[BaseModel], path: tuple[str, ...] = ()) -> None:
+def _keep_text(node: yaml.Node, model: type[BaseModel], path: tuple[str, ...]) -> None:
     """Mark as text what a run file has without quotes in a field that takes only text, such as ``name: 2024``."""
     kinds = _kinds(model, path)
     if kinds and isinstance(node, yaml.MappingNode):

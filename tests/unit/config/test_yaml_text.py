@@ -62,6 +62,20 @@ def test_a_field_of_text_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
     assert (config.network.host, config.network.advertise_host) == (None, "10.0")
 
 
+def test_a_secret_of_digits_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("{name: a, folder: r, model: {path: m}, store: {url: redis://h, password: 0123456}}")
+    password = load_run_config(file, environ={}).store.password
+    assert password is not None and password.get_secret_value() == "0123456"
+
+
+def test_a_field_of_text_needs_no_quotes_in_a_section_that_an_option_or_a_variable_gives(run_file: Path) -> None:
+    environ = {"ROLLMESH_NETWORK": "{host: 10.0, instance: 2024-01-01}"}
+    config = load_run_config(run_file, ["data.source={type: jsonl, path: 0123}"], environ)
+    assert (config.network.host, config.network.instance) == ("10.0", "2024-01-01")
+    assert config.data.source.table_path == "0123"
+
+
 # Values of YAML 1.2 (section 10.3.2 of its specification, and the numbers that Helm writes).
 NUMBERS = {
     "1e-7": 1e-7,
@@ -78,6 +92,7 @@ NUMBERS = {
     "1e": "1e",
     "e5": "e5",
     "1.2.3": "1.2.3",
+    "2001-12-14t21:59:43.10-05:00": "2001-12-14t21:59:43.10-05:00",
     "'1e-7'": "1e-7",
 }
 
