@@ -28,7 +28,6 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
-from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
@@ -167,7 +166,6 @@ async def openai_service(
         loops = _Loops(shutdown)
         agents: Agents | None = None
         if config.rollout.program == "agent":
-            await store.limits.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)

@@ -17,6 +17,7 @@ from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.token_check import token_check
+from rollmesh.scheduling import run_limits
 from rollmesh.store.service_store import open_service_store
 from rollmesh.text import Tokenizer
 
@@ -34,7 +35,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     async with service_host(config, "agents", index) as host:
         host.publish(starting=True)
         tokenizer = Tokenizer(resolve_model(config.model.path))
-        store = await open_service_store(host, shutdown, _RETRY_SECONDS)
+        limits = run_limits(config) if config.rollout.program == "agent" else None
+        store = await open_service_store(host, shutdown, _RETRY_SECONDS, limits)
         service = await host.stack.enter_async_context(
             openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, host.security)
         )

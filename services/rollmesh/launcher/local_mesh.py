@@ -33,6 +33,7 @@ from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
+from rollmesh.store.service_store import begin_run
 from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
@@ -322,7 +323,7 @@ async def local_mesh(
         store = running_store(config, folder, owner=True, note=progress.note, waits=watch.own)
         running = await _unless_stopped(shutdown, stack.enter_async_context(store), "the store")
         timeline = TimelineRecorder(running.store, folder, client)
-        await running.store.limits.init_run(run_limits(config))
+        await _unless_stopped(shutdown, begin_run(running.store, run_limits(config)), "the store")
         inline = None if serve is None else InlineServices(folder.config_file, serve)
         mesh = LocalMesh(config, folder, running, shutdown, progress, timeline, watch, inline)
         with progress:

@@ -90,7 +90,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     async with service_host(config, "rollout", index) as host:
         host.publish()
-        store = await open_service_store(host, shutdown)
+        store = await open_service_store(host, shutdown, limits=run_limits(config))
         replica = await open_replica(config, index, store, host.stack, host.metrics, host.health, host.security)
         host.health.set_ready(True)
         await replica.run(shutdown)
@@ -108,7 +108,6 @@ async def open_replica(
     """Build a replica with all its dependencies; ``stack`` closes the clients."""
     schedule = Schedule.from_config(config)
     tokenizer = Tokenizer(resolve_model(config.model.path))
-    await store.limits.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security, waits=health.waits))

@@ -31,9 +31,15 @@ def available_memory(proc: Path = Path("/proc/self")) -> int | None:
         with suppress(OSError, ValueError):  # no limit: "max", or no such file in the root group
             limit = int((folder / files.memory_limit).read_text())
             usage = int((folder / files.memory_usage).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            allowed.append(max(0, limit - usage + int(stat.get(files.reclaimable, 0))))
+            allowed.append(max(0, limit - usage + _reclaimable(files, folder)))
     return min(allowed, default=None)
+
+
+def _reclaimable(files: _Files, folder: Path) -> int:
+    with suppress(OSError):  # gVisor has no memory.stat
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(stat.get(files.reclaimable, 0))
+    return 0
 
 
 def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
@@ -61,7 +67,7 @@ def _folders(proc: Path, controller: str) -> Iterator[tuple[_Files, Path]]:
     for line in mounts:
         place, _, kind = line.partition(" - ")
         root, mount = place.split()[3:5]
-        name, _, options = kind.split(maxsplit=2)
+        name, _, options = kind.split(" ", 2)  # the source between them may be empty
         files = {"cgroup": _V1, "cgroup2": _V2}.get(name)
         key = "" if files is _V2 else controller
         if files is None or key not in paths or (key and controller not in options.split(",")):

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 import yaml
 
 from rollmesh.config.recipes import recipe_file
@@ -81,6 +82,21 @@ def test_a_service_that_waits_for_its_store_says_so_and_ends_at_once_when_it_is_
 
 
 @pytest.mark.long
+def test_a_service_whose_redis_has_no_replica_yet_waits_and_says_so(tmp_path: Path) -> None:
+    port = free_port()
+    server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
+    server.start()
+    with ExitStack() as stack, redis.Redis(port=port) as client:
+        stack.callback(server.kill)
+        client.config_set("min-replicas-to-write", 1)
+        rollout = stack.enter_context(started("rollout", tmp_path, port))
+        until(lambda: "NOREPLICAS" in rollout.readyz().get("waits", ""), "the reason", check=rollout.runs)
+        until(lambda: rollout.logged("waits_for_store"), "the log", check=rollout.runs)
+        client.config_set("min-replicas-to-write", 0)
+        until(lambda: rollout.readyz()["ready"], "the service", check=rollout.runs)
+
+
+@pytest.mark.long
 def test_a_mesh_whose_redis_comes_late_starts_without_a_restart(tmp_path: Path) -> None:
     """Later than every call waits: the longest of them do so for 20 seconds."""
     port = free_port()
@@ -93,9 +109,9 @@ def test_a_mesh_whose_redis_comes_late_starts_without_a_restart(tmp_path: Path) 
                 check=each.runs,
             )
             assert not each.readyz()["ready"] and "Redis" in each.readyz()["waits"]
-        redis = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
-        stack.callback(redis.kill)
-        redis.start()
+        server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
+        stack.callback(server.kill)
+        server.start()
         for each in services:
             until(lambda each=each: each.readyz()["ready"], f"{each.service} is ready", check=each.runs)
             assert each.readyz()["waits"] == ""
@@ -108,9 +124,9 @@ def test_a_run_that_is_started_before_its_redis_says_so_and_starts_its_services_
     port = free_port()
     with started("up", tmp_path, port) as up, ExitStack() as stack:
         until(lambda: "waiting for Redis: " in up.log.read_text(), "the reason", check=up.runs)
-        redis = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
-        stack.callback(redis.kill)
-        redis.start()
+        server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
+        stack.callback(server.kill)
+        server.start()
         until(lambda: "services started" in up.log.read_text(), "the services", check=up.runs)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(120) == 130, up.log.read_text()

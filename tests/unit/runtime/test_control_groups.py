@@ -54,6 +54,14 @@ def test_a_container_with_v2_has_its_own_limits_at_the_root(tmp_path: Path) -> N
     assert cpu_quota(proc) == 1.5
 
 
+def test_a_group_without_statistics_has_a_limit_and_a_mount_without_a_source_is_passed_over(tmp_path: Path) -> None:
+    """As in gVisor; ``mount -t tmpfs "" /x`` shows two spaces."""
+    files = memory_v2("", str(GIB), 300 << 20)
+    del files["memory.stat"]
+    proc = process(tmp_path, "0::/\n", ["30 23 0:27 / /x rw - tmpfs  rw", V2], files)
+    assert available_memory(proc) == GIB - (300 << 20)
+
+
 def test_the_lowest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
     files = {
         **memory_v2("user.slice/", str(2 * GIB), GIB),
