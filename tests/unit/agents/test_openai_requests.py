@@ -54,7 +54,7 @@ def config(tmp_path: Path) -> Any:
         {"stream_options": {"include_usage": None}}, {"return_token_ids": None}, {"a_field_of_another_server": None},
         {"use_beam_search": False}, {"include_stop_str_in_output": False},
         {"add_generation_prompt": True, "continue_final_message": False}, {"bad_words": []}, {"priority": 0},
-        {"include_reasoning": True},
+        {"include_reasoning": True}, {"early_stopping": False}, {"detokenize": True}, {"no_stop_trim": False},
     ],
 )  # fmt: skip
 def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[str, Any]) -> None:
