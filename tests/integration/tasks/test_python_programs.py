@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import ConfigError
+from rollmesh.tasks.sandbox import command
+from rollmesh.tasks.sandbox.enter import Isolation
 from rollmesh.tasks.verifiers.code_tests import same_output
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 
@@ -91,6 +94,64 @@ def test_each_program_begins_with_an_empty_folder_and_memory() -> None:
     )
     tests = [{"input": "", "output": "['answer.py'] False\n"}] * 3
     assert run(code, {"tests": tests}).value == 1.0
+
+
+REACHES_FOR_OTHERS = """
+import glob, os, resource
+number = input()
+reached = []
+if number == "1":
+    own = f"/proc/{os.getpid()}/"
+    for name in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/mem"):
+        for mode in () if name.startswith(own) else (os.O_RDONLY, os.O_WRONLY):
+            try:
+                descriptor = os.open(name, mode | os.O_NONBLOCK)
+                reached.append((name, mode))
+                os.write(descriptor, b'0 {"value": {"bytes": ""}}\\n2 {"value": {"bytes": "2a0a"}}\\n')
+            except OSError:
+                pass
+print(number, reached)
+"""
+LEAVES = """
+import os, time
+def lives(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+print(*map(os.path.exists, ("/tmp/kept", "/dev/shm/kept", "closed")), sum(map(lives, range(1, 99))))
+open("/tmp/kept", "w").close()
+open("/dev/shm/kept", "w").close()
+os.makedirs("closed/kept")
+os.chmod("closed", 0)
+os.chmod(".", 0o500)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 3)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.usefixtures("code_may_run")
+def test_a_program_reaches_neither_the_input_nor_the_result_of_another_one() -> None:
+    tests = [{"input": f"{number}\n", "output": f"{number} []\n"} for number in range(4)]
+    assert run(REACHES_FOR_OTHERS, {"tests": tests}, partial_credit=True).value == 1.0
+
+
+@pytest.mark.usefixtures("code_may_run")
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's code is refused below the strongest isolation")
+@pytest.mark.parametrize("isolation", [Isolation.SEALED, Isolation.NAMESPACES])
+def test_nothing_of_a_program_is_left_when_the_next_one_begins(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "strongest_isolation", lambda uid: isolation)
+    tests = [{"input": "", "output": "False False False 3\n"}] * 3
+    reward = run(LEAVES, {"tests": tests}, may_fork=True, memory_bytes=4 << 30, partial_credit=True)
+    assert reward.value == 1.0, "three processes: the first one, the one that watches the program, and the program"
 
 
 @pytest.mark.usefixtures("code_may_run")

@@ -213,6 +213,26 @@ def test_code_is_confined_as_well_when_a_library_starts_a_thread_in_every_fork()
     assert done.returncode == 0, done.stderr
 
 
+OWNERS_OF_STREAMS = """
+import os
+from rollmesh.tasks.sandbox.probe import probe_sandbox
+
+before = [os.fstat(descriptor) for descriptor in range(3)]
+assert probe_sandbox().available
+after = [os.fstat(descriptor) for descriptor in range(3)]
+assert [each.st_uid for each in after] == [each.st_uid for each in before]
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes owners")
+def test_the_streams_of_the_service_keep_their_owner(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        done = subprocess.run([sys.executable, "-c", OWNERS_OF_STREAMS], stdin=subprocess.DEVNULL, stderr=stream)
+    assert done.returncode == 0, log.read_text()
+    assert log.stat().st_uid == os.geteuid()
+
+
 def test_answers_still_use_threads_and_files_and_every_stream() -> None:
     code = (
         "import sys, tempfile, threading, multiprocessing.pool, time, zoneinfo, random, os\n"

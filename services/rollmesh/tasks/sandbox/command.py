@@ -71,12 +71,17 @@ class Sandbox:
                 )
         return ""
 
+    @staticmethod
+    def ends_all_processes() -> bool:
+        """Tell whether the first process of a script can end all others: it is the first one of a namespace."""
+        return strongest_isolation(_uid()) is not Isolation.NONE
+
     def run(self, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         """Run ``script`` with the interpreter of this process, without site-packages.
 
         Raises VerifierError if the script cannot be confined: code never runs as root.
         """
-        uid = identity.own_uid(0) if identity.is_root() else None
+        uid = _uid()
         with tempfile.TemporaryDirectory(prefix=_folder_prefix(os.getpid()), ignore_cleanup_errors=True) as folder:
             if uid is not None:
                 os.chown(folder, uid, uid)
@@ -103,6 +108,10 @@ class Sandbox:
                 return _ScriptIO(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
             finally:
                 _kill(process)
+
+
+def _uid() -> int | None:
+    return identity.own_uid(0) if identity.is_root() else None
 
 
 def _start(command: list[str], home: str, confinement: Confinement, script: bytes) -> subprocess.Popen[bytes]:

@@ -57,6 +57,9 @@ class Confinement:
 def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
     """Confine this process and leave ``script`` in its working folder; runs in a forked child."""
     os.umask(0o077)
+    if confinement.uid is not None:
+        for descriptor in range(3):  # pipes: only their owner may open /dev/stdout
+            os.fchown(descriptor, confinement.uid, -1)
     folder = _build(confinement)
     with suppress(OSError):
         kernel.die_with_parent()
@@ -73,8 +76,6 @@ def _build(confinement: Confinement) -> str:
     """Isolate this process; return its working folder."""
     uid, folder = confinement.uid, confinement.folder
     if uid is not None:
-        for descriptor in range(3):  # pipes: only their owner may open /dev/stdout
-            os.fchown(descriptor, uid, -1)
         reach.expose([Path(sys.base_prefix).resolve()])
         identity.become(uid)
     with suppress(OSError):
@@ -128,15 +129,18 @@ def _wait_for(child: int) -> NoReturn:
 
 
 def _private_scratch(size_bytes: int) -> str | None:
-    """Cover the shared scratch folders with private ones in memory; return the first as the working folder."""
+    """Cover the shared scratch folders with a private one in memory; return the first, as the working folder."""
     interpreter = os.path.realpath(sys.base_prefix)
-    covered = []
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    covered: list[str] = []
     for folder in _SCRATCH_FOLDERS:
         if interpreter.startswith(f"{folder}/") or not os.path.isdir(folder):
             continue
         with suppress(OSError):
-            flags = kernel.MS_NOSUID | kernel.MS_NODEV
-            kernel.mount("tmpfs", folder, "tmpfs", flags, f"size={size_bytes},mode=700")
+            if covered:
+                kernel.mount(covered[0], folder, flags=kernel.MS_BIND)
+            else:
+                kernel.mount("tmpfs", folder, "tmpfs", flags, f"size={size_bytes},mode=700")
             covered.append(folder)
     return covered[0] if covered else None
 

@@ -97,11 +97,11 @@ class PythonCodeVerifier:
         )
         self.sandbox = Sandbox(limits=limits, may_fork=may_fork)
         """Sandbox that runs the functions of the answers."""
-        # Its first process forks each program, and writes its input to a file.
+        # Its first process forks one for each program, which writes the input to a file and forks the program.
         self._programs = replace(
             self.sandbox,
             may_fork=True,
-            limits=replace(limits, process_count=process_count + 1, file_bytes=self.sandbox.scratch_bytes),
+            limits=replace(limits, process_count=process_count + 2, file_bytes=self.sandbox.scratch_bytes),
             output_bytes=(2 * _OUTPUT_BYTES + 64) * _MOST_PROGRAMS,
         )
         self._program_filter = b""
@@ -139,11 +139,12 @@ class PythonCodeVerifier:
         if tests.calls or tests.asserts:
             yield from self._results_inside(code, tests, deadline)
         begin, count = 0, 1
+        most = _MOST_PROGRAMS if tests.programs and self._programs.ends_all_processes() else 1
         while programs := tests.programs[begin : begin + count]:
             job = self._program_job(code, [test.stdin for test in programs])
             checks = [partial(self._printed, test) for test in programs]
             yield from _checked(self._programs, self._program_runner, job, checks, deadline)
-            begin, count = begin + count, min(8 * count, _MOST_PROGRAMS)
+            begin, count = begin + count, min(8 * count, most)
 
     def _results_inside(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
         job = {
@@ -162,7 +163,9 @@ class PythonCodeVerifier:
     def _program_job(self, code: str, inputs: list[str]) -> bytes:
         texts = [text.encode("utf-8", "replace") for text in inputs]
         script = code.encode("utf-8", "replace")
-        return marshal.dumps((script, self._prelude, texts, _OUTPUT_BYTES, _FILE_BYTES, self._program_filter))
+        lengths = [len(text) for text in texts]
+        header = marshal.dumps((script, self._prelude, lengths, _OUTPUT_BYTES, _FILE_BYTES, self._program_filter))
+        return b"".join((len(header).to_bytes(4, "big"), header, *texts))
 
     def _printed(self, test: ProgramTest, report: Any) -> bool:
         output = _read(report)
