@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 _INT, _FLOAT, _NULL, _TEXT, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "null", "str", "timestamp")
@@ -89,7 +89,7 @@ def field_value(model: type[BaseModel], keys: Sequence[str], text: str) -> Any:
 
 
 def _is_text(kinds: set[Any]) -> bool:
-    return bool(kinds & {str, SecretStr}) and kinds <= {str, SecretStr, NoneType}
+    return str in kinds and kinds <= {str, NoneType}
 
 
 def _kinds(annotation: Any, keys: Sequence[str]) -> set[Any]:

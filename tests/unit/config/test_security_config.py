@@ -72,5 +72,5 @@ def test_tokens_and_passwords_are_never_written_or_shown(run_file, tmp_path: Pat
     assert load_run_config(written, environ=environ) == config
     assert "0123" not in repr(config)
     with pytest.raises(ConfigError, match="token") as error:
-        load_run_config(run_file(security={"token": [424242]}), environ={})
+        load_run_config(run_file(security={"token": 424242}), environ={})
     assert "424242" not in str(error.value)

@@ -62,13 +62,6 @@ def test_a_field_of_text_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
     assert (config.network.host, config.network.advertise_host) == (None, "10.0")
 
 
-def test_a_secret_of_digits_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("{name: a, folder: r, model: {path: m}, store: {url: redis://h, password: 0123456}}")
-    password = load_run_config(file, environ={}).store.password
-    assert password is not None and password.get_secret_value() == "0123456"
-
-
 def test_a_field_of_text_needs_no_quotes_in_a_section_that_an_option_or_a_variable_gives(run_file: Path) -> None:
     environ = {"ROLLMESH_NETWORK": "{host: 10.0, instance: 2024-01-01}"}
     config = load_run_config(run_file, ["data.source={type: jsonl, path: 0123}"], environ)
