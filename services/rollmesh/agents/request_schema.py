@@ -18,50 +18,54 @@ MOST_ANSWERS = 128
 MOST_STOPS = 16
 MOST_INT32 = 2**31 - 1
 """Largest token count that the generation protocol carries."""
-_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (_NOTHING, "describe the tools in a message and read the calls from the answer's text"),
-    "tool_choice": ((*_NOTHING, "none"), "describe the tools in a message and read the calls from the answer's text"),
-    "parallel_tool_calls": ((*_NOTHING, True), "tools are not supported"),
-    "functions": (_NOTHING, "describe the functions in a message and read the calls from the answer's text"),
-    "function_call": ((*_NOTHING, "none"), "functions are not supported"),
-    "response_format": ((*_NOTHING, {"type": "text"}), "ask for the format in a message"),
-    "presence_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
-    "frequency_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
-    "bad_words": (_NOTHING, "penalties change the distribution that logprobs are over"),
-    "logit_bias": (_NOTHING, "a bias changes the distribution that logprobs are over"),
-    "modalities": ((None, ["text"]), "only text is generated"),
-    "audio": (_NOTHING, "only text is generated"),
-    "prediction": (_NOTHING, "omit it"),
-    "reasoning_effort": (_NOTHING, "ask for it in a message"),
-    "verbosity": (_NOTHING, "ask for it in a message"),
-    "web_search_options": (_NOTHING, "there is no web search"),
-    "service_tier": ((None, "auto", "default"), "there are no tiers"),
-    "store": (_NOTHING, "calls are recorded in sessions: POST /v1/sessions"),
-    "min_p": ((None, 0), "use top_p or top_k"),
-    "repetition_penalty": ((None, 1), "penalties change the distribution that logprobs are over"),
-    "min_tokens": ((None, 0), "omit it: an answer may end at any token"),
-    "ignore_eos": (_NOTHING, "omit it: an answer ends at the model's end token"),
-    "stop_token_ids": (_NOTHING, "send the texts that end the answer in stop"),
-    "best_of": ((None, 1), "request n choices"),
-    "skip_special_tokens": ((None, True), "send return_token_ids: the text of an answer has no special tokens"),
-    "spaces_between_special_tokens": ((None, True, False), "omit it: the text of an answer has no special tokens"),
-    "include_stop_str_in_output": ((None, False), "omit it: an answer ends before its stop text"),
-    "use_beam_search": ((None, False), "request n choices"),
-    "length_penalty": ((None, 1), "it belongs to beam search"),
-    "early_stopping": (_NOTHING, "it belongs to beam search"),
-    "detokenize": ((None, True), "send return_token_ids for the ids beside the text"),
-    "return_tokens_as_token_ids": (_NOTHING, "send return_token_ids"),
-    "return_hidden_states": (_NOTHING, "only the log-probabilities of an answer are known"),
-    "no_stop_trim": (_NOTHING, "omit it: an answer ends before its stop text"),
-    "echo": (_NOTHING, "the client already has the prompt"),
-    "priority": ((None, 0), "omit it: calls are answered as they come"),
-    "prompt_logprobs": ((None, False), "omit it: only the answer's log-probabilities are known"),
-    "include_reasoning": ((None, True), "omit it: the text of an answer contains its thought"),
-    "separate_reasoning": ((None, False), "omit it: the text of an answer contains its thought"),
-    "suffix": (_NOTHING, "only continuation of a text is supported"),
+    "tools": ((False,), "describe the tools in a message and read the calls from the answer's text"),
+    "tool_choice": (("none", False), "describe the tools in a message and read the calls from the answer's text"),
+    "parallel_tool_calls": ((True, False), "tools are not supported"),
+    "functions": ((False,), "describe the functions in a message and read the calls from the answer's text"),
+    "function_call": (("none", False), "functions are not supported"),
+    "response_format": (({"type": "text"},), "ask for the format in a message"),
+    "presence_penalty": ((0,), "penalties change the distribution that logprobs are over"),
+    "frequency_penalty": ((0,), "penalties change the distribution that logprobs are over"),
+    "bad_words": ((False,), "penalties change the distribution that logprobs are over"),
+    "logit_bias": ((False,), "a bias changes the distribution that logprobs are over"),
+    "modalities": ((["text"],), "only text is generated"),
+    "audio": ((False,), "only text is generated"),
+    "prediction": ((False,), "omit it"),
+    "reasoning_effort": ((False,), "ask for it in a message"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "web_search_options": ((False,), "there is no web search"),
+    "service_tier": (("auto", "default"), "there are no tiers"),
+    "store": ((False,), "calls are recorded in sessions: POST /v1/sessions"),
+    "min_p": ((0,), "use top_p or top_k"),
+    "repetition_penalty": ((1,), "penalties change the distribution that logprobs are over"),
+    "min_tokens": ((0,), "omit it: an answer may end at any token"),
+    "ignore_eos": ((False,), "omit it: an answer ends at the model's end token"),
+    "stop_token_ids": ((False,), "send the texts that end the answer in stop"),
+    "best_of": ((1,), "request n choices"),
+    "skip_special_tokens": ((True,), "send return_token_ids: the text of an answer has no special tokens"),
+    "spaces_between_special_tokens": ((True, False), "omit it: the text of an answer has no special tokens"),
+    "include_stop_str_in_output": ((False,), "omit it: an answer ends before its stop text"),
+    "use_beam_search": ((False,), "request n choices"),
+    "length_penalty": ((1,), "it belongs to beam search"),
+    "early_stopping": ((False,), "it belongs to beam search"),
+    "detokenize": ((True,), "send return_token_ids for the ids beside the text"),
+    "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
+    "return_hidden_states": ((False,), "only the log-probabilities of an answer are known"),
+    "no_stop_trim": ((False,), "omit it: an answer ends before its stop text"),
+    "echo": ((False,), "the client already has the prompt"),
+    "priority": ((0,), "omit it: calls are answered as they come"),
+    "prompt_logprobs": ((False,), "omit it: only the answer's log-probabilities are known"),
+    "include_reasoning": ((True,), "omit it: the text of an answer contains its thought"),
+    "separate_reasoning": ((False,), "omit it: the text of an answer contains its thought"),
+    "suffix": ((False,), "only continuation of a text is supported"),
 }
-"""Fields of OpenAI's API and of other servers, with the values that have no effect and the remedy for any other."""
+"""Fields of OpenAI's API and of other servers: values without effect beside empty ones, and the remedy for others."""
+
+
+def _is_empty(value: Any) -> bool:
+    """Tell whether a field says nothing: null, an empty value, or an object of such fields."""
+    return all(each in (None, [], {}, "") for each in (value.values() if isinstance(value, dict) else (value,)))
 
 
 def _whole_characters(text: str) -> str:
@@ -100,15 +104,17 @@ TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
 
 
 class Closed(BaseModel):
-    """Request that rejects unknown fields, unless they are null; its docstrings become the OpenAPI text."""
+    """Request that rejects unknown fields, unless they are empty; its docstrings become the OpenAPI text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Drop null fields: a client sends one for a field that it does not set."""
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+    def _without_empty_fields(cls, data: Any) -> Any:
+        """Drop fields that say nothing: a client sends them back with an answer, or for what it does not set."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None and (k in cls.model_fields or not _is_empty(v))}
 
 
 class TextPart(Closed):
@@ -118,6 +124,8 @@ class TextPart(Closed):
     """Type of the part; only text is supported."""
     text: Text
     """The text."""
+    cache_control: dict[str, Any] | None = None
+    """Ignored: equal beginnings are always shared. (Not part of OpenAI's API.)"""
 
 
 class Message(Closed):
@@ -131,21 +139,20 @@ class Message(Closed):
     """Name of the author, for chat templates that use it."""
     tool_call_id: Text | None = None
     """Id of the call that a tool message answers, for chat templates that use it."""
+    prefix: bool | None = None
+    """Must be false, or true in an assistant message that ends the conversation. (Not part of OpenAI's API.)"""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty_extras(cls, data: Any) -> Any:
-        """Drop the empty fields that the official client adds to an assistant message."""
+    def _of_text(cls, data: Any) -> Any:
+        """Refuse calls of tools; null content of an assistant message is an empty text."""
         if not isinstance(data, dict):
             return data
         for name in ("tool_calls", "function_call"):
-            if data.get(name) not in (None, [], {}, ""):
+            if not _is_empty(data.get(name)):
                 raise ValueError(f"{name}: not supported; send the call as text in content, as the model wrote it")
-        names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content", "reasoning")
-        kept = {k: v for k, v in data.items() if k not in names or v not in (None, [], {}, "")}
-        if kept.get("role") == "assistant" and kept.get("content") is None:
-            kept["content"] = ""
-        return kept
+        is_empty = data.get("role") == "assistant" and data.get("content") is None
+        return {**data, "content": ""} if is_empty else data
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as a chat template expects it: text content, without absent fields."""
@@ -161,6 +168,8 @@ class StreamOptions(Closed):
     """Send the token counts in a last event."""
     include_obfuscation: bool = False
     """Ignored: events are not padded."""
+    continuous_usage_stats: Literal[False] | None = None
+    """Must be false: the counts are in the last event. (Not part of OpenAI's API.)"""
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
@@ -212,7 +221,9 @@ class SamplingRequest(Closed):
                 kept[name] = value
                 continue
             neutral, instead = _NEUTRAL[name]
-            if not any(value == other and type(value) in (type(other), int, float) for other in neutral):
+            if not _is_empty(value) and not any(
+                value == other and type(value) in (type(other), int, float) for other in neutral
+            ):
                 raise ValueError(f"{name}: not supported; {instead}")
         return kept
 
@@ -243,6 +254,8 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[Text, TemplateValue] | None = None
     """Variables for the chat template; they take precedence over data.chat_template_kwargs of the run. (Not part of
     OpenAI's API.)"""
+    add_special_tokens: Literal[False] | None = None
+    """Must be false: the chat template writes them. (Not part of OpenAI's API.)"""
     top_logprobs: NoAlternatives | None = None
     """Must be 0, with logprobs: only the log-probability of the sampled token is known."""
     continue_final_message: bool | None = None
@@ -253,6 +266,11 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _continues_what_is_begun(self) -> ChatRequest:
         is_begun = self.messages[-1].role == "assistant"
+        for number, message in enumerate(self.messages):
+            if message.prefix and not (is_begun and message is self.messages[-1]):
+                raise ValueError(
+                    f"messages.{number}.prefix: true, but only an assistant message at the end is continued"
+                )
         for name, value in (("continue_final_message", is_begun), ("add_generation_prompt", not is_begun)):
             if getattr(self, name) not in (None, value):
                 raise ValueError(
@@ -281,6 +299,8 @@ class CompletionRequest(SamplingRequest):
     to the first prompt come first."""
     max_tokens: TokenCount | None = None
     """Maximum tokens of the answer; defaults to 16, as in OpenAI's API."""
+    add_special_tokens: Literal[True] | None = None
+    """Must be true; give token ids for a context without them. (Not part of OpenAI's API.)"""
     logprobs: NoAlternatives | None = None
     """0 sends the log-probability of each token; those of other tokens are not known."""
 

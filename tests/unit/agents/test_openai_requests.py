@@ -55,6 +55,8 @@ def config(tmp_path: Path) -> Any:
         {"use_beam_search": False}, {"include_stop_str_in_output": False},
         {"add_generation_prompt": True, "continue_final_message": False}, {"bad_words": []}, {"priority": 0},
         {"include_reasoning": True}, {"early_stopping": False}, {"detokenize": True}, {"no_stop_trim": False},
+        {"stream_options": {"continuous_usage_stats": False}}, {"verbosity": "medium"}, {"add_special_tokens": False},
+        {"documents": []}, {"extra_body": {}}, {"a_field_of_another_server": {"of": None}},
     ],
 )  # fmt: skip
 def test_fields_that_say_nothing_are_accepted_and_change_no_other(extra: dict[str, Any]) -> None:
@@ -67,6 +69,10 @@ def test_the_flags_with_which_other_servers_continue_a_begun_answer_are_accepted
     assert ChatRequest.model_validate(begun | {"continue_final_message": True, "add_generation_prompt": False})
     with pytest.raises(ValidationError, match="add_generation_prompt: True, but an assistant message"):
         ChatRequest.model_validate(begun | {"add_generation_prompt": True})
+    message = {**begun["messages"][-1], "prefix": True}
+    assert ChatRequest.model_validate(begun | {"messages": [*CHAT["messages"], message]}).messages[-1].content == "The"
+    with pytest.raises(ValidationError, match=r"messages\.0\.prefix: true, but only an assistant message at the end"):
+        ChatRequest.model_validate(begun | {"messages": [message, *CHAT["messages"]]})
     with pytest.raises(ValidationError, match="continue_final_message: True, but"):
         ChatRequest.model_validate(CHAT | {"continue_final_message": True})
 
@@ -104,13 +110,16 @@ def test_an_assistant_message_of_the_official_client_is_understood() -> None:
         "tool_calls": None,
         "audio": None,
         "annotations": [],
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_details": [],
+        "prefix": False,
     }
     request = ChatRequest.model_validate({**CHAT, "messages": [message]})
     assert request.messages[0].as_template() == {"role": "assistant", "content": "hi"}
     empty = {**message, "content": None}
     request = ChatRequest.model_validate({**CHAT, "messages": [empty]})
     assert request.messages[0].as_template() == {"role": "assistant", "content": ""}
-    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    parts = [{"type": "text", "text": "he", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "llo"}]
     request = ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": parts, "name": "me"}]})
     assert request.messages[0].as_template() == {"role": "user", "content": "hello", "name": "me"}
 
