@@ -30,12 +30,15 @@ from rollmesh.user_code import described
 
 FIRST_ROWS = 1024
 """Rows of a table that the trial checks; the rollout worker checks the others when it starts."""
+_FIRST_PROMPTS = 64
+"""Prompts among which the trial looks for one of each part and each verifier of a mixed data set."""
+_MOST_SCORED = 8
 _NOT_SCORED = frozenset({"http_judge", "python_code"})
 """Built-in verifiers that may call a server or a sandbox; only their options are checked."""
 
 
 def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> list[str]:
-    """Open the prompts, call the methods, build the verifier, and score answers to the first row; return hints.
+    """Open the prompts, call the methods, build the verifiers, and score answers to the first rows; return hints.
 
     Raises ConfigError or DataError that names the field, or the row. ``late`` is called from another thread with the
     error of a verifier that does not return. A verifier of the user's is refused only if every trial answer fails but
@@ -45,10 +48,29 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
     tokenizer = Tokenizer(resolve_model(config.model.path))
     source, prompt = _opened(config, tokenizer, "train")
     try_methods(config, source)
+    scored = _of_each_kind(config, source, prompt)
     if config.evaluation.before_and_after or config.evaluation.every_versions:
-        _opened(config, tokenizer, "eval")
+        _, evaluated = _opened(config, tokenizer, "eval")
+        scored += [evaluated] if config.data.evaluation_source is not None else []
     if config.rollout.program == "environment":
         try_environment(config, prompt, ["", str(prompt.metadata.get("answer", "1"))])
+    for scored_prompt in scored:
+        _score_prompt(late, config, scored_prompt, tokenizer)
+    return [*_unknown_words(config, tokenizer, prompt), *_end_hints(config, tokenizer), *_chat_hints(config, tokenizer)]
+
+
+def _of_each_kind(config: RunConfig, source: RowSource, first: Prompt) -> list[Prompt]:
+    """Return the first prompt, and of mixed data one of each part and each verifier that rows name."""
+    found = {(first.verifier, first.domain): first}
+    is_mixed = config.data.source.type == "mixture" or any(s.rows_name_verifiers for s in config.data.sources.values())
+    for index in range(1, min(source.epoch_size, _FIRST_PROMPTS) if is_mixed else 1):
+        prompt = source.prompt(0, index)
+        found.setdefault((prompt.verifier, prompt.domain), prompt)
+    return list(found.values())[:_MOST_SCORED]
+
+
+def _score_prompt(late: Callable[[str], None] | None, config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    """Build the verifier of a prompt, and score answers with it and with its parts."""
     name = prompt.verifier or config.reward.verifier
     options = config.reward.options if name == config.reward.verifier else {}
     built = build_verifier(name, options)
@@ -58,7 +80,6 @@ def try_inputs(config: RunConfig, late: Callable[[str], None] | None = None) -> 
         if scored and config.reward.on_error != "fixed":
             verifier = built if part == name else build_verifier(part, part_options)
             _score(late, config, part, verifier, prompt, tokenizer)
-    return [*_unknown_words(config, tokenizer, prompt), *_end_hints(config, tokenizer), *_chat_hints(config, tokenizer)]
 
 
 def _scored_parts(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

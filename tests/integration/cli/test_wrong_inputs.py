@@ -203,6 +203,14 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         verifier("checks:never", timeout_seconds=0.5),
         "within 2 s; raise reward.timeout_seconds=0.5, or find what the verifier waits for",
     ),
+    "a later verifier of the rows": (
+        table(
+            "".join(json.dumps({**ROW, "prompt": f"1 2 {n} > 7 :", "by": "exact"}) + "\n" for n in range(3, 9))
+            + json.dumps({"prompt": "1 2 9 > 7 :", "answer": "Paris", "by": "choice"}),
+            verifier_field="by",
+        ),
+        "reward.verifier=choice: fails for 6 of 6 trial answers to rows.jsonl:7",
+    ),
     "http_judge without options": (verifier("http_judge"), "reward.options: http_judge missing"),
     "unknown generated task": (
         sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}),
