@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
 
-        ``special_tokens`` adds the tokens that the tokenizer puts around a sequence (for example a begin token, unless
-        the text begins with it). Use it for the start of a context, never for its middle. Raises DataError for an id
-        without an embedding, and for a text with half of a surrogate pair.
+        ``special_tokens`` adds the tokens that the tokenizer puts before a sequence (for example a begin token, unless
+        the text begins with it), and never those after it: an end token would end the context. Use it for the start of
+        a context, never for its middle. Raises DataError for an id without an embedding, and for a text with half of a
+        surrogate pair.
         """
         return self._ids(self._tokenizer.encode(_whole(text), add_special_tokens=special_tokens))
 
@@ -112,8 +114,9 @@ class Tokenizer:
         return self._ids(encoding)
 
     def _ids(self, encoding: tokenizers.Encoding) -> Int32Array:
-        ids = np.array(encoding.ids, np.int32)
-        added = sum(1 for _ in takewhile(bool, encoding.special_tokens_mask))
+        ids, mask = np.array(encoding.ids, np.int32), encoding.special_tokens_mask
+        added = sum(1 for _ in takewhile(bool, mask))
+        ids = ids[: len(ids) - sum(1 for _ in takewhile(bool, reversed(mask[added:])))]
         if added and np.array_equal(ids[:added], ids[added : 2 * added]):
             ids = ids[added:]
         self._check_range(ids)
@@ -130,10 +133,14 @@ class Tokenizer:
 
     def without_special_tokens(self, text: str) -> str:
         """Return a text that was decoded with special tokens without them."""
-        for token in self._tokenizer.get_added_tokens_decoder().values():
-            if token.special:
-                text = text.replace(token.content, "")
+        for token in self._special_texts:
+            text = text.replace(token, "")
         return text
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     def pieces(self, ids: npt.ArrayLike) -> list[str]:
         """Return the text that each token [tokens] adds, special tokens included; joined, the text of the sequence.

@@ -64,6 +64,19 @@ def test_a_text_that_begins_with_the_begin_token_gets_no_second_one(tmp_path: Pa
         assert encode("", special_tokens=True).tolist() == [2]
 
 
+def test_an_end_token_that_the_tokenizer_adds_does_not_end_a_context(tmp_path: Path) -> None:
+    file = make_folder(tmp_path) / "tokenizer.json"
+    made = tokenizers.Tokenizer.from_file(str(file))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <end>", special_tokens=[("<s>", 2), ("<end>", 3)]
+    )
+    made.save(str(file))
+    tokenizer = Tokenizer(tmp_path)
+    for encode in (tokenizer.encode, tokenizer.encode_aside):
+        assert encode("hello", special_tokens=True).tolist() == [2, 4]
+        assert encode("hello <end>", special_tokens=True).tolist() == [2, 4, 3]
+
+
 def test_half_a_character_is_refused_by_its_place(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path))
     for encode in (tokenizer.encode, tokenizer.encode_aside):
