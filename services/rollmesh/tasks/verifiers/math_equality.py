@@ -37,6 +37,10 @@ _SPELLINGS: tuple[_Spelling, ...] = (
         re.compile(r"(?<![\d.])(\d*)\.(\d{0,99})\\overline\s*\{(\d{1,99})\}"),
         lambda number: _fraction(number[1] or "0", number[2], number[3]),
     ),
+    (
+        re.compile(r"(?<![\d.])(\d{0,99})\s*\\[dt]?frac\s*\{?(\d{1,99})\}?\s*\{?(\d{1,99})\}?\s*(?:\\?%|percent)"),
+        lambda share: f"\\frac{{{int(share[1] or 0) * int(share[3]) + int(share[2])}}}{{{share[3]}}}\\%",
+    ),
     (re.compile(r"\\([lr])brace(?![a-zA-Z])"), lambda brace: "\\{" if brace[1] == "l" else "\\}"),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
     (re.compile(r"^\s*\\approx(?![a-zA-Z])"), ""),
@@ -150,7 +154,10 @@ _equal_by_decimals = grader.sympy_numeric_eq
 
 
 def _numbers_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """Compare as math-verify does, but count decimals from the first digit that is not 0."""
+    """Compare as math-verify does, but count decimals from the first digit that is not 0, and let 12.5% be 12.5 too."""
+    without_percent = grader.get_pct_val(a, a), grader.get_pct_val(b, b)
+    if without_percent != (a, b) and _numbers_equal(*without_percent, float_rounding, numeric_precision):
+        return True
     zeros = max(_leading_zeros(a), _leading_zeros(b))
     floats = getattr(a, "is_number", False) and getattr(b, "is_number", False) and (a.has(Float) or b.has(Float))
     if floats:

@@ -116,6 +116,12 @@ KINDS: dict[str, list[tuple[Any, list[str], list[str]]]] = {
         ("42", ["42.", r"\approx 42"], ["43.", "4"]),
         (r"f(x)=\left\{x\right.", [r"f(x)=\left\{x\right."], ["x"]),
     ],
+    "percentages": [
+        (r"37\%", ["37", "0.37"], ["38", r"3.7\%"]),
+        (r"12.5\%", ["12.5", "0.125", r"\frac18", r"12\frac12\%"], ["12", r"12.6\%"]),
+        (r"16\frac{2}{3}\%", [r"\frac{50}{3}\%", r"\frac16", r"16\frac23"], [r"\frac{2}{3}\%", r"16\%", r"\frac23"]),
+        (r"\{12.5\%,20\%\}", ["12.5,20"], ["12,20"]),
+    ],
     "choices with their values": [
         (r"\textbf{(B)}\ 6", ["6", "B", "(B)", r"\text{(B) }6"], ["7", "C"]),
         ("6", [r"\textbf{(B)}\ 6", r"\mathrm{(B)}~6", r"\text{(B)}6"], [r"\textbf{(B)}\ 7"]),
