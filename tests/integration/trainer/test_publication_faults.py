@@ -185,7 +185,7 @@ async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(
         async def waits_for_room() -> bool:
             (endpoint,) = read_endpoints(run.folder, "trainer")
             answer = await client.get(f"http://{endpoint.admin}/readyz")
-            return answer.status_code == 503 and answer.json()["reason"] == "disk full: publish"
+            return answer.status_code == 503 and answer.json()["reason"].startswith("disk full: publish: ")
 
         await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
         (refused, *_) = [json.loads(line) for line in run.log().splitlines() if '"disk_full"' in line]
