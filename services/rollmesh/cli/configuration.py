@@ -17,6 +17,7 @@ from rollmesh.launcher.input_checks import check_inputs, check_redis
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.report.console import output_console
+from rollmesh.runtime.capacity import check_configured, this_machine
 
 Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the first train steps on assumed devices.")]
 With = Annotated[
@@ -47,6 +48,7 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
             memory.largest_models(),
             *check_inputs(config),
             *run_hints(config, memory.parameter_count),
+            *_capacity_hint(config),
         ]
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
@@ -56,6 +58,16 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     if predicted is not None:
         console.print(predicted, markup=False, highlight=False, soft_wrap=True)
+
+
+def _capacity_hint(config: RunConfig) -> list[str]:
+    """Return what `rollmesh up` would refuse without `--force` on this machine; the run may be for another one."""
+    try:
+        if config.network.shared_folder:
+            check_configured(config, this_machine())
+    except ConfigError as error:
+        return [f"hint: on this machine rollmesh up refuses {error}"]
+    return []
 
 
 @app.command()

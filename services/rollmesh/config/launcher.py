@@ -16,7 +16,7 @@ class LauncherConfig(Section):
     """Number of reward services."""
     trainer_processes: int = Field(default=1, ge=1)
     """Number of trainer ranks; more than one starts torchrun with FSDP2."""
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, le=1024)
     """OMP threads per process on this machine; in a cluster, threads of a generator with the engine torch on a CPU."""
     restart_limit: int = Field(default=20, ge=0)
     """Restarts of one process within ten minutes of its running time before the run fails; its startup time does not

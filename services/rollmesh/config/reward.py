@@ -37,7 +37,7 @@ class RewardConfig(Section):
     """Outcome of a verifier error, with the same choices."""
     fixed_value: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward that ``fixed`` assigns for training; the outcome kind stays recorded."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Verifier processes per reward service; at most 255 if it runs as root, because each then has its own uid."""
     memory_limit_bytes: int = Field(default=1 << 30, ge=1 << 26)
     """Maximum growth of the address space of a verifier process over its size at startup."""

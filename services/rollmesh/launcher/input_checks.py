@@ -20,6 +20,7 @@ from rollmesh.errors import ConfigError, DataError, RollmeshError, StoreError
 from rollmesh.launcher.input_trial import try_inputs
 from rollmesh.launcher.method_trial import has_own_methods
 from rollmesh.launcher.run_folder import has_launcher
+from rollmesh.runtime.addresses import bind_host
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
@@ -96,18 +97,26 @@ def _hints_of(result: Path, log: Path, status: int, config: RunConfig) -> list[s
 
 
 def _port_notes(config: RunConfig) -> list[str]:
-    """Check the fixed ports. Raises ConfigError if an agent run would have no API; a run without a page goes on."""
-    fallback = config.network.host or config.launcher.host
+    """Check addresses and fixed ports; a run without a page goes on.
+
+    Raises ConfigError for an address that no service can bind, and if an agent run would have no API.
+    """
+    field = "network.host" if config.network.host else "launcher.host"
+    fallback = bind_host(config)
+    if problem := _taken(fallback, 0):
+        raise ConfigError(f"{field}={fallback}: {problem}; set an address of this machine, IPv6 without brackets")
     gateway_host = config.gateway.host or fallback
     agents = config.rollout.program == "agent" and config.agents.enabled is not False
     # A service of a killed launcher may hold the port until it has noticed.
     if agents and (problem := _taken(config.agents.host or gateway_host, config.agents.port, PORT_SECONDS)):
         raise ConfigError(
-            f"agents.port={config.agents.port}: {problem}, and this run needs the API; set another port, or 0 for any"
+            f"agents.port={config.agents.port}: {problem}, and this run needs the API; set another port (0 for any) or "
+            "agents.host"
         )
     if config.gateway.enabled and (problem := _taken(gateway_host, config.gateway.port)):
         return [
-            f"gateway.port={config.gateway.port}: {problem}; the run will have no page: set another port, or 0 for any"
+            f"gateway.port={config.gateway.port}: {problem}; the run will have no page: set another port (0 for any), "
+            "or gateway.host"
         ]
     return []
 
@@ -133,9 +142,9 @@ def check_redis(config: RunConfig) -> None:
 
 
 def _taken(host: str, port: int, seconds: float = 0.0) -> str:
-    """Return the reason why a fixed port cannot be bound within ``seconds``; empty if it can, or for port 0."""
+    """Return the reason why a port (0: any) cannot be bound within ``seconds``; empty if it can."""
     deadline = time.monotonic() + seconds
-    while port != 0:
+    while True:
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,4 +154,3 @@ def _taken(host: str, port: int, seconds: float = 0.0) -> str:
             if time.monotonic() >= deadline:
                 return f"{host} refuses it ({error.strerror})"
             time.sleep(_POLL_SECONDS)
-    return ""

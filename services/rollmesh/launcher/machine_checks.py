@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def check_machine(config: RunConfig) -> None:
             raise ConfigError(f"{field}: requires the package {package}: pip install 'rollmesh[{extra}]'")
     _check_devices(config)
     _check_cache(config)
+    _check_folder(config)
 
 
 def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -62,6 +64,21 @@ def _is_installed(package: str) -> bool:
 
 def _has_gpu() -> bool:
     return any(Path(device).exists() for device in _GPU_DEVICES)
+
+
+def _check_folder(config: RunConfig) -> None:
+    """Reject a folder of checkpoints that no service could create: each would end and be started again."""
+    place = config.checkpoints
+    field = "checkpoints.cache_folder" if place.remote else "checkpoints.folder"
+    folder = place.cache_folder if place.remote else place.folder
+    if folder is None:
+        return
+    path = Path(folder).absolute()
+    above = next(each for each in (path, *path.parents) if os.path.exists(each))
+    if not above.is_dir():
+        raise ConfigError(f"{field}={folder}: {above} is no folder; name another one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{field}={folder}: this user cannot write to {above}; name another folder")
 
 
 def _check_devices(config: RunConfig) -> None:

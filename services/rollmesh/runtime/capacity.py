@@ -58,8 +58,13 @@ def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str
 
 def check_configured(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError when the run file starts more service processes than a machine has cores and memory for."""
-    replicas = configured_replicas(config)
+    replicas, ranks = configured_replicas(config), config.launcher.trainer_processes
     total, limit = sum(replicas.values()), machine.cores * PROCESSES_PER_CORE
+    if ranks > limit:
+        raise ConfigError(
+            f"launcher.trainer_processes={ranks}: more than {limit}, {PROCESSES_PER_CORE} for each of the "
+            f"{machine.cores} cores of this machine; lower it, or use --force"
+        )
     service = max(replicas, key=lambda name: replicas[name])
     field = f"{service}.replicas" if service == "generator" else f"launcher.{service}_replicas"
     starts = f"{field}={replicas[service]}: the run file starts {total} service processes"

@@ -223,6 +223,16 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "endless run": (sections(trainer={"train_steps": 10**18}), "trainer.train_steps=1000000000000000000: expected at"),
     "not a Redis address": (sections(store={"url": "http://127.0.0.1:6379"}), "store.url"),
     "ftp checkpoints": (sections(checkpoints={"folder": "ftp://host/x"}), "checkpoints.folder"),
+    "checkpoints below a file": (
+        sections(checkpoints={"folder": "checks.py/checkpoints"}),
+        "checkpoints.folder=checks.py/checkpoints: ",
+    ),
+    "threads": (sections(launcher={"torch_threads": 100_000}), "launcher.torch_threads: Input should be less than"),
+    "verifier processes": (sections(reward={"workers": 100_000}), "reward.workers: Input should be less than"),
+    "ranks": (sections(launcher={"trainer_processes": 5000}), "launcher.trainer_processes=5000: more than"),
+    "unknown address": (sections(network={"host": "nowhere.invalid"}), "network.host=nowhere.invalid: "),
+    "brackets": (sections(launcher={"host": "[::1]"}), "launcher.host=[::1]: [::1] refuses it"),
+    "foreign address": (sections(network={"host": "192.0.2.1"}), "network.host=192.0.2.1: 192.0.2.1 refuses it"),
     "short token": (sections(gateway={"token": "abc"}), "gateway.token"),
     "port": (sections(gateway={"port": 99999}), "gateway.port: Input should be less than or equal to 65535"),
     "unknown tracker": (sections(telemetry={"trackers": ["notebook"]}), "telemetry.trackers"),
@@ -389,6 +399,13 @@ def test_a_judge_of_a_users_verifier_that_is_down_is_no_wrong_input(folder: Path
     done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
     assert done.exit_code == 0, done.output
     assert "run.yaml: valid" in done.output
+
+
+def test_a_validation_says_what_only_another_machine_could_start(folder: Path) -> None:
+    write_run(folder, {"generator": {"replicas": 5000}})
+    done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "hint: on this machine rollmesh up refuses generator.replicas=5000: the run file starts 5002" in done.output
 
 
 def test_words_that_the_model_does_not_know_are_a_hint(folder: Path) -> None:
