@@ -28,15 +28,19 @@ _MAYBE_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])[0-9]+[eE][-+][0-9](?!\w|\.[0-9])
 _Spelling = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 _SPELLINGS: tuple[_Spelling, ...] = (
     (re.compile(r"\\\$|[\u20ac\u00a3\u00a5\u20b9]"), ""),
+    # 1 000 and 1\,000, of which it reads a product with 0
     (
         re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3}(?!\d|\s*/))+"),
         lambda number: re.sub(r"\D", "", number[0]),
     ),
+    # 3 1/2
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    # 0.1\overline{6}
     (
         re.compile(r"(?<![\d.])(\d*)\.(\d{0,99})\\overline\s*\{(\d{1,99})\}"),
         lambda number: _fraction(number[1] or "0", number[2], number[3]),
     ),
+    # 16\frac{2}{3}\%, of which it reads no 16
     (
         re.compile(r"(?<![\d.])(\d{0,99})\s*\\[dt]?frac\s*\{?(\d{1,99})\}?\s*\{?(\d{1,99})\}?\s*(?:\\?%|percent)"),
         lambda share: f"\\frac{{{int(share[1] or 0) * int(share[3]) + int(share[2])}}}{{{share[3]}}}\\%",
@@ -44,6 +48,7 @@ _SPELLINGS: tuple[_Spelling, ...] = (
     (re.compile(r"\\([lr])brace(?![a-zA-Z])"), lambda brace: "\\{" if brace[1] == "l" else "\\}"),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
     (re.compile(r"^\s*\\approx(?![a-zA-Z])"), ""),
+    # the end of a sentence
     (re.compile(r"(?<=[^.\s\\])(?<!\\right)[.,;]\s*$"), ""),
 )
 """Spellings that math-verify does not read, or takes for something else, and what replaces them, in order."""
