@@ -18,11 +18,10 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.config.secrets import inherited_environment, secret_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError, StoreError
 from rollmesh.launcher.input_trial import try_inputs
-from rollmesh.launcher.method_trial import has_own_methods
+from rollmesh.launcher.method_trial import own_names
 from rollmesh.launcher.run_folder import has_launcher
 from rollmesh.runtime.addresses import bind_host
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 
 TRIAL_SECONDS = 60.0
 """Time limit of the trial; a slower input is checked by its service."""
@@ -44,8 +43,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     # A live run of the same folder has its ports; its lock refuses a second launcher.
     notes = [] if has_launcher(Path(config.folder).resolve()) else _port_notes(config)
     # A part of a composite verifier may be the user's.
-    built_in = config.reward.verifier in BUILT_IN.keys() - {"composite"} and config.rollout.program != "environment"
-    built_in = built_in and not has_own_methods(config)
+    built_in = config.reward.verifier != "composite" and not own_names(config)
     if built_in and all(source.type == "countdown" for source in config.data.sources.values()):
         return [*notes, *try_inputs(config)]
     return [*notes, *_trial_in_a_process(config)]
@@ -84,10 +82,8 @@ def _hints_of(result: Path, log: Path, status: int, config: RunConfig) -> list[s
     if not result.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        raise ConfigError(
-            f"reward.verifier={config.reward.verifier}: the trial of data and verifier ended with status {status} "
-            f"before it scored a row; the last line: {last.strip()}"
-        )
+        tried = ", ".join(own_names(config)) or f"data.source and reward.verifier={config.reward.verifier}"
+        raise ConfigError(f"the trial of {tried} ended its process with status {status}; the last line: {last.strip()}")
     outcome = json.loads(result.read_text(encoding="utf-8"))
     if (error := outcome["error"]) is not None:
         kind: type[RollmeshError] = DataError if error[0] == "DataError" else ConfigError

@@ -6,30 +6,43 @@ import asyncio
 from collections.abc import Iterable
 
 from rollmesh.config import RunConfig
+from rollmesh.config.data import PythonSource
 from rollmesh.config.methods import is_own
 from rollmesh.curriculum.budgets.budget_registry import load_budget
 from rollmesh.curriculum.history_table import HistoryTable, prompt_table
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.sampler_protocol import Draw
-from rollmesh.errors import ConfigError, DataError
+from rollmesh.errors import ConfigError, DataError, VerifierError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.environments.environment_protocol import Environment, SnapshotEnvironment, checked_reply
+from rollmesh.tasks.environments.environment_protocol import (
+    Environment,
+    EnvironmentReply,
+    SnapshotEnvironment,
+    checked_reply,
+    checked_snapshot,
+)
 from rollmesh.tasks.sources.source_protocol import RowSource
+from rollmesh.tasks.verifiers.verifier_protocol import checked_reward
 from rollmesh.types import Prompt
 from rollmesh.user_code import own_code
 
 _SEEN = PromptRecord(groups=1, members=4, solved=1, reward_sum=1.0, token_sum=400, longest=200, train_step=0)
+_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 
 
-def has_own_methods(config: RunConfig) -> bool:
-    """Tell whether a run has a method of the user's own code."""
+def own_names(config: RunConfig) -> list[str]:
+    """Return what a run names of the user's own code, without the parts of a composite verifier."""
     section = config.curriculum
-    names = (section.sampler, section.planner, section.group_shaper, section.token_budget, section.turn_budget)
-    return any(map(is_own, (*names, *_algorithm_names(config))))
+    names = [section.sampler, section.planner, section.group_shaper, section.token_budget, section.turn_budget]
+    names += [*_algorithm_names(config), config.reward.verifier]
+    names += [source.target for source in config.data.sources.values() if isinstance(source, PythonSource)]
+    if config.rollout.program == "environment":
+        names.append(config.rollout.environment)
+    return list(filter(is_own, names))
 
 
 def try_methods(config: RunConfig, source: RowSource) -> None:
@@ -68,25 +81,28 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
             if is_unreachable(error):
                 return
             raise
-        try:
-            checked_reply(reply)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from error
+        if reply.reward is not None:
+            try:
+                checked_reward(reply.reward, where)
+            except VerifierError as error:
+                raise ConfigError(f"{error}") from error
 
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Tell whether a service that the user's code calls could not be reached: it may start later."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
-    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return isinstance(error, OSError) and not isinstance(error, _OF_FILES)
 
 
-async def _play(environment: Environment, prompt: Prompt, text: str, key: str) -> object:
+async def _play(environment: Environment, prompt: Prompt, text: str, key: str) -> EnvironmentReply:
     try:
         await environment.reset(prompt)
-        reply = await environment.step(text, key)
+        reply = checked_reply(await environment.step(text, key))
         if not environment.replayable and isinstance(environment, SnapshotEnvironment):
-            environment.snapshot()
+            checked_snapshot(environment.snapshot())
         return reply
     finally:
         await environment.aclose()

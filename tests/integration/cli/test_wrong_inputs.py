@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
     "ends the process": (
         verifier("checks:leaves"),
-        "reward.verifier=checks:leaves: the trial of data and verifier ended with status 3",
+        "the trial of checks:leaves ended its process with status 3",
     ),
     "never returns": (
         verifier("checks:never", timeout_seconds=0.5),

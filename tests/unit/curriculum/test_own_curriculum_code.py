@@ -170,8 +170,8 @@ def test_a_budget_of_a_users_code_is_capped() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("falling", "falling: returned 0 for train step 3; expected a number above 0"),
-        ("fraction", "fraction: returned 0.5 for train step 0; expected a number above 0"),
+        ("falling", "falling: returned 0 for train step 3; expected an int above 0"),
+        ("fraction", "fraction: returned 0.5 for train step 0; expected an int above 0"),
     ],
 )
 def test_a_budget_that_has_no_value_at_some_step_is_refused_at_startup(name: str, problem: str) -> None:

@@ -123,6 +123,27 @@ class half(Echo):
     async def step(self, response_text, idempotency_key):
         return EnvironmentReply(text="hi " + chr(0xDC00), done=True)
 
+class nan_reward(Echo):
+    async def step(self, response_text, idempotency_key):
+        return EnvironmentReply(text="", done=True, reward=float("nan"))
+
+class says_done(Echo):
+    async def step(self, response_text, idempotency_key):
+        return EnvironmentReply(text="", done="no")
+
+class text_state(Echo):
+    replayable = False
+
+    def snapshot(self):
+        return "a text"
+
+    def restore(self, state):
+        pass
+
+class closed_file(Echo):
+    async def reset(self, prompt):
+        open("/", "w")  # here: closed_file
+
 class leaves(Echo):
     async def reset(self, prompt):
         raise SystemExit("no simulator")  # here: leaves
@@ -223,6 +244,7 @@ def composite(name: str) -> dict[str, Any]:
         (environment("environment"), "rollout.environment", "environment"),
         (environment("unborn"), "rollout.environment", "unborn"),
         (environment("leaves"), "rollout.environment", "leaves"),
+        (environment("closed_file"), "rollout.environment", "closed_file"),
         (source("rows"), "data.source", "rows"),
         (source("lazy"), "data.source", "lazy"),
         ({"reward": {"verifier": own("verifier")}}, "reward.verifier", "verifier"),
@@ -247,6 +269,10 @@ def test_a_plug_in_that_raises_is_refused_with_field_file_and_line_before_the_se
     [
         (algorithm(loss=own("no_gradient")), "returned a loss without a gradient"),
         (environment("words"), "step returned str instead of an EnvironmentReply"),
+        ({"reward": {"verifier": "builtins:max"}}, "reward.verifier=builtins:max: fails for 6 of 6 trial answers"),
+        (environment("nan_reward"), "rollout.environment=.*nan_reward: returned nan, expected a finite number"),
+        (environment("says_done"), "step returned done='no', expected True or False"),
+        (environment("text_state"), "snapshot returned str instead of bytes"),
         (environment("half"), "step returned the text .*, in which character 3 is half of a surrogate pair"),
     ],
 )

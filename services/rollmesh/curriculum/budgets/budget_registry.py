@@ -36,5 +36,5 @@ def load_budget(field: str, name: str, options: Mapping[str, Any], *, most: int,
         with own_code(f"{field}={name}: train step {step}", ConfigError):
             found = bound(step)
         if type(found) is not int or found < 1:
-            raise ConfigError(f"{field}={name}: returned {found!r} for train step {step}; expected a number above 0")
+            raise ConfigError(f"{field}={name}: returned {found!r} for train step {step}; expected an int above 0")
     return lambda train_step: min(bound(train_step), most)

@@ -34,12 +34,21 @@ def checked_reply(reply: object) -> EnvironmentReply:
         raise DataError(f"step returned the text {short_repr(reply.text)}, expected text")
     if problem := half_character(reply.text):
         raise DataError(f"step returned the text {short_repr(reply.text)}, in which {problem}")
+    if not isinstance(reply.done, bool | np.bool_):
+        raise DataError(f"step returned done={short_repr(reply.done)}, expected True or False")
     reward: object = reply.reward
     if isinstance(reward, int) and abs(reward) > LARGEST_REWARD:  # it may not fit into a float
         raise DataError(f"step returned the reward {short_repr(reward)}, expected at most {LARGEST_REWARD:g}")
     if not isinstance(reward, numbers.Real | np.bool_ | None):
         raise DataError(f"step returned the reward {short_repr(reply.reward)}, expected a number or None")
     return reply
+
+
+def checked_snapshot(state: object) -> bytes:
+    """Return the result of ``snapshot``. Raises DataError for a result that is no bytes."""
+    if not isinstance(state, bytes):
+        raise DataError(f"snapshot returned {type(state).__name__} instead of bytes")
+    return state
 
 
 class Environment(Protocol):

@@ -53,4 +53,6 @@ def build_custom_verifier(target: str, options: Mapping[str, Any]) -> Verifier:
         raise ConfigError(
             f"reward.verifier: {target} cannot be called as f(response, prompt_metadata, **reward.options): {error}"
         ) from error
+    except ValueError:
+        pass  # a function of a compiled library has no signature
     return FunctionVerifier(found, options)

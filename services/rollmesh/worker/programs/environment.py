@@ -27,6 +27,7 @@ from rollmesh.tasks.environments.environment_protocol import (
     EnvironmentReply,
     SnapshotEnvironment,
     checked_reply,
+    checked_snapshot,
 )
 from rollmesh.text import Tokenizer
 from rollmesh.types import LARGEST_REWARD, FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
@@ -96,7 +97,7 @@ class _Episode:
             return None
         assert isinstance(environment, SnapshotEnvironment)
         try:
-            state = environment.snapshot()
+            state = checked_snapshot(environment.snapshot())
         except Exception as error:  # as in _guarded
             raise EnvironmentFailed(f"environment: snapshot: {described(error)}") from error
         return Snapshot(turn_count=self.turn_count, reply=reply, reward=self._reward, state=state).to_bytes()
