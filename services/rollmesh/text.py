@@ -178,7 +178,10 @@ class Tokenizer:
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         generation = _read_json(self._folder / "generation_config.json")
         found = generation.get("eos_token_id", _text_config(self._model_config).get("eos_token_id"))
-        ids = {int(i) for i in (found if isinstance(found, list) else [found]) if i is not None}
+        named = [i for i in (found if isinstance(found, list) else [found]) if i is not None]
+        if any(not isinstance(i, int) for i in named):
+            raise DataError(f"{self._folder}: eos_token_id={found!r} must be a token id, or a list of them")
+        ids = set(named)
         if (text := self._special_tokens.get("eos_token")) is not None:
             own = self._tokenizer.token_to_id(text)
             ids |= {own} if own is not None else set()

@@ -141,6 +141,12 @@ def test_eos_ids_come_from_generation_config_then_config_and_the_tokenizer(
     assert Tokenizer(folder).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("named", ["<end>", [3, "<end>"], {"id": 3}, 3.5])
+def test_an_end_token_that_is_no_id_is_refused_by_name(tmp_path: Path, named: object) -> None:
+    with pytest.raises(DataError, match=r"eos_token_id=.* must be a token id, or a list of them"):
+        Tokenizer(make_folder(tmp_path, generation={"eos_token_id": named}))
+
+
 def test_digests_follow_the_files(tmp_path: Path) -> None:
     one = Tokenizer(make_folder(tmp_path / "one", settings={"chat_template": TEMPLATE}))
     other = Tokenizer(make_folder(tmp_path / "other"))

@@ -38,6 +38,12 @@ _REMEDIES = {
 }
 _REMEDY_WITHOUT_CREDENTIALS = f"set the credentials in the environment of all services ({_MANUAL})"
 _REMEDY_OF_ENDPOINT = "correct endpoint_url in checkpoints.object_store, for example https://minio.example.org:9000"
+_TLS_REFUSALS = {
+    "CERTIFICATE_VERIFY_FAILED": "set AWS_CA_BUNDLE to the authority that signed the certificate in the environment "
+    f"of all services ({_MANUAL}), and use a host name of the certificate in checkpoints.object_store",
+    "WRONG_VERSION_NUMBER": "the server of endpoint_url in checkpoints.object_store does not speak TLS: use http://",
+}
+"""Remedies by the code of OpenSSL, which is in the text of the error of any client."""
 _LOCAL_REFUSALS = {
     "NoCredentialsError": _REMEDY_WITHOUT_CREDENTIALS,
     "PartialCredentialsError": _REMEDY_WITHOUT_CREDENTIALS,
@@ -76,6 +82,9 @@ def refusal(error: BaseException, *, writing: bool = False) -> str:
             return _REMEDIES[status]
         if type(each).__name__ in _LOCAL_REFUSALS:
             return _LOCAL_REFUSALS[type(each).__name__]
+        tls = next((remedy for code, remedy in _TLS_REFUSALS.items() if code in str(each)), "")
+        if tls and "has expired" not in str(each):  # such a certificate is renewed
+            return tls
         if isinstance(each, ValueError) and "endpoint" in str(each).lower():
             return _REMEDY_OF_ENDPOINT
     return ""

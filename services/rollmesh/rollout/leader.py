@@ -233,13 +233,13 @@ class MeshLeader:
         return "" if error is None else f"{type(error).__name__}: {error}"
 
     async def _with_reason(self, failure: str, view: MeshView) -> str:
-        """Return a failure of the schedule; one for lack of scores with a reason of dead letters or of the verifier."""
+        """Return a failure of the schedule; one for lack of scores with those of dead letters and verifier."""
         if failure != self._hopeless:
             self._reason, self._hopeless = "", failure
             if failure and view.unscored_in_a_row >= self._schedule.max_filtered_in_a_row:
                 problem = self._scoring_problem()
                 newest = problem and f"; the newest answer without a reward: {problem}"
-                self._reason = await commonest_reason(self._store.dead_letters) or newest
+                self._reason = await commonest_reason(self._store.dead_letters) + newest
         return f"{failure}{self._reason}"
 
     async def _write(self, token: str, view: MeshView, desired: Desired, blocked_by: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
 _WAIT = "scoring"
+_SHOWN_AFTER_SECONDS = 3.0
+"""Time without any reward after which the reason shows: single answers without one are no wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class TrajectoryScorer:
         self._log = get_logger("scoring")
         self.problem = ""
         """Reason why the newest answer without a reward has none."""
+        self._shown_from = math.inf
+        """Time from which a lack of rewards shows."""
 
     async def score(
         self, trajectory: Trajectory, known: RewardOutcome | None = None, budget: int | None = None
@@ -89,9 +94,13 @@ class TrajectoryScorer:
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
         if outcome.kind is OutcomeKind.SCORED:
             self._waits.end(_WAIT)
+            self._shown_from = math.inf
         else:
             self.problem = outcome.message
-            self._waits.begin(_WAIT, f"an answer has no reward ({outcome.kind.value}): {outcome.message}")
+            now = time.monotonic()
+            self._shown_from = min(self._shown_from, now + _SHOWN_AFTER_SECONDS)
+            text = f"an answer has no reward ({outcome.kind.value}): {outcome.message}"
+            self._waits.begin(_WAIT, text, after_seconds=self._shown_from - now)
             self._log.info(
                 "no_reward",
                 trajectory=trajectory.trajectory_id,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import ssl
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.waits import Waits
 
+from ...kit.certificates import Authority
 from .conftest import Bucket
 
 
@@ -101,5 +105,34 @@ def test_a_client_without_credentials_is_told_to_have_some(bucket: Bucket, monke
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
     with pytest.raises(CheckpointError, match="set the credentials in the environment") as caught:
+        store.write("key", b"value")
+    assert caught.value.reason == Reason.REFUSED
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_certificate_of_an_unknown_authority_is_a_refusal_and_an_expired_one_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expired: bool
+) -> None:
+    own = Authority(tmp_path).issue("s3", expired=expired)
+    if expired:
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(own.ca))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own.certificate, own.key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = {"endpoint_url": f"https://127.0.0.1:{server.server_port}"}
+        store = ObjectStore("s3://bucket/x", options, retry_seconds=0.1 if expired else 3600.0)
+        with pytest.raises(CheckpointError, match="has expired" if expired else "set AWS_CA_BUNDLE") as caught:
+            store.write("key", b"value")
+        server.shutdown()
+    assert caught.value.reason == (Reason.UNREACHABLE if expired else Reason.REFUSED)
+
+
+def test_an_endpoint_with_https_that_speaks_http_is_a_refusal(bucket: Bucket) -> None:
+    options = {"endpoint_url": bucket.url.replace("http:", "https:")}
+    store = ObjectStore(f"s3://{bucket.name}/x", options, retry_seconds=3600.0)
+    with pytest.raises(CheckpointError, match="does not speak TLS: use http://") as caught:
         store.write("key", b"value")
     assert caught.value.reason == Reason.REFUSED

@@ -37,6 +37,7 @@ async def leading(
     open_prompts: Callable[..., PromptSource] = lambda *_: ScriptedPrompts(),
     health: Health | None = None,
     tokenizer: str = "",
+    scoring_problem: str = "",
 ) -> AsyncIterator[ScriptedTrainer]:
     """One leader without workers, and the trainer of its run."""
     await store.limits.init_run(limits(plan))
@@ -52,6 +53,7 @@ async def leading(
         metrics=RolloutMetrics(Metrics("rollout")),
         health=health or Health(),
         tokenizer=tokenizer,
+        scoring_problem=lambda: scoring_problem,
     )
     shutdown = asyncio.Event()
     task = asyncio.create_task(leader.run(shutdown))
@@ -128,14 +130,14 @@ async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> No
         await reached(failed)
 
 
-async def test_a_run_whose_trajectories_all_die_ends_with_the_commonest_reason_of_the_dead_letters(store) -> None:
+async def test_a_run_without_scores_ends_with_the_reasons_of_the_dead_letters_and_of_the_verifier(store) -> None:
     plan = schedule("copris", max_filtered_in_a_row=1)
     reason = "the generator refuses the call: sampling.stop_token_ids: {} is outside the vocabulary of 64 tokens"
 
     async def failed() -> bool:
         return "groups in a row" in await store.leadership.failure()
 
-    async with leading(store, plan):
+    async with leading(store, plan, scoring_problem="my_task.py, line 3: KeyError: 'answer'"):
         session = await store.sessions.open("worker")
 
         async def all_die() -> bool:
@@ -148,6 +150,7 @@ async def test_a_run_whose_trajectories_all_die_ends_with_the_commonest_reason_o
         failure = await store.leadership.failure()
     assert "generation, the verifier, its judge or the environment fails for every answer" in failure
     assert "dead letters: the generator refuses the call: sampling.stop_token_ids" in failure
+    assert failure.endswith("; the newest answer without a reward: my_task.py, line 3: KeyError: 'answer'")
 
 
 async def test_the_leader_reads_the_mesh_at_most_ten_times_a_second_and_groups_only_for_a_decision(
