@@ -21,8 +21,8 @@ LARGEST_REPLY_BYTES = 1 << 20
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0, jitter=0.5)
 _FIELD = re.compile(r"\{(\w+)\}")
 _THOUGHT_TAG = re.compile(r"[<\[\u25c1](/?)(?:\w+:)?think(?:ing)?[>\]\u25b7]", re.IGNORECASE)
-_CUT_OFF = ("length", "max_tokens", "content_filter", "abort", "error")
-"""Reasons for the end of a reply that has no last word, as servers call them."""
+_CUT_OFF = re.compile("length|max|limit|filter|safety|abort|error", re.IGNORECASE)
+"""Reasons for the end of a reply without its last words, as servers call them."""
 _DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNORECASE)
 
 
@@ -156,7 +156,7 @@ class HttpJudgeVerifier:
             ) from error
 
     def _answer_of(self, choice: Mapping[str, Any]) -> str:
-        if (reason := choice.get("finish_reason")) in _CUT_OFF:
+        if _CUT_OFF.search(reason := str(choice.get("finish_reason"))):
             raise ValueError(f"the reply was cut off ({reason}); raise reward.options.max_tokens or the judge's limit")
         content: str = choice["message"]["content"]
         tags = list(_THOUGHT_TAG.finditer(content))
