@@ -178,7 +178,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole
 class SamplingRequest(Closed):
     """Fields common to chat and completions."""
 
-    model: str
+    model: Text
     """Name of the run, or ``run@version`` for one policy version."""
     temperature: Annotated[float, Field(ge=0, le=10), AfterValidator(greedy_or_resolvable)] | None = None
     """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""

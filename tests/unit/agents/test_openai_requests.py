@@ -335,6 +335,7 @@ HALF = "a\ud800b"
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "text"),
         (ChatRequest, {**CHAT, "stop": HALF}, "stop"),
+        (ChatRequest, {**CHAT, "model": HALF}, "model"),
         (ChatRequest, {**CHAT, "chat_template_kwargs": {"style": [{"tone": HALF}]}}, "chat_template_kwargs.style"),
         (ChatRequest, {**CHAT, "chat_template_kwargs": {"style": {HALF: 1}}}, "chat_template_kwargs.style"),
         (RewardRequest, {"error": HALF}, "error"),

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from rollmesh.characters import half_character
 from rollmesh.errors import VerifierError
 from rollmesh.types import LARGEST_REWARD
 
@@ -59,6 +60,9 @@ def checked_reward(result: object, verifier: str) -> RewardParts:
     """Return the result of a verifier as floats within ``LARGEST_REWARD``. Raises VerifierError for any other."""
     if isinstance(result, RewardParts):
         parts = {str(name): _finite(value, f"{verifier}: part {name!r}") for name, value in result.parts.items()}
+        for name in parts:
+            if problem := half_character(name):
+                raise VerifierError(f"{verifier}: part {name!r}: in its name {problem}")
         return RewardParts(value=_finite(result.value, verifier), parts=parts)
     return RewardParts(value=_finite(result, verifier))
 

@@ -464,6 +464,11 @@ def test_a_result_that_is_no_number_of_a_usable_size_is_an_error_never_a_zero(re
         checked_reward(RewardParts(value=1.0, parts={"a": result}), "mine")  # type: ignore[dict-item]
 
 
+def test_a_part_whose_name_has_half_a_character_is_an_error() -> None:
+    with pytest.raises(VerifierError, match="mine: part .*udc00.*half of a surrogate pair"):
+        checked_reward(RewardParts(value=1.0, parts={"a\udc00": 1.0}), "mine")
+
+
 @pytest.mark.parametrize("result", [1, 0.5, np.float32(0.5), np.int64(3), -2, True, False, np.bool_(True)])
 def test_every_kind_of_real_number_and_a_truth_value_is_a_reward(result: Any) -> None:
     assert checked_reward(result, "mine").value == float(result)
