@@ -22,6 +22,8 @@ from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
 from ...kit.waiting import reached
 from ...sglang_cpu.options import sglang_options
 
+pytestmark = pytest.mark.long
+
 FLAGS = (
     *("--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(RANK), "--max-loaded-loras", "16"),
     *("--lora-target-modules", *ALL_LINEAR),

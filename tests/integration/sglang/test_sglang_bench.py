@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollmesh.bench import sglang
+
+pytestmark = pytest.mark.long
 
 
 def test_every_arm_is_measured_beside_the_bare_server(monkeypatch, real):
