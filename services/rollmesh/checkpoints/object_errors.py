@@ -13,12 +13,14 @@ _PASSING = frozenset(
         "BadDigest",
         "ExpiredToken",
         "IncompleteBody",
+        "QuotaExceeded",
         "RequestTimeout",
         "RequestTimeTooSkewed",
         "TokenRefreshRequired",
+        "XMinioAdminBucketQuotaExceeded",
     }
 )
-"""Codes of refusals that a later attempt may not meet."""
+"""Codes of refusals that a later attempt may not meet; a full quota is one, like a full disk."""
 _MANUAL = "see docs/object-stores.md"
 _CHECKSUMS = (
     "if the server does not know the checksums of newer clients, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required "

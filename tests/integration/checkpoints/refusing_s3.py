@@ -26,6 +26,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Environment], bool]]] = {
         "InvalidArgument",
         lambda call: call["REQUEST_METHOD"] == "PUT" and any("CHECKSUM" in name for name in call),
     ),
+    "full quota": ("403 Forbidden", "QuotaExceeded", lambda call: "/runs/" in call["PATH_INFO"]),
     "outage": ("503 Service Unavailable", "ServiceUnavailable", lambda call: "/runs/" in call["PATH_INFO"]),
 }
 """HTTP status, S3 code and the refused calls, by name."""
