@@ -108,11 +108,15 @@ def newest_per_step(records: Sequence[Record]) -> list[Record]:
 
 
 def train_series(records: Sequence[Record], timeline: Sequence[Record] = ()) -> TrainSeries:
-    """Read the columns of metrics.jsonl; the moments of the timeline tell when the run paused."""
+    """Read the columns of metrics.jsonl; the moments of the timeline tell when the run paused.
+
+    The start of a session, until a generator serves, counts as a pause too: it takes minutes with a large model.
+    """
     rows = newest_per_step(records)
     columns = {metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS}
     step_seconds, time = _phase_seconds(rows), column(rows, "time")
-    pauses = pauses_of(column(timeline, "t"), time, step_seconds + np.nan_to_num(columns["wait_seconds"]))
+    served = [row for row in timeline if any(load.get("serving") for load in row.get("generators") or ())]
+    pauses = pauses_of(column(served, "t"), time, step_seconds + np.nan_to_num(columns["wait_seconds"]))
     return TrainSeries(
         columns=columns,
         staleness_counts=_summed_counts(rows, "batch.trajectory_staleness.histogram"),

@@ -55,6 +55,16 @@ def test_training_time_is_summed_over_sessions(stopped_after_six_of_twelve: Path
     assert moment(summary.evaluations[-1], summary) == "after training"
 
 
+def test_the_start_of_a_session_is_no_training_time_although_its_launcher_records_it(
+    stopped_after_six_of_twelve: Path,
+) -> None:
+    run = RecordedRun(stopped_after_six_of_twelve)
+    stopped, resumed = (r["time"] for r in run.metrics.records if r["train_step"] in (6, 7))
+    loading = [{"t": t, "generators": [{"serving": False}]} for t in np.arange(stopped + 3.0, resumed - SECONDS)]
+    series = train_series(run.metrics.records, [*run.timeline.records, *loading, {"t": stopped + 2.0}])
+    assert len(series.sessions) == 2
+
+
 def test_no_line_of_a_plot_is_drawn_through_the_time_between_sessions(stopped_after_six_of_twelve: Path) -> None:
     over_time = [s for s in plot_specs(RecordedRun(stopped_after_six_of_twelve)) if s.name in _OVER_TIME]
     assert over_time
