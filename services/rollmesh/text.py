@@ -60,8 +60,10 @@ class Tokenizer:
         template = _read_chat_template(self._folder, self._settings)
         self._has_chat_template = bool(template)
         self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
-        digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, template.encode())]
-        self._content = "tokenizer {}, chat template {}".format(*digests)
+        printed = json.dumps([template, self._special_tokens], sort_keys=True).encode()
+        digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, printed)]
+        ends = " ".join(map(str, self._eos_token_ids)) or "none"
+        self._content = "tokenizer {}, chat template {}, end tokens {}".format(*digests, ends)
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +96,10 @@ class Tokenizer:
 
     @property
     def content(self) -> str:
-        """Digests of tokenizer.json and of the chat template: with equal ones a text has equal tokens."""
+        """Digests of tokenizer.json and of the chat template with its special tokens, and the end tokens.
+
+        With an equal content, texts have equal tokens and answers equal ends.
+        """
         return self._content
 
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:

@@ -147,12 +147,23 @@ def test_an_end_token_that_is_no_id_is_refused_by_name(tmp_path: Path, named: ob
         Tokenizer(make_folder(tmp_path, generation={"eos_token_id": named}))
 
 
-def test_digests_follow_the_files(tmp_path: Path) -> None:
-    one = Tokenizer(make_folder(tmp_path / "one", settings={"chat_template": TEMPLATE}))
-    other = Tokenizer(make_folder(tmp_path / "other"))
-    sha = [hashlib.sha256(part).hexdigest()[:16] for part in ((tmp_path / "one" / "tokenizer.json").read_bytes(), b"")]
-    assert other.content == f"tokenizer {sha[0]}, chat template {sha[1]}"
-    assert one.content == other.content.replace(sha[1], hashlib.sha256(TEMPLATE.encode()).hexdigest()[:16])
+def test_the_content_follows_tokens_template_and_ends(tmp_path: Path) -> None:
+    settings: list[tuple[dict[str, Any], Any]] = [
+        ({}, None),
+        ({"chat_template": TEMPLATE}, None),
+        ({"chat_template": TEMPLATE, "bos_token": "<s>"}, None),
+        ({"chat_template": TEMPLATE}, {"eos_token_id": [3, 9]}),
+    ]
+    contents = []
+    for number, (tokenizer, generation) in enumerate(settings):
+        folders = [make_folder(tmp_path / f"{number}{c}", settings=tokenizer, generation=generation) for c in "ab"]
+        first, second = (Tokenizer(folder).content for folder in folders)
+        assert first == second
+        contents.append(first)
+    assert len(set(contents)) == len(settings)
+    sha = hashlib.sha256((tmp_path / "0a" / "tokenizer.json").read_bytes()).hexdigest()[:16]
+    assert contents[0].startswith(f"tokenizer {sha}, ")
+    assert contents[3].endswith(", end tokens 3 9")
 
 
 MESSAGES = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "world"}]
