@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from rollmesh.types import LOWEST_TEMPERATURE
+
+_LARGEST_FLOAT32 = 3.4e38
 
 
 class Section(BaseModel):
@@ -19,6 +21,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _a_number_fits_the_services(cls, value: Any) -> Any:
+        if isinstance(value, float) and abs(value) > _LARGEST_FLOAT32:
+            raise ValueError(f"expected at most {_LARGEST_FLOAT32} in size, the largest number of float32")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("expected a whole number of at most 64 bits")
+        return value
 
 
 class EngineSection(Section):

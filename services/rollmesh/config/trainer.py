@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,7 @@ from rollmesh.config.replay_methods import ReplayConfig
 from rollmesh.config.section import Section
 from rollmesh.config.update_scales import UPDATE_SCALES
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
 
@@ -124,7 +125,7 @@ class TrainerConfig(Section):
     """AdamW with moments in float32, or in 8 bits (2 bytes a parameter instead of 8; one trainer process only)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """AdamW betas."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; larger gradients are clipped."""

@@ -263,6 +263,21 @@ def test_a_byte_that_is_no_text_in_the_environment_is_refused_with_its_variable(
         load_run_config(run_file(), environ={"ROLLMESH_FOLDER": value})
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
+        ("trainer.algorithm.clip_high=1e308", "trainer.algorithm.clip_high: expected at most 3.4e"),
+        ("trainer.betas=[0.9, 1.0]", r"trainer.betas.1: Input should be less than 1 \(got 1.0\)"),
+        ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
+        ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
+    ],
+)
+def test_a_finite_number_that_no_service_can_compute_with_is_refused(run_file, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(run_file(), [override], environ={})
+
+
 def test_a_variable_that_cannot_be_read_is_named(run_file) -> None:
     with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
         load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})
