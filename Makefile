@@ -62,7 +62,7 @@ methods: $(VENV)/.local ## The demo's task with every method of `rollmesh method
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
 	$(BIN)/rollmesh recommendation-document docs
 
-test: lint-and-unit integration contract deploy e2e ## Set up what is needed, run all checks and the tests of every promise
+test: lint-and-unit integration contract deploy e2e ## Set up what is needed, run all checks and the tests that are not long
 
 test-all: ## All checks and tests, the long ones too: hours on two cores
 	@$(MAKE) test LANE=

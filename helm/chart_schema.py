@@ -129,6 +129,7 @@ _BY_NAME: dict[str, Schema] = {
     "sharedMemory": {"anyOf": [{"const": ""}, _BYTES]},
 }
 _BY_PATH: dict[str, Schema] = {
+    "imageRegistry": {"type": "string", "pattern": r"^([^:@\s]+(:[0-9]+(/[^:@\s]*)?)?)?$"},
     "generator.kind": {"enum": ["Deployment", "StatefulSet", "LeaderWorkerSet"]},
     "trainer.kind": {"enum": ["Job", "StatefulSet"]},
     **{f"{name}.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]} for name in ("gateway", "agents")},

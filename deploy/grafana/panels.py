@@ -53,19 +53,19 @@ def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Q
     return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "", word))
 
 
-def total(metric: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def total(metric: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
     """Query the sum of a gauge."""
-    return Query(f"sum {by_run(by)} ({metric}{{{labels}}})", legend or _legend(by, word))
+    return Query(f"sum {by_run(by)} ({metric}{{{labels}}})", _legend(by, word))
 
 
-def per_second(counter: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def per_second(counter: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
     """Query the summed increase of a counter per second."""
-    return Query(rate(counter, by, labels), legend or _legend(by, word))
+    return Query(rate(counter, by, labels), _legend(by, word))
 
 
-def per_minute(counter: str, by: str = "", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+def per_minute(counter: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
     """Query the summed increase of a counter per minute."""
-    return Query(f"60 * {rate(counter, by, labels)}", legend or _legend(by, word))
+    return Query(f"60 * {rate(counter, by, labels)}", _legend(by, word))
 
 
 def quantiles(histogram: str, *shares: float, by: str = "") -> list[Query]:

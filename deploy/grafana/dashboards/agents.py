@@ -38,12 +38,12 @@ PAGE = Page(
                 per_second(
                     "rollmesh_agents_context_tokens_total",
                     "recorded",
-                    legend="context, recorded: {{recorded}}",
+                    word="context, recorded:",
                 ),
                 per_second(
                     "rollmesh_agents_answer_tokens_total",
                     "recorded",
-                    legend="answer, recorded: {{recorded}}",
+                    word="answer, recorded:",
                 ),
                 unit="short",
             ),

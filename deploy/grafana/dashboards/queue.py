@@ -184,7 +184,7 @@ PAGE = Page(
             bars(
                 "Trained share by length",
                 "Groups that were trained rather than dropped, by length decile: a slope is length bias.",
-                rule("trained_share:ratio", legend="decile {{length_decile}}"),
+                rule("trained_share:ratio", legend="decile {{length_decile}} {{run}} {{namespace}}"),
                 unit="percentunit",
                 most=1,
                 limits=((None, RED), (0.8, ORANGE), (0.95, GREEN)),

@@ -21,6 +21,7 @@ from .rendering import CHART, NAMESPACE, ROOT, RUN_FILES, Helm, HelmError
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 NODES = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+EXTERNAL = ["redis.enabled=false", "redis.externalUrl=redis://host:6379"]
 SIDECAR_GPU = r"generator.sglang.sidecar.resources.limits.nvidia\.com/gpu=1"
 GPU = r"resources.limits.nvidia\.com/gpu"
 
@@ -79,6 +80,7 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("checkpoints.size=500m", "size"),
         ("redis.persistence.size=4", "size"),
         ("redis.maxmemory=256", "maxmemory"),
+        ("imageRegistry=https://registry.example.org", "imageRegistry"),
         ("trainer.sharedMemory=16", "sharedMemory"),
         ("reward.resources.limits.memory=512", "memory"),
         ("reward.resources.limits.memory=512m", "memory"),
@@ -96,7 +98,7 @@ def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint
 
 
 def test_a_size_in_bytes_is_taken_where_it_is_one(helm: Helm) -> None:
-    sets = ["checkpoints.size=500Gi", "redis.maxmemory=1073741824b", "reward.resources.limits.memory=1073741824"]
+    sets = ["checkpoints.size=500Gi", "redis.maxmemory=268435456b", "reward.resources.limits.memory=1073741824"]
     rendering = helm.template(CHART, [KIND], sets)
 
     assert rendering.one("PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "500Gi"
@@ -167,9 +169,24 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         (["trainer.processesPerNode=2", "run.trainer.optimizer=adamw_8bit"], r"processesPerNode=2 .*=adamw_8bit"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
         (["redis.externalUrl=redis://host:6379"], r"redis\.externalUrl=redis://host:6379 with redis\.enabled=true"),
-        (["redis.clientCertificate=true"], r"redis\.clientCertificate=true without redis\.tlsSecret"),
+        (["redis.clientCertificate=true"], r"redis\.clientCertificate=true has no effect without redis\.tlsSecret"),
+        (["redis.tlsSecret=a"], r"redis\.tlsSecret=a has no effect without a redis\.externalUrl"),
+        ([*EXTERNAL, "redis.tlsSecret=a"], r"tlsSecret=a .* that begins with rediss"),
+        ([*EXTERNAL, "redis.externalSentinelPassword=true"], r"SentinelPassword=true has .* \+sentinel"),
+        ([*EXTERNAL, "redis.extraConfig=hz 20"], r"extraConfig=hz 20 has no effect"),
+        (["checkpoints.cacheVolume.hostPath.path=/cache"], r"cacheVolume.* has no effect without checkpoints\.url"),
+        (["checkpoints.existingClaim=c", "checkpoints.storageClassName=fast"], "storageClassName=fast has no effect"),
+        (["gateway.enabled=false", "gateway.ingress.enabled=true"], r"no effect without gateway\.enabled"),
+        (["gateway.enabled=false", "gateway.httpRoute.enabled=true"], r"no effect without gateway\.enabled"),
+        (["network.adminPort=7070"], r"network\.grpcPort=7070 is the port of network\.adminPort"),
+        (["gateway.port=7071"], r"gateway\.port=7071 is the port"),
+        (["trainer.rendezvousPort=7071"], r"trainer\.rendezvousPort=7071 is the port"),
+        (["generator.sglang.sidecar.port=7070"], r"sidecar\.port=7070 is the port of network\.grpcPort"),
+        (["redis.maxmemory=600mb"], r"limits\.memory=512Mi has no room for redis\.maxmemory=600mb"),
+        (["redis.maxmemory=512mb"], r"limits\.memory=512Mi has no room"),
+        (["redis.maxmemory=2g", "redis.resources.limits.memory=4G"], r"persistence\.size=1Gi has no room"),
         (["checkpoints.url=s3://a/b", "checkpoints.existingClaim=c"], "checkpoints have one place"),
-        (["generator.sglang.sidecar.enabled=true"], r"without run\.generator\.engine=sglang"),
+        (["generator.sglang.sidecar.enabled=true"], r"no effect without run\.generator\.engine=sglang"),
         (["security.tls.existingSecret=a", "security.tls.certManager.issuerName=b"], "certificates come from one"),
         (["monitoring.podMonitor.enabled=true", "monitoring.serviceMonitor.enabled=true"], "sums would double"),
         (["trainer.processesPerNode=4", f"trainer.{GPU}=1"], r"processesPerNode=4 with 1 GPUs in trainer\.resources"),
@@ -191,6 +208,16 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
 def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], items)
+
+
+def test_a_flag_of_two_words_asks_for_gpus_as_one_of_one_word_does(helm: Helm, tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text('generator: {sglang: {sidecar: {args: [--tp, "4"]}}}')
+    values = [*SGLANG, "model.existingClaim=m"]
+
+    with pytest.raises(HelmError, match="--tp 4 with 1 GPUs"):
+        helm.template(CHART, [KIND, file], [*values, SIDECAR_GPU])
+    helm.template(CHART, [KIND, file], [*values, SIDECAR_GPU.replace("=1", "=4")])
 
 
 def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_calls(helm: Helm) -> None:

@@ -48,7 +48,7 @@ YOUR_REDIS: dict[str, Any] = {
     "checkpoints": {"url": "s3://bucket/prefix"},
     "redis": {
         "enabled": False,
-        "externalUrl": "rediss://redis.example.org:6379/0",
+        "externalUrl": "rediss+sentinel://redis.example.org:26379/main/0",
         "externalSentinelPassword": True,
         "tlsSecret": "redis-tls",
     },
@@ -87,7 +87,7 @@ BY_NAME: dict[str, Any] = {
     "tolerations": [{"key": "a", "operator": "Exists"}],
     "topologySpread": [{"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
     "accessModes": ["ReadWriteOnce"],
-    "resources": {"limits": {"memory": "1Gi"}},
+    "resources": {"limits": {"memory": "2Gi"}},
     "validateResources": {"limits": {"memory": "1Gi"}},
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 7}},
     "digest": "sha256:" + "0" * 64,
@@ -96,9 +96,10 @@ BY_NAME: dict[str, Any] = {
 }
 BY_PATH: dict[str, Any] = {
     "run": {"name": "other", "model": {"path": "recipe:countdown"}},
+    "network.grpcPort": 7080,
     "checkpoints.url": "gs://other/prefix",
     "checkpoints.cacheVolume": {"hostPath": {"path": "/var/cache/rollmesh"}},
-    "redis.externalUrl": "redis://other:6379/0",
+    "redis.externalUrl": "rediss+sentinel://other:26379/main/0",
     "redis.maxmemory": "2gb",
     "redis.persistence.size": "8Gi",
     "checkpoints.size": "8Gi",
@@ -204,5 +205,5 @@ def test_a_value_that_no_pod_reads_leaves_the_server_of_the_queue_alone(helm4: H
 
     for item in ("redis.podDisruptionBudget.enabled=true", "redis.externalPassword=false"):
         assert helm4.template(CHART, [kind], [item]).component("redis") == now, f"{item} restarts Redis"
-    for item in ("redis.maxmemory=2gb", "redis.extraConfig=hz 20"):
+    for item in ("redis.maxmemory=300mb", "redis.extraConfig=hz 20"):
         assert helm4.template(CHART, [kind], [item]).component("redis") != now, f"{item} is read at its start alone"

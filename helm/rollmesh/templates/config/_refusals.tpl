@@ -4,15 +4,27 @@
 {{- if and $redis.enabled $redis.externalUrl -}}
 {{- fail (printf "redis.externalUrl=%s with redis.enabled=true: a run has one Redis; set redis.enabled=false to use yours, or leave redis.externalUrl empty" $redis.externalUrl) -}}
 {{- end -}}
-{{- if and $redis.clientCertificate (not $redis.tlsSecret) -}}
-{{- fail "redis.clientCertificate=true without redis.tlsSecret, which has the certificate: set redis.tlsSecret" -}}
-{{- end -}}
 {{- $checkpoints := .Values.checkpoints -}}
 {{- if and $checkpoints.url $checkpoints.existingClaim -}}
 {{- fail (printf "checkpoints.url=%s with checkpoints.existingClaim=%s: checkpoints have one place; leave one of them empty" $checkpoints.url $checkpoints.existingClaim) -}}
 {{- end -}}
-{{- if and .Values.generator.sglang.sidecar.enabled (not (include "rollmesh.sglangPlace" .)) -}}
-{{- fail "generator.sglang.sidecar.enabled=true without run.generator.engine=sglang: set the engine, or turn the sidecar off" -}}
+{{- $claim := not (or $checkpoints.url $checkpoints.existingClaim) -}}
+{{- $theirs := ternary "" $redis.externalUrl $redis.enabled -}}
+{{- $sglang := include "rollmesh.sglangPlace" . -}}
+{{- range list
+  (list "redis.tlsSecret" $redis.tlsSecret (hasPrefix "rediss" $theirs) "a redis.externalUrl that begins with rediss")
+  (list "redis.clientCertificate" $redis.clientCertificate $redis.tlsSecret "redis.tlsSecret, which has the certificate")
+  (list "redis.externalSentinelPassword" $redis.externalSentinelPassword (contains "+sentinel:" $theirs) "a redis.externalUrl with +sentinel")
+  (list "redis.extraConfig" $redis.extraConfig $redis.enabled "redis.enabled=true")
+  (list "checkpoints.cacheVolume" $checkpoints.cacheVolume $checkpoints.url "checkpoints.url")
+  (list "checkpoints.storageClassName" $checkpoints.storageClassName $claim "a claim of the chart: checkpoints.url or checkpoints.existingClaim is set")
+  (list "generator.sglang.sidecar.enabled" .Values.generator.sglang.sidecar.enabled $sglang "run.generator.engine=sglang")
+  (list "gateway.ingress.enabled" .Values.gateway.ingress.enabled .Values.gateway.enabled "gateway.enabled=true")
+  (list "gateway.httpRoute.enabled" .Values.gateway.httpRoute.enabled .Values.gateway.enabled "gateway.enabled=true")
+-}}
+{{- if and (index . 1) (not (index . 2)) -}}
+{{- fail (printf "%s=%v has no effect without %s: give both or none" (index . 0) (index . 1) (index . 3)) -}}
+{{- end -}}
 {{- end -}}
 {{- $tls := .Values.security.tls -}}
 {{- if and $tls.existingSecret $tls.certManager.issuerName -}}
@@ -38,7 +50,28 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- range list
+  (list "resources.limits.memory" (dig "limits" "memory" "" $redis.resources))
+  (list "persistence.size" (ternary $redis.persistence.size "" $redis.persistence.enabled))
+-}}
+{{- if and $redis.enabled (last .) (le (include "rollmesh.bytes" (last .) | int64) (include "rollmesh.bytes" $redis.maxmemory | int64)) -}}
+{{- fail (printf "redis.%s=%v has no room for redis.maxmemory=%s and more: raise it, or lower redis.maxmemory" (first .) (last .) $redis.maxmemory) -}}
+{{- end -}}
+{{- end -}}
 {{- include "rollmesh.refuseWrongGpus" . -}}
+{{- include "rollmesh.refuseOnePortTwice" . -}}
+{{- end -}}
+
+{{/* Bytes of a size in the units of Kubernetes (Gi is 1024^3, G 1000^3) or Redis (gb is 1024^3, g 1000^3). */}}
+{{- define "rollmesh.bytes" -}}
+{{- $size := . | toString | lower -}}
+{{- $unit := regexFind "[a-z]+$" $size | replace "b" "i" -}}
+{{- $bytes := trimSuffix (regexFind "[a-z]+$" $size) $size | float64 -}}
+{{- $factor := ternary 1024 1000 (hasSuffix "i" $unit) -}}
+{{- range until (index (dict "k" 1 "m" 2 "g" 3 "t" 4 "p" 5 "e" 6) (trimSuffix "i" $unit) | int) -}}
+{{- $bytes = mulf $bytes $factor -}}
+{{- end -}}
+{{- int64 $bytes -}}
 {{- end -}}
 
 {{/* The GPUs that a container may use, by any vendor and in parts: its resources. */}}
@@ -62,10 +95,28 @@
 {{- $sidecar := .Values.generator.sglang.sidecar -}}
 {{- $pods := ternary .Values.generator.leaderWorkerSet.size 1 (eq .Values.generator.kind "LeaderWorkerSet") | int -}}
 {{- $gpus = mul $pods (include "rollmesh.gpus" $sidecar.resources | int) | int -}}
-{{- range $sidecar.args -}}
-{{- $ranks := regexReplaceAll "^--(tp|tp-size|tensor-parallel-size)=([0-9]+)$" . "${2}" -}}
-{{- if and $gpus (regexMatch "^[0-9]+$" $ranks) (gt (int $ranks) $gpus) -}}
-{{- fail (printf "generator.sglang.sidecar.args has %s with %d GPUs in its resources: raise the limits, or lower the flag" . $gpus) -}}
+{{- $flag := regexFind "--(tp|tp-size|tensor-parallel-size)[= ][0-9]+" (join " " $sidecar.args) -}}
+{{- if and $gpus (gt (regexFind "[0-9]+$" $flag | int) $gpus) -}}
+{{- fail (printf "generator.sglang.sidecar.args has %s with %d GPUs in its resources: raise the limits, or lower the flag" $flag $gpus) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Two servers of one pod on one port, of which the second one cannot start. */}}
+{{- define "rollmesh.refuseOnePortTwice" -}}
+{{- $admin := list "network.adminPort" .Values.network.adminPort -}}
+{{- $sglang := list "generator.sglang.sidecar.port" .Values.generator.sglang.sidecar.port -}}
+{{- range list
+  (list (list "network.grpcPort" .Values.network.grpcPort) $admin)
+  (list (list "gateway.port" .Values.gateway.port) $admin)
+  (list (list "agents.port" .Values.agents.port) $admin)
+  (list (list "trainer.rendezvousPort" .Values.trainer.rendezvousPort) $admin)
+  (list $sglang $admin)
+  (list $sglang (list "network.grpcPort" .Values.network.grpcPort))
+-}}
+{{- $one := first . -}}
+{{- $other := last . -}}
+{{- if eq (last $one | int) (last $other | int) -}}
+{{- fail (printf "%s=%v is the port of %s, too, in the same pod: change one of them" (first $one) (last $one) (first $other)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
