@@ -160,8 +160,8 @@ def _step_hints(config: RunConfig) -> Iterator[str]:
         )
     if reference and not (Path(config.folder) / "config.yaml").exists():
         yield (
-            f"trainer.algorithm.kl_reference_version={reference}: a new run has version 0 only, and its trainer "
-            "refuses another reference; set 0, and change it once that version is published"
+            f"trainer.algorithm.kl_reference_version={reference}: a new run has version 0 only, and a trainer "
+            "that needs a reference refuses another one; set 0, and change it once that version is published"
         )
 
 
