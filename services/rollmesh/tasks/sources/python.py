@@ -38,12 +38,15 @@ class PythonRows:
         return len(self._rows)
 
     def row(self, number: int) -> Row:
-        """Return one row. Raises DataError if it is not a mapping."""
+        """Return one row. Raises DataError if it is not a mapping from text."""
         where = self.prompt_id(number)
         with own_code(f"data.source.target={where}"):
             fields = self._rows[number]
         if not isinstance(fields, Mapping):
             raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
+        for name in fields:
+            if not isinstance(name, str):
+                raise DataError(f"{where}: the name {name!r} of a field is {type(name).__name__}, expected text")
         return Row(fields=fields, where=where, prompt_id=where)
 
     def prompt_id(self, number: int) -> str:

@@ -342,6 +342,9 @@ def rows(count=3):
 def stream():
     yield {"prompt": "from a generator", "verifier": "exact"}
 
+def numbered():
+    return [{"prompt": "1", "answer": "1", 5: "x"}]
+
 def wrong():
     return ["not a mapping"]
 
@@ -377,6 +380,7 @@ def test_a_callable_in_the_working_directory_gives_prompts(own_module: str, toke
         ("no_such_module_x:f", {}, ConfigError, "data.source.target: no module 'no_such_module_x'"),
         ("own_rows_module:number", {}, ConfigError, "is not callable"),
         ("own_rows_module:rows", {"size": 1}, ConfigError, "data.source.options: .* rejects"),
+        ("own_rows_module:numbered", {}, DataError, r"own_rows_module:numbered\[0\]: the name 5 of a field is int"),
         ("own_rows_module:wrong", {}, DataError, r"own_rows_module:wrong\[0\]: expected a mapping"),
     ],
 )
