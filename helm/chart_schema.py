@@ -112,7 +112,7 @@ _BY_NAME: dict[str, Schema] = {
     "accessModes": {
         "type": "array",
         "minItems": 1,
-        "items": {"enum": ["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]},
+        "items": {"enum": ["ReadWriteMany", "ReadWriteOnce"]},
     },
     "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
     "maxUnavailable": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]},
@@ -142,6 +142,7 @@ _BY_PATH: dict[str, Schema] = {
     "redis.maxmemory": {"type": "string", "pattern": "^([0-9]+[kKmMgG][bB]?|[0-9]{7,}[bB]?)$"},
     "generator.leaderWorkerSet.size": {"type": "integer", "minimum": 2},
     "checkpoints.cacheVolume": _closed({name: _TREE for name in ("emptyDir", "ephemeral", "hostPath", "csi")}),
+    "keda.prometheusAddress": {"type": "string", "pattern": "^($|https?://.+)"},
     "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
     "monitoring.prometheusRule.runbookUrl": {"type": "string", "pattern": r"^($|https?://[^\s#]+$)"},
     "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},

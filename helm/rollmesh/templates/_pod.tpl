@@ -87,6 +87,8 @@ securityContext:
   value: "false"
 - name: ROLLMESH_FOLDER
   value: {{ include "rollmesh.runFolder" . | quote }}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 - name: HOME
   value: /tmp
 - name: ROLLMESH_STORE__URL

@@ -107,7 +107,9 @@ def _way_to(page: Endpoint, config: RunConfig) -> str:
         return f"the run as a page: {page_link(config, page.url)}"
     url = urlsplit(page.url)
     link = page_link(config, url._replace(netloc=f"127.0.0.1:{url.port}").geturl())
-    return f"the run as a page: kubectl port-forward pod/{page.pod} {url.port}:{url.port}, then {link}"
+    namespace = os.environ.get("POD_NAMESPACE", "default")
+    forward = f"kubectl port-forward --namespace={namespace} pod/{page.pod} {url.port}:{url.port}"
+    return f"the run as a page: {forward}, then {link}"
 
 
 async def _distant_waits(config: RunConfig, store: TrajectoryStore) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from .object_checks import SET_BY_CONTROLLERS
-from .rendering import Object, Rendering
+from .rendering import NAMESPACE, Object, Rendering
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
 _LABEL = re.compile(r"metadata\.labels\['(.+)'\]")
@@ -252,7 +252,7 @@ class Pod:
         label = _LABEL.fullmatch(path)
         if label:
             return self._labels[label[1]]
-        return {"metadata.name": self.name, "status.podIP": self.address}[path]
+        return {"metadata.name": self.name, "metadata.namespace": NAMESPACE, "status.podIP": self.address}[path]
 
     def _mapped(self, text: str, mounts: Mapping[str, Path]) -> str:
         """Mount paths become folders, wildcards the pod's address, names of Services the address of a pod behind."""

@@ -73,6 +73,8 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("redis.externalUrl=redis://host:6379/0?db=1&password=word", "externalUrl"),
         ("redis.maxmemory=2Gi", "maxmemory"),
         ("checkpoints.url=ftp://host/path", "url"),
+        ("checkpoints.accessModes={ReadWriteOncePod}", "accessModes"),
+        ("keda.prometheusAddress=prometheus:9090", "prometheusAddress"),
         ("gateway.port=0", "port"),
         ("monitoring.prometheusRule.runbookUrl=git.example.org/runbooks", "runbookUrl"),
         ("run.name=Demo", "name"),

@@ -97,6 +97,7 @@ BY_NAME: dict[str, Any] = {
 BY_PATH: dict[str, Any] = {
     "run": {"name": "other", "model": {"path": "recipe:countdown"}},
     "network.grpcPort": 7080,
+    "keda.prometheusAddress": "https://other:9090",
     "checkpoints.url": "gs://other/prefix",
     "checkpoints.cacheVolume": {"hostPath": {"path": "/var/cache/rollmesh"}},
     "redis.externalUrl": "rediss+sentinel://other:26379/main/0",

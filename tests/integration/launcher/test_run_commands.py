@@ -116,12 +116,13 @@ def test_in_a_pod_the_way_to_the_page_is_a_port_forward_because_no_browser_reach
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("POD_NAMESPACE", "rl")
     monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "a-token-of-a-run")
     for url, scheme in (("http://10.244.0.17:8080/", "http"), ("https://[fd00::1]:8080/", "https")):
         names = {"service": "gateway", "grpc": "", "admin": "", "pod": "demo-rollmesh-gateway-7d9c-x2x4z"}
         with published_endpoint(folder, index=0, url=url, **names):
             shown = printed("status", str(folder))
-        command = "kubectl port-forward pod/demo-rollmesh-gateway-7d9c-x2x4z 8080:8080"
+        command = "kubectl port-forward --namespace=rl pod/demo-rollmesh-gateway-7d9c-x2x4z 8080:8080"
         link = f"{scheme}://127.0.0.1:8080/?token=a-token-of-a-run"
         assert f"the run as a page: {command}, then {link}\n" in shown
 
