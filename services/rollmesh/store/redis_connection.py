@@ -38,6 +38,8 @@ Reply = Any
 _UNREACHABLE = (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError)
 _MINIMUM_VERSION = (7, 0)
 _BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
+_LATE_SECONDS = 2.0
+"""Time without an answer that shows among the waits of the process."""
 _CALL_SECONDS = 15.0
 """Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
@@ -240,8 +242,7 @@ class Connection:
         failure_count = 0
         while True:
             try:
-                async with asyncio.timeout(_CALL_SECONDS):
-                    reply = await call()
+                reply = await _answer(call, observer)
                 if observer is not None:
                     observer.answered(time.monotonic() - start)
                 return reply
@@ -264,6 +265,19 @@ class Connection:
                         f"{label}: Redis was unreachable for {self._retry_seconds:g} s: {_reason(error)}"
                     ) from error
             await asyncio.sleep(delay)
+
+
+async def _answer(call: Callable[[], Awaitable[Reply]], observer: StoreCallWaits | None) -> Reply:
+    """Make one attempt, which shows while it is late."""
+    late = observer and asyncio.get_running_loop().call_later(
+        _LATE_SECONDS, observer.late, f"no answer within {_LATE_SECONDS:g} s"
+    )
+    try:
+        async with asyncio.timeout(_CALL_SECONDS):
+            return await call()
+    finally:
+        if late:
+            late.cancel()
 
 
 def _failure(error: redis_errors.RedisError | OSError, label: str) -> StoreError | None:

@@ -20,9 +20,13 @@ class StoreCallWaits:
         del seconds
         self._waits.end(_OPERATION)
 
+    def late(self, reason: str) -> None:
+        """Show an attempt that has no answer yet."""
+        self._waits.begin(_OPERATION, f"Redis: {reason}")
+
     def failed(self, reason: str) -> None:
         """Record an attempt without an answer, or one that the server could not execute."""
-        self._waits.begin(_OPERATION, f"Redis: {reason}")
+        self.late(reason)
 
 
 class StoreCallMetrics(StoreCallWaits):

@@ -14,9 +14,12 @@ from pydantic import SecretStr
 from rollmesh.config import load_run_config
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.runtime.waits import Waits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
+from rollmesh.store.store_metrics import StoreCallWaits
 
+from ...kit.waiting import reached
 from .store_mesh import Mesh
 
 
@@ -82,6 +85,22 @@ async def test_a_server_that_does_not_answer_is_named_as_such(
                 await store.leadership.cursor()
         finally:
             os.kill(own_server.pid, signal.SIGCONT)
+
+
+async def test_a_server_that_hangs_shows_within_seconds_and_no_more_once_it_answers(own_server: EmbeddedServer) -> None:
+    waits = Waits()
+    async with await TrajectoryStore.connect(
+        StoreConfig(), run="hangs", url=own_server.url, observer=StoreCallWaits(waits)
+    ) as store:
+        assert own_server.pid is not None
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            call = asyncio.create_task(store.connection.command("PING"))
+            assert await reached(waits.text) == "Redis: no answer within 2 s"
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+        await call
+    assert waits.text() == ""
 
 
 async def test_a_password_may_hold_any_character(tmp_path: Path) -> None:
