@@ -42,7 +42,7 @@ def own_names(config: RunConfig) -> list[str]:
     names += [source.target for source in config.data.sources.values() if isinstance(source, PythonSource)]
     if config.rollout.program == "environment":
         names.append(config.rollout.environment)
-    return list(filter(is_own, names))
+    return [name for name in names if ":" in name]
 
 
 def try_methods(config: RunConfig, source: RowSource) -> None:
@@ -70,7 +70,7 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
     """
     name = config.rollout.environment
     make = environment_factory(name, config.rollout.environment_options)
-    if not is_own(name):
+    if ":" not in name:
         return
     where = f"rollout.environment={name}"
     for turn, text in enumerate(texts):

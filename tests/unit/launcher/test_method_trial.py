@@ -300,6 +300,13 @@ def test_a_plug_in_that_works_or_waits_for_a_service_passes_its_trial(run: dict[
     assert not any("plugins_of_a_user" in hint for hint in try_run(**run))
 
 
+def test_an_environment_of_a_file_whose_name_is_no_python_name_is_tried_too(plugins: Path) -> None:
+    plugins.with_name("plug-ins.py").write_text(plugins.read_text())
+    section = {"program": "environment", "environment": "plug-ins:words", "max_new_tokens": 64}
+    with pytest.raises(ConfigError, match="rollout.environment=plug-ins:words: step returned str"):
+        try_run(rollout=section)
+
+
 def test_a_module_that_cannot_be_imported_is_a_final_error_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "half_written_plugin.py").write_text("import os\n\ndef loss(data, options)\n    return 1\n")
     (tmp_path / "plugin_of_a_missing_library.py").write_text("import os\nimport nowhere_installed\n")
