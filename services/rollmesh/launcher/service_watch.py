@@ -51,18 +51,17 @@ class ServiceWatch:
             if self.supervisor is not None:
                 self.supervisor.count_service(self._states.ready, now - before)
             before = now
-            self._note_new()
+            self.note_new()
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _note_new(self) -> None:
-        """Note the waits that two polls in a row have seen; one that has ended is noted again when it returns."""
-        own, services = self.own.text(), self.text()
-        lines = [*([f"waiting for {own}"] if own else []), *([f"waiting: {services}"] if services else [])]
-        # Numbers differ from one attempt to the next.
-        texts = {_NUMBER.sub("#", line): line for line in lines}
-        for key, line in texts.items():
-            if key in self._last and key not in self._noted:
-                self._note(line)
-                self._noted.add(key)
-        self._last = set(texts)
-        self._noted &= self._last
+    def note_new(self) -> None:
+        """Note the reasons that two polls in a row have seen; one that has ended is noted again when it returns."""
+        # Numbers differ from one attempt to the next, and so do the services that meet a failure at one moment.
+        lines = {_NUMBER.sub("#", reason): f"waiting: {self.text()}" for reason in self._states.waits.values()}
+        if own := self.own.text():
+            lines[f"launcher: {_NUMBER.sub('#', own)}"] = f"waiting for {own}"
+        seen = lines.keys() & self._last
+        for line in sorted({lines[key] for key in seen - self._noted}):
+            self._note(line)
+        self._noted = (self._noted & lines.keys()) | seen
+        self._last = set(lines)
