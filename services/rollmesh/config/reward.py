@@ -24,8 +24,9 @@ class RewardConfig(Section):
     answer_after: str | None = None
     """Text after whose last occurrence the answer begins, for example ``</think>``; every verifier, your own too, reads
     the answer only. With a closing tag a response without the tags is all answer, and one whose thought is still open
-    has none. null: the closing tag if the chat template opens a thought before the answer (``<think>``), else all of
-    the response; an empty text: all of it."""
+    has none. null: the closing tag if the chat template opens a thought before the answer (``<think>``); else
+    verifiers of answers read what follows the thought with which a response begins, and regex and your own function
+    all of the response. An empty text: all of it."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Time limit per answer; ``on_timeout`` decides the outcome of a time-out."""
     on_timeout: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"

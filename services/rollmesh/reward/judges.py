@@ -13,14 +13,13 @@ from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_re
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier, built_in_class
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, RewardOutcome
-from rollmesh.wire.codec import outcome_to_pb
 from rollmesh.wire.reward_messages import score_item_from_bytes
 
 
 class Judge:
     """One asynchronous verifier with a limit on concurrent calls."""
 
-    def __init__(self, reward: RewardConfig, verifier: AsyncVerifier, tokenizer: Tokenizer, marker: str) -> None:
+    def __init__(self, reward: RewardConfig, verifier: AsyncVerifier, tokenizer: Tokenizer, marker: str | None) -> None:
         self._name = reward.verifier
         self._verifier = verifier
         self._tokenizer = tokenizer
@@ -32,13 +31,12 @@ class Judge:
         """Score one encoded item; the time limit starts when the call starts, not while it waits for a slot."""
         try:
             item = score_item_from_bytes(payload)
-            response = answer_text(item, self._tokenizer, self._marker)
+            response = answer_text(item, self._tokenizer, self._marker, self._name)
             metadata = prompt_metadata(item.prompt, self._verifier, self._tokenizer)
             async with self._slots, asyncio.timeout(self._timeout_seconds):
                 result = await self._verifier.verify_async(response, metadata)
             reward = checked_reward(result, self._name)
             outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
-            outcome_to_pb(outcome)  # raises ValueError if the name of a part is not valid protobuf text
         except TimeoutError as error:
             message = str(error) or f"{self._name}: no reply within {self._timeout_seconds:g} s"
             return timed_out(message, self._verifier.timeout_means_wrong)
@@ -58,7 +56,7 @@ def is_judge(name: str) -> bool:
     return name in BUILT_IN and hasattr(built_in_class(name), "verify_async")
 
 
-def build_judge(reward: RewardConfig, tokenizer: Tokenizer, marker: str) -> Judge | None:
+def build_judge(reward: RewardConfig, tokenizer: Tokenizer, marker: str | None) -> Judge | None:
     """Build the judge of a run, or return None if its verifier is synchronous and runs in the pool.
 
     Only built-in verifiers run here: user code runs only in the confined processes.

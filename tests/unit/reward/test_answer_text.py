@@ -88,6 +88,10 @@ def test_what_follows_the_last_thought_counts_and_nothing_in_an_open_one(
         pytest.importorskip("math_verify")
     silent = make_tokenizer(tmp_path, special=special, opens="")
     assert score(silent, name, response, answer, END) == expected
+    if response.startswith("<think>"):  # a model that opens its thought itself
+        assert score(silent, name, response, answer) == expected
+        parts = {"answer": {"verifier": name}}
+        assert special or score(silent, "composite", response, answer, parts=parts) == expected
     # With a template that opens the thought the option sets itself.
     assert score(make_tokenizer(tmp_path, special=special), name, response, answer) == expected
 
@@ -106,8 +110,8 @@ def test_a_marker_that_is_no_tag_has_to_be_there(tmp_path: Path) -> None:
 def test_the_marker_follows_the_template_its_variables_and_the_run_file(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     assert answer_marker(tokenizer, None, {}) == END
-    assert answer_marker(tokenizer, None, {"enable_thinking": False}) == ""
+    assert answer_marker(tokenizer, None, {"enable_thinking": False}) is None
     assert answer_marker(tokenizer, "", {}) == ""
     assert score(tokenizer, "exact", "<think>a</think>", "<think>a</think>", "") == 1.0
     assert answer_marker(make_tokenizer(tmp_path, opens="[THINK]"), None, {}) == "[/THINK]"
-    assert answer_marker(make_tokenizer(tmp_path, opens="<answer>"), None, {}) == ""
+    assert answer_marker(make_tokenizer(tmp_path, opens="<answer>"), None, {}) is None

@@ -32,7 +32,7 @@ class RewardHandler:
         tokenizer: Tokenizer,
         verifiers: Mapping[str, Verifier],
         default: str,
-        marker: str = "",
+        marker: str | None = "",
     ) -> None:
         """``default`` is the verifier of prompts without a verifier; answers follow ``marker`` (``answer_text``)."""
         self._tokenizer = tokenizer
@@ -53,15 +53,13 @@ class RewardHandler:
             return outcome_to_bytes(
                 verifier_error("MemoryError: the verifier process exceeded reward.memory_limit_bytes")
             )
-        except ValueError as error:  # the name of a part is not valid protobuf text
-            return outcome_to_bytes(verifier_error(f"the reward cannot be encoded: {error}"))
 
     def _score(self, item: ScoreItem) -> RewardOutcome:
         name = item.prompt.verifier or self._default
         verifier = self._verifiers.get(name)
         if verifier is None:
             return verifier_error(f"this run has no verifier {name!r}; it has {', '.join(sorted(self._verifiers))}")
-        response = answer_text(item, self._tokenizer, self._marker)
+        response = answer_text(item, self._tokenizer, self._marker, name)
         metadata = prompt_metadata(item.prompt, verifier, self._tokenizer)
         try:
             reward = checked_reward(verifier.verify(response, metadata), name)

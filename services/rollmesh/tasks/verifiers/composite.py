@@ -8,8 +8,9 @@ from typing import Any
 
 from rollmesh.config.secrets import ENV_PREFIX
 from rollmesh.errors import ConfigError
+from rollmesh.tasks.verifiers.extraction import without_own_thought
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier, checked_reward
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_registry import build_verifier, reads_answers
 
 
 class CompositeVerifier:
@@ -25,6 +26,7 @@ class CompositeVerifier:
         self._parts: dict[str, tuple[float, Verifier]] = {}
         for name, part in parts.items():
             self._parts[str(name)] = _part(f"reward.options.parts.{name}", part)
+        self._reads_answers = {str(name) for name, part in parts.items() if reads_answers(str(part["verifier"]))}
         verifiers = [verifier for _, verifier in self._parts.values()]
         self.timeout_means_wrong = all(verifier.timeout_means_wrong for verifier in verifiers)
         self.needs_prompt = any(getattr(verifier, "needs_prompt", False) for verifier in verifiers)
@@ -34,7 +36,8 @@ class CompositeVerifier:
         value = 0.0
         parts: dict[str, float] = {}
         for name, (weight, verifier) in self._parts.items():
-            reward = checked_reward(verifier.verify(response, prompt_metadata), name)
+            text = without_own_thought(response) if name in self._reads_answers else response
+            reward = checked_reward(verifier.verify(text, prompt_metadata), name)
             value += weight * reward.value
             parts[name] = reward.value
             parts.update({f"{name}.{inner}": part for inner, part in reward.parts.items()})

@@ -56,6 +56,8 @@ _SPELLINGS = tuple(
 )
 """Spellings of TeX and print within a number, and the plain ones that replace them, in order."""
 _LONGEST_NUMBER = 400
+OPENING_TAG = re.compile(r"([<\[\u25c1])((?:\w+:)?(?:think|thinking|thought|reasoning)[>\]\u25b7])", re.IGNORECASE)
+"""Beginning of a thought: ``<think>``, ``<seed:think>``, ``[THINK]``, and that of Kimi, between triangles."""
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|(?P<escaped>\\\\(?!boxed|fbox)|\\[{}])|\{|\}")
 
 
@@ -126,6 +128,12 @@ def last_tag(response: str, name: str) -> str | None:
         return None
     start += len(opening)
     return response[start : response.find(closing, start)].strip()
+
+
+def without_own_thought(response: str) -> str:
+    """Return what follows the thought with which a response begins; all of a response that begins with none."""
+    opened = OPENING_TAG.match(response.lstrip())
+    return answer_after(response, f"{opened[1]}/{opened[2]}") if opened is not None else response
 
 
 def answer_after(response: str, marker: str, prompt: str = "") -> str:

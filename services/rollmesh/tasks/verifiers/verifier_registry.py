@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
     "composite": "composite:CompositeVerifier",
 }
 """Verifiers by their name in the run file, as module:Class below this package."""
+_READ_ALL = frozenset({"regex", "composite"})
 
 
 def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
@@ -63,6 +64,11 @@ def _converted(option: str, value: Any, annotation: Any) -> Any:
         problem = error.errors()[0]
         where = ".".join(map(str, (option, *problem["loc"])))
         raise ConfigError(f"reward.options.{where}: {problem['msg']} (got {problem['input']!r})") from error
+
+
+def reads_answers(name: str) -> bool:
+    """Tell whether a verifier judges the answer alone; others, your own too, may judge the form of a whole response."""
+    return name in BUILT_IN and name not in _READ_ALL
 
 
 def built_in_class(name: str) -> type[Any]:
