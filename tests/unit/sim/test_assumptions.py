@@ -90,7 +90,8 @@ def recorded(folder: Path, preset: str = "sync") -> Path:
     for second in range(45):
         steps, tokens = steps + 100, tokens + (3000 if second % 2 else 200)
         work = {"decode_steps": steps, "generated_tokens": tokens, "prefill_tokens": 0, "cpu_seconds": second}
-        samples.append({"t": BEGINNING + second, "work": work | {"busy_seconds": 0.002 * steps + 0.0001 * tokens}})
+        work |= {"busy_seconds": 0.002 * steps + 0.0001 * tokens}
+        samples.append({"t": BEGINNING + second, "work": work, "generators": [{"serving": True}]})
     _write(folder / "timeline.jsonl", samples)
     (folder / SECRET_FILE).write_text("0" * 64)
     (folder / "checkpoints").mkdir()
