@@ -205,7 +205,7 @@ def _trajectories(run: RunFiles) -> Iterable[RecordedTrajectory]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """What the run file says about groups."""
+    """Rules of the run file about groups."""
 
     least_members: int
     """Members that a group has, apart from those without a score."""

@@ -37,6 +37,28 @@ _MOST_PROGRAMS = 64
 _PRELUDE_SECONDS = 30.0
 
 
+def _resource_limits(timeout_seconds: float, memory_bytes: int, process_count: int, may_fork: bool) -> ResourceLimits:
+    """Return the limits of each process of an answer. Raises ConfigError for values that no answer could run with."""
+    if not timeout_seconds > 0 or memory_bytes < 64 << 20 or process_count < 1:
+        raise ConfigError(
+            f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
+            f"process_count={process_count} (>= 1)"
+        )
+    share = memory_bytes // process_count if may_fork else memory_bytes
+    if share < 64 << 20:
+        raise ConfigError(
+            f"reward.options: may_fork shares memory_bytes={memory_bytes} between process_count={process_count} "
+            "processes, and each needs 64 MiB; lower process_count or raise memory_bytes"
+        )
+    return ResourceLimits(
+        address_space_bytes=share,
+        cpu_seconds=int(timeout_seconds) + 1,
+        process_count=process_count,
+        file_bytes=_FILE_BYTES,
+        open_file_count=64,
+    )
+
+
 class PythonCodeVerifier:
     """Reward 1 if the code passes every test (or the share of passed tests); 0 for no code, wrong code and time-outs.
 
@@ -72,29 +94,12 @@ class PythonCodeVerifier:
             raise ConfigError("verifier python_code needs Linux: it confines code with namespaces and resource limits")
         if not 0 <= tolerance < 1:
             raise ConfigError(f"reward.options.tolerance={tolerance}: expected 0 to below 1, for example 1e-6")
-        if not timeout_seconds > 0 or memory_bytes < 64 << 20 or process_count < 1:
-            raise ConfigError(
-                f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
-                f"process_count={process_count} (>= 1)"
-            )
-        share = memory_bytes // process_count if may_fork else memory_bytes
-        if share < 64 << 20:
-            raise ConfigError(
-                f"reward.options: may_fork shares memory_bytes={memory_bytes} between process_count={process_count} "
-                "processes, and each needs 64 MiB; lower process_count or raise memory_bytes"
-            )
         if not allow_shared_uid and (reason := Sandbox.unsafe_reason()):
             raise ConfigError(
                 f"verifier python_code: {reason}; run the reward service as root or allow user namespaces, or, in a "
                 "dedicated container, set reward.options.allow_shared_uid"
             )
-        limits = ResourceLimits(
-            address_space_bytes=share,
-            cpu_seconds=int(timeout_seconds) + 1,
-            process_count=process_count,
-            file_bytes=_FILE_BYTES,
-            open_file_count=64,
-        )
+        limits = _resource_limits(timeout_seconds, memory_bytes, process_count, may_fork)
         self.sandbox = Sandbox(limits=limits, may_fork=may_fork)
         """Sandbox that runs the functions of the answers."""
         # Its first process forks one for each program, which writes the input to a file and forks the program.
