@@ -111,8 +111,7 @@ def test_a_path_or_an_override_that_means_nothing_is_a_clear_error(
 # Refused by a service ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_of_its_generator(small_run) -> None:
+def test_a_model_that_the_engine_cannot_compute_is_refused_before_a_service_starts(small_run) -> None:
     line = small_run(
         model={"path": "model"},
         generator={"replicas": 1},
@@ -124,9 +123,8 @@ def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_o
     (model / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     done = line.run("up", str(line.run_file))
     assert done.returncode == 2, done.stdout
-    failure = "generator-0 cannot continue: UnsupportedModel: config.hidden_act='gelu': only silu is supported"
-    assert failure in done.stderr
-    assert "restart 1 of" not in done.stdout
+    assert "model.path=model: config.hidden_act='gelu': only silu is supported" in done.stderr
+    assert list(line.folder.glob("services/*")) == []
 
 
 @pytest.mark.long
