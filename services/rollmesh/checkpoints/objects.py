@@ -160,7 +160,7 @@ class ObjectStore:
             entries = self._retry(f"listing {folder}", find)
         except FileNotFoundError:
             return {}
-        cut = len(self._prefix) + 1
+        cut = len(self._prefix.lstrip("/")) + 1
         return {path.lstrip("/")[cut:]: int(entry["size"]) for path, entry in entries.items()}
 
     def delete(self, keys: Collection[str]) -> None:

@@ -15,7 +15,7 @@ REPLIES = {
     "gzip": ("content-encoding: gzip\r\n", b"plain", "DecodingError"),
     "large": ("", b'{"score": %s}' % (b"1" * 400), "OverflowError"),
     "deep": ("", b"[" * 200_000, "RecursionError"),
-    "name": ("", rb'{"score": 1, "parts": {"\ud800": 1}}', "surrogates not allowed"),
+    "name": ("", rb'{"score": 1, "parts": {"\ud800": 1}}', "half of a surrogate pair"),
 }
 
 
