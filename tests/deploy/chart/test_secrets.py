@@ -56,7 +56,12 @@ def test_an_existing_secret_is_used_instead(helm4: Helm) -> None:
     "sets",
     [
         ["redis.enabled=false", "redis.externalUrl=redis://elsewhere:6379"],
-        ["redis.externalSentinelPassword=true"],
+        [
+            "redis.enabled=false",
+            "redis.externalUrl=redis+sentinel://elsewhere:26379/mymaster",
+            "redis.externalPassword=false",
+            "redis.externalSentinelPassword=true",
+        ],
     ],
 )
 def test_the_password_of_an_external_redis_cannot_be_made_up(helm: Helm, sets: list[str]) -> None:
