@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules methods sim-recommend test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
+.PHONY: help setup demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -60,7 +60,10 @@ methods: $(VENV)/.local ## The demo's task with every method of `rollmesh method
 	$(BIN)/rollmesh demo-methods
 
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
-	$(BIN)/rollmesh recommendation-document docs
+	$(BIN)/python -m benchmarks.published pools docs
+
+sim-fidelity: $(VENV)/.local ## Write the section of docs/simulator.md about published speed-ups (minutes); print it with ARGS="--json" or "--with NAME=VALUE"
+	$(BIN)/python -m benchmarks.published speed-ups $(or $(ARGS),--write docs/simulator.md)
 
 test: lint-and-unit integration contract deploy e2e ## Set up what is needed, run all checks and the tests that are not long
 

@@ -1,6 +1,6 @@
 """One arm of ``bench gpu``: calls on the shared engine until a batch is complete, then a train step, in turns.
 
-The queue is the model of the real one (``scheduling.queue_model``), so leases, partial trajectories and cuts are those
+The queue is the model of the real one (``sim.queue_model``), so leases, partial trajectories and cuts are those
 of a mesh. ``sync`` opens one batch of groups per update and waits for all of them. ``copris_paper`` keeps ``pool_size``
 calls in progress, takes the first complete groups, interrupts the rest and continues it first after the update.
 """
@@ -20,7 +20,7 @@ from rollmesh.bench.workloads import group_of, make_call, random_ids, scored, se
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Desired, RunLimits
-from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel, Save
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, FinishReason, Group, Prompt, Segment, Trajectory
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.file_writes import write_text
 from rollmesh.runtime.imports import many_imports, own_process
 
 with many_imports():
@@ -107,26 +106,6 @@ def reference_documents(folder: Path) -> None:
     from rollmesh.report.reference.reference_pages import write_reference_pages
 
     write_reference_pages(folder, method_table.POINTS, demo_methods.method_settings(), schedule_table.numbers)
-
-
-@app.command(hidden=True)
-def fidelity_document(document: Path) -> None:
-    """Write the section about published speed-ups into docs/simulator.md, for developers who change the simulator."""
-    from rollmesh.sim.fidelity import predictions
-    from rollmesh.sim.fidelity_text import fidelity_section, with_section
-    from rollmesh.sim.published_speed_ups import published_speed_ups
-
-    rows = published_speed_ups()
-    section = fidelity_section(rows, predictions(rows))
-    write_text(document, with_section(document.read_text(encoding="utf-8"), section))
-
-
-@app.command(hidden=True)
-def recommendation_document(folder: Path) -> None:
-    """Simulate pools and switches of copris, and write simulated-pools.md into the folder docs."""
-    from rollmesh.sim.recommendation_document import write_recommendation_document
-
-    write_recommendation_document(folder)
 
 
 def main() -> None:

@@ -42,7 +42,6 @@ Calibrate = Annotated[
     Path | None,
     typer.Option(help="Run whose times and lengths, and run file without RUN.yaml, to take.", metavar="RUN_FOLDER"),
 ]
-Fidelity = Annotated[bool, typer.Option("--fidelity", help="Compare predictions with published speed-ups; minutes.")]
 
 
 class SimCommand(TyperCommand):
@@ -72,7 +71,6 @@ def sim(
     scale: Scale = False,
     plots: Plots = None,
     export: Export = None,
-    fidelity: Fidelity = False,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
 
@@ -88,10 +86,6 @@ def sim(
     others |= {f"--{name}": value for name, value in {**short, "calibrate": calibrate}.items()}
     others |= {"--check": check, "--long": long, "--scale": scale, "--plots": plots}
     with clear_errors():
-        if fidelity:
-            _refuse("--fidelity", {**others, "--export": export}, "its set-ups are fixed; give --with and --json only")
-            _fidelity(with_ or [], as_json=as_json)
-            return
         if export is not None:
             _refuse("--export", {**others, "--with": with_, "--json": as_json}, "it simulates nothing; give it alone")
             for trajectory in trace_of_run(export):
@@ -171,19 +165,3 @@ def _assumed(arms: Sequence[Arm]) -> str:
         if own := [f"{name}={value}" for name, value in arm.assumed.items() if name not in common]:
             lines.append(f"assumed for {arm.name}: {', '.join(own)}")
     return "\n".join(lines)
-
-
-def _fidelity(settings: list[str], *, as_json: bool) -> None:
-    """Print the predictions of all published rows."""
-    from rollmesh.sim.fidelity import predictions
-    from rollmesh.sim.fidelity_setup import assumptions_with
-    from rollmesh.sim.fidelity_text import documents, fidelity_section
-    from rollmesh.sim.published_speed_ups import published_speed_ups
-
-    rows = published_speed_ups()
-    found = predictions(rows, assumptions_with(settings), on_arm=lambda name: typer.echo(name, err=True))
-    if not as_json:
-        typer.echo(fidelity_section(rows, found), nl=False)
-        return
-    for document in documents(found):
-        typer.echo(json.dumps(document))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from rollmesh.errors import RollmeshError
 from rollmesh.scheduling import AdmissionRule, OnStale, Schedule
-from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel
-from rollmesh.scheduling.queue_model.model_records import TERMINAL
+from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel
+from rollmesh.sim.queue_model.model_records import TERMINAL
 from rollmesh.types import TrajectoryState
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rollmesh.scheduling.queue_model import ModelMember
 from rollmesh.sim.event_clock import Alarm
 from rollmesh.sim.generator_clock import GeneratorClock
+from rollmesh.sim.queue_model import ModelMember
 from rollmesh.types import GeneratorRecord, PolicyRecord
 
 

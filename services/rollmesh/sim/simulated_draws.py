@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rollmesh.curriculum.history_table import HistoryTable, prompt_table
 from rollmesh.curriculum.sampler_protocol import Draw, PromptSampler
-from rollmesh.scheduling.queue_model import QueueModel
-from rollmesh.scheduling.queue_model.model_records import GroupState
 from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.queue_model import QueueModel
+from rollmesh.sim.queue_model.model_records import GroupState
 
 _IN_PROGRESS = (GroupState.OPEN, GroupState.ASIDE)
 

@@ -14,11 +14,11 @@ from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_gr
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
-from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
 from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_rounds import decide_rounds

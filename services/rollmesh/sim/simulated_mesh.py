@@ -13,13 +13,13 @@ from rollmesh.curriculum.sampler_protocol import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.core_shares import CoreShares
 from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
 from rollmesh.sim.failures import FailurePlan, Failures
 from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_cores import SimulatedCores

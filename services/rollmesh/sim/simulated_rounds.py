@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.queue_model import ModelGroup, ModelMember, QueueModel
+from rollmesh.sim.queue_model import ModelGroup, ModelMember, QueueModel
 from rollmesh.types import TrajectoryState
 
 _MOST_GROUPS = 512

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from rollmesh.scheduling.queue_model import GroupState, ModelGroup, QueueModel
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
+from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel
 from rollmesh.sim.trainer_model import PartsAhead, TrainerModel
 from rollmesh.sim.update_record import UpdateRecord, update_record
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from rollmesh.mesh import WasteReason
-from rollmesh.scheduling.queue_model import ModelMember, QueueModel, Save
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
+from rollmesh.sim.queue_model import ModelMember, QueueModel, Save
 from rollmesh.sim.simulated_calls import GroupWork, SimulatedGenerator, SimulatedTrajectory
 from rollmesh.sim.waiting_calls import WaitingCalls
 from rollmesh.types import TrajectoryState, WriteStatus

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollmesh.scheduling.queue_model import ModelGroup
+from rollmesh.sim.queue_model import ModelGroup
 from rollmesh.types import TrajectoryState
 
 

@@ -23,7 +23,7 @@ from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor, Desired, ResumeOrder
 from rollmesh.prompt_history import PromptOutcome
-from rollmesh.scheduling.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
+from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
 from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
 from rollmesh.store.payload import encode_prompt
 from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP

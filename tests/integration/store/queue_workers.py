@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from rollmesh.scheduling.queue_model import GroupState, HeldSaves, ModelMember, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelMember, QueueModel, Save
 from rollmesh.store import (
     Append,
     Finish,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollmesh.mesh import Cursor
-from rollmesh.scheduling.queue_model import GroupState, ModelMember, Save
+from rollmesh.sim.queue_model import GroupState, ModelMember, Save
 from rollmesh.store import EmbeddedServer, Finish, FirstToken, ReleaseReason, Score, TrajectoryStore, WriteStatus
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 from rollmesh.types import FinishReason

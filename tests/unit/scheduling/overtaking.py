@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rollmesh.scheduling import OnStale, Schedule
 from rollmesh.scheduling.axes import StartOrder
-from rollmesh.scheduling.queue_model import GroupState, ModelGroup, ModelMember, QueueModel
+from rollmesh.sim.queue_model import GroupState, ModelGroup, ModelMember, QueueModel
 from rollmesh.types import TrajectoryState
 
 

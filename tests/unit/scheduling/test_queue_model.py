@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Desired, RunLimits
-from rollmesh.scheduling.queue_model import GroupState, QueueModel, Save
-from rollmesh.scheduling.queue_model.model_records import ScoredSet
+from rollmesh.sim.queue_model import GroupState, QueueModel, Save
+from rollmesh.sim.queue_model.model_records import ScoredSet
 from rollmesh.types import ForkStatus, WriteStatus
 
 

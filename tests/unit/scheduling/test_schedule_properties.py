@@ -12,8 +12,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling import AdmissionRule, OnStale
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS as PRESET_TABLE
-from rollmesh.scheduling.queue_model import GroupState
 from rollmesh.sim.invariants import Invariants
+from rollmesh.sim.queue_model import GroupState
 
 from .overtaking import Overtaking
 from .views import schedule

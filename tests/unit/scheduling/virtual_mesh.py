@@ -18,8 +18,8 @@ from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.axes import StartOrder
 from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.orders import CutOrder
-from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.sim.invariants import Invariants
+from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 
 from .overtaking import Overtaking
 from .virtual_rollout import NEVER, Rollout

@@ -84,7 +84,6 @@ def test_an_unusable_curve(tmp_path, points, prefill, named):
         (("--compare", "sync,copris,sync"), (), ("--compare sync,copris,sync: sync is there twice",)),
         (("--sweep", "schedule.max_staleness=1,1"), (), ("--sweep 1,1: 1 is there twice",)),
         (("--compare", "mine.yaml"), (), ("--compare mine.yaml", "rollmesh sim mine.yaml --compare")),
-        (("--fidelity", "--gpu", "H200"), (), ("--fidelity with --gpu: its set-ups are fixed",)),
         (("--fail", "deaths_per_hour=4000"), (), ("deaths_per_hour=4000", "at most 3600")),
     ],
 )

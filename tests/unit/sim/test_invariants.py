@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.mesh import Desired
-from rollmesh.scheduling.queue_model import QueueModel, Save
 from rollmesh.sim.invariants import InvariantBroken, Invariants
+from rollmesh.sim.queue_model import QueueModel, Save
 from rollmesh.types import TrajectoryState
 
 from .meshes import mesh_settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.scheduling.queue_model import ModelGroup, ModelMember, Save
+from rollmesh.sim.queue_model import ModelGroup, ModelMember, Save
 from rollmesh.sim.simulated_calls import GroupWork, SimulatedTrajectory, SimulatedTurn
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.scheduling.queue_model import ModelGroup, ModelMember
 from rollmesh.sim.figures import figures
+from rollmesh.sim.queue_model import ModelGroup, ModelMember
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
 from .meshes import assert_conserved, mesh_settings, run

@@ -7,8 +7,8 @@ import pytest
 from rollmesh.curriculum.planner_protocol import Round
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.shaper_protocol import Closing
-from rollmesh.scheduling.queue_model import QueueModel, Save
 from rollmesh.sim.invariants import InvariantBroken, Invariants
+from rollmesh.sim.queue_model import QueueModel, Save
 
 from .meshes import assert_conserved, mesh_settings, run
 

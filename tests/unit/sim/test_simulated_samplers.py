@@ -12,8 +12,8 @@ from rollmesh.curriculum.samplers.domain_mix import domain_mix
 from rollmesh.errors import ConfigError
 from rollmesh.prompt_history import domain_record
 from rollmesh.rollout.sampler_binding import BoundSampler
-from rollmesh.scheduling.queue_model import QueueModel
 from rollmesh.sim.arms import arms_of
+from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.simulated_domains import DomainRows, parse_domains
 from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_mesh import SimulatedMesh

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.mesh import Decisions, RunLimits
 from rollmesh.scheduling import CutOrder, OnStale, Schedule, decide
-from rollmesh.scheduling.queue_model import GroupState, ModelMember, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.types import TrajectoryState
 
 UPDATES = 6

@@ -1,7 +1,7 @@
 """Published speed-ups with their set-ups: the measure of the simulator's predictions.
 
-``Evidence`` says how certain a figure is. A set-up has what the sources state; ``fidelity_setup`` fills its gaps, with
-the same constants in every row. A row without a set-up is listed with what is missing, and not predicted.
+``Evidence`` says how certain a figure is. A set-up has what the sources state; ``predictions`` fills its gaps, with the
+same constants in every row. A row without a set-up is listed with what is missing, and not predicted.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rollmesh.mesh import ResumeOrder, RunLimits
-from rollmesh.scheduling.queue_model.model_records import ORDERS_PER_GROUP, ModelGroup, ModelMember
+from rollmesh.sim.queue_model.model_records import ORDERS_PER_GROUP, ModelGroup, ModelMember
 
 _LAST_RANK = 127
 _LN_2 = math.log(2)

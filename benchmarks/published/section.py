@@ -1,4 +1,4 @@
-"""Section of docs/simulator.md that compares the simulator with published speed-ups; ``--fidelity`` prints it."""
+"""Section of docs/simulator.md that compares the simulator with published speed-ups; `make sim-fidelity`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
+from benchmarks.published.predictions import (
+    ORDERED_SYSTEMS,
+    Assumptions,
+    Prediction,
+    leave_one_out,
+    log_error,
+    ordered_pairs,
+)
+from benchmarks.published.speed_ups import PublishedSetup, PublishedSpeedUp, Quantity
 from rollmesh.errors import ConfigError
-from rollmesh.sim.fidelity import ORDERED_SYSTEMS, Prediction, leave_one_out, log_error, ordered_pairs
-from rollmesh.sim.fidelity_setup import Assumptions
-from rollmesh.sim.published_speed_ups import PublishedSetup, PublishedSpeedUp, Quantity
 
-BEGIN = "<!-- written by: rollmesh fidelity-document docs/simulator.md -->"
+BEGIN = "<!-- written by: make sim-fidelity -->"
 END = "<!-- end of the written part -->"
 
 

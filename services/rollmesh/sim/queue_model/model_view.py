@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rollmesh.mesh import GroupView, MeshView
-from rollmesh.scheduling.queue_model.model_records import GroupState
-from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
-from rollmesh.scheduling.queue_model.model_state import QueueState
+from rollmesh.sim.queue_model.model_records import GroupState
+from rollmesh.sim.queue_model.model_restarts import RestartOperations
+from rollmesh.sim.queue_model.model_state import QueueState
 from rollmesh.types import TrajectoryState
 
 _STEPS = 256

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.pools import (
+    DOCUMENT,
+    PLAIN_RATIO,
+    POOL_RATIOS,
+    SETUPS,
+    SWITCHES,
+    recommendation_document,
+)
 from rollmesh.sim.figures import figures
-from rollmesh.sim.recommendation_arms import PLAIN_RATIO, POOL_RATIOS, SETUPS, SWITCHES
-from rollmesh.sim.recommendation_document import DOCUMENT, recommendation_document
 
-from .meshes import mesh_settings, run
+from ..sim.meshes import mesh_settings, run
 
 COMMITTED = Path(__file__).parents[3] / "docs" / DOCUMENT
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 from rollmesh.prompt_history import LengthPrediction, PromptOutcome, PromptRecord, domain_record
-from rollmesh.scheduling.queue_model.model_records import ModelGroup, ModelMember
+from rollmesh.sim.queue_model.model_records import ModelGroup, ModelMember
 from rollmesh.types import TrajectoryState
 
 _MILLIONTHS = 1_000_000

@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import WasteReason
-from rollmesh.scheduling.queue_model.model_records import (
+from rollmesh.sim.queue_model.model_records import (
     ENDED_WITHOUT_SCORE,
     MOST_MEMBERS_AT_ONCE,
     GroupReset,
@@ -15,7 +15,7 @@ from rollmesh.scheduling.queue_model.model_records import (
     ModelGroup,
     ModelMember,
 )
-from rollmesh.scheduling.queue_model.model_state import QueueState
+from rollmesh.sim.queue_model.model_state import QueueState
 
 
 class RestartOperations(QueueState):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,13 +10,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.main import app
+from benchmarks.published.__main__ import app
+from benchmarks.published.predictions import (
+    Assumptions,
+    Prediction,
+    arm_settings,
+    assumptions_with,
+    leave_one_out,
+    log_error,
+    ordered_pairs,
+    predictions,
+)
+from benchmarks.published.section import fidelity_section, row_line, with_section
+from benchmarks.published.speed_ups import PublishedSpeedUp, published_speed_ups
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.presets import PRESETS
-from rollmesh.sim.fidelity import Prediction, leave_one_out, log_error, ordered_pairs, predictions
-from rollmesh.sim.fidelity_setup import Assumptions, arm_settings, assumptions_with
-from rollmesh.sim.fidelity_text import fidelity_section, row_line, with_section
-from rollmesh.sim.published_speed_ups import PublishedSpeedUp, published_speed_ups
 
 ROWS = published_speed_ups()
 DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator.md"
@@ -62,7 +70,6 @@ def test_both_arms_of_a_set_up_have_its_batch_and_as_many_gpus(published: Publis
     method, baseline = (
         arm_settings(published.setup, arm, Assumptions()) for arm in (published.setup.method, published.setup.baseline)
     )
-    assert published.setup.method.preset in PRESETS
     assert method.devices == baseline.devices
     assert method.prompts == baseline.prompts
     assert method.schedule.groups_per_batch == baseline.schedule.groups_per_batch == published.setup.groups_per_batch
@@ -126,19 +133,23 @@ def test_the_document_has_every_published_row(published: PublishedSpeedUp) -> No
     assert f"{published.speed_up:.2f}" in line_of(published.name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--compare", "sync,copris"], "--fidelity with --compare"),
-        (["run.yaml"], "--fidelity with RUN.yaml"),
-        (["--with", "gpu=H100"], "--with gpu=H100: --fidelity takes seed"),
-        (["--with", "switch_seconds=-1"], "switch_seconds=-1"),
-    ],
-)
-def test_options_that_do_not_go_with_fidelity_are_refused(arguments: list[str], named: str) -> None:
-    result = CliRunner().invoke(app, ["sim", "--fidelity", *arguments])
-    assert result.exit_code == 2
-    assert named in " ".join(result.output.split())
+def test_a_setting_that_is_no_time_of_all_rows_is_refused() -> None:
+    for setting in ("gpu=H100", "switch_seconds=-1"):
+        with pytest.raises(ConfigError, match=setting):
+            assumptions_with([setting])
+
+
+def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The two cheapest rows; the others take minutes: make sim-fidelity.
+    cheap = (row("APRIL, 4B, DAPO-17k"), row("CoPRIS, R1-Distill-7B"))
+    monkeypatch.setattr("benchmarks.published.__main__.published_speed_ups", lambda: cheap)
+    result = CliRunner().invoke(app, ["speed-ups", "--json"])
+    assert result.exit_code == 0, result.output
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["row"] for each in found] == [each.name for each in cheap]
+    for each in found:
+        committed = float(line_of(each["row"])[5])
+        assert each["simulated"] == pytest.approx(committed, rel=0.02), "run: make sim-fidelity"
 
 
 def test_a_time_is_changed_in_every_row() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import Desired, DropReason, MeshView
-from rollmesh.scheduling.queue_model.model_records import GroupState, ModelGroup, ModelRound
-from rollmesh.scheduling.queue_model.model_restarts import RestartOperations
-from rollmesh.scheduling.queue_model.model_rounds import RoundOperations
-from rollmesh.scheduling.queue_model.model_view import read_view
-from rollmesh.scheduling.queue_model.model_workers import WorkerOperations
+from rollmesh.sim.queue_model.model_records import GroupState, ModelGroup, ModelRound
+from rollmesh.sim.queue_model.model_restarts import RestartOperations
+from rollmesh.sim.queue_model.model_rounds import RoundOperations
+from rollmesh.sim.queue_model.model_view import read_view
+from rollmesh.sim.queue_model.model_workers import WorkerOperations
 
 
 class QueueModel(WorkerOperations, RestartOperations, RoundOperations):

@@ -7,8 +7,8 @@ from heapq import nsmallest
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import WasteReason
-from rollmesh.scheduling.queue_model.model_records import ModelGroup, ModelMember, ModelRound
-from rollmesh.scheduling.queue_model.model_state import QueueState
+from rollmesh.sim.queue_model.model_records import ModelGroup, ModelMember, ModelRound
+from rollmesh.sim.queue_model.model_state import QueueState
 from rollmesh.types import TrajectoryState
 
 

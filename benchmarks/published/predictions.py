@@ -1,0 +1,221 @@
+"""Predictions of published speed-ups, and their errors beside those of a predictor that knows the other rows only.
+
+What no source states is assumed once for all rows. Two constants follow from a row by a rule: a generator has the
+fewest GPUs, a power of 2, on which the weights take at most half of the memory. Lengths are those of a public trace of
+the same kind of model: that of a reasoning model knows longer responses than any row allows, and is cut at the row's
+cap; that of a base model ends at half of its own cap, and is scaled by the row's cap over its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.published.speed_ups import PublishedArm, PublishedSetup, PublishedSpeedUp, Quantity
+from rollmesh.config import load_run_config
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling.companions import companion_settings
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.sim.arms import parse_setup
+from rollmesh.sim.figures import Figures, figures
+from rollmesh.sim.gpus import find_gpu
+from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
+from rollmesh.sim.roofline import Efficiencies
+from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
+
+ORDERED_SYSTEMS = ("RollPacker", "verl staleness")
+"""Systems whose rows differ in one respect, so that their order is predicted."""
+_TIE = 0.01
+"""Largest relative difference of two published speed-ups that counts as none."""
+_WITH_OWN_PASS = ("recompute", "current")
+"""Old logprobs for which the published systems make a pass, also with one minibatch, where ours needs none."""
+_WEIGHT_SHARE = 0.5
+_SETTABLE = (
+    "seed",
+    "switch_seconds",
+    "step_fixed_seconds",
+    "storage_bytes_per_second",
+    "swap_seconds",
+    "reward_seconds",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A published row beside its predictions."""
+
+    published: PublishedSpeedUp
+    simulated: float
+    leave_one_out: float
+    """Geometric mean of the published speed-ups of the other rows of the bar; of all others for a further row."""
+
+    @property
+    def error(self) -> float:
+        """Return the absolute value of ln(simulated / published)."""
+        return log_error(self.simulated, self.published.speed_up)
+
+    @property
+    def leave_one_out_error(self) -> float:
+        """Return the same for the other predictor."""
+        return log_error(self.leave_one_out, self.published.speed_up)
+
+
+def predictions(
+    rows: Sequence[PublishedSpeedUp],
+    assumptions: Assumptions | None = None,
+    *,
+    on_arm: Callable[[str], None] = lambda name: None,
+) -> list[Prediction]:
+    """Simulate method and baseline of every row with a set-up; ``on_arm`` is called before each simulation.
+
+    Raises ConfigError for fewer than two such rows.
+    """
+    used, simulator = assumptions or Assumptions(), _Simulator(on_arm)
+    known = [row for row in rows if row.setup is not None]
+    in_bar = [row for row in known if row.is_in_bar]
+    means = {
+        row.name: mean
+        for group in (known, in_bar)
+        for row, mean in zip(group, leave_one_out([row.speed_up for row in group]), strict=True)
+    }
+    return [
+        Prediction(published=row, simulated=simulator.speed_up(row, used), leave_one_out=means[row.name])
+        for row in known
+    ]
+
+
+class _Simulator:
+    """Simulations by their settings: rows with the same set-up share one."""
+
+    def __init__(self, on_arm: Callable[[str], None]) -> None:
+        self._on_arm = on_arm
+        self._known: list[tuple[MeshSettings, Figures]] = []
+
+    def speed_up(self, row: PublishedSpeedUp, assumptions: Assumptions) -> float:
+        if row.setup is None:
+            raise ConfigError(f"{row.name}: no set-up is known, so nothing is predicted")
+        method, baseline = (
+            _rate(row.quantity, self._figures(f"{row.name}: {name}", arm_settings(row.setup, arm, assumptions)))
+            for name, arm in (("method", row.setup.method), ("baseline", row.setup.baseline))
+        )
+        return method / baseline
+
+    def _figures(self, name: str, settings: MeshSettings) -> Figures:
+        for known, found in self._known:
+            if known == settings:
+                return found
+        self._on_arm(name)
+        found = figures(SimulatedMesh(settings).run(), settings.devices)
+        self._known.append((settings, found))
+        return found
+
+
+def _rate(quantity: Quantity, found: Figures) -> float:
+    if quantity is Quantity.TIME:
+        return found.updates_per_hour
+    return found.trained_tokens_per_second / found.trainer_wait_share
+
+
+def leave_one_out(speed_ups: Sequence[float]) -> list[float]:
+    """Predict each value as the geometric mean of the others. Raises ConfigError for fewer than two."""
+    if len(speed_ups) < 2:
+        raise ConfigError(f"leave_one_out: {len(speed_ups)} rows; it needs at least 2")
+    logs = [math.log(value) for value in speed_ups]
+    total = sum(logs)
+    return [math.exp((total - own) / (len(logs) - 1)) for own in logs]
+
+
+def log_error(predicted: float, published: float) -> float:
+    """Return the absolute value of ln(predicted / published)."""
+    return abs(math.log(predicted / published))
+
+
+def ordered_pairs(found: Sequence[Prediction], system: str) -> Iterator[tuple[Prediction, Prediction, bool]]:
+    """Yield the pairs of a system whose published speed-ups differ, and whether the simulated order is the same."""
+    of_system = [each for each in found if each.published.system == system]
+    for one, other in itertools.combinations(of_system, 2):
+        low, high = sorted((one, other), key=lambda each: each.published.speed_up)
+        if high.published.speed_up > low.published.speed_up * (1 + _TIE):
+            yield low, high, low.simulated < high.simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Constants that no source of a row states."""
+
+    gpu: str = "H800"
+    """Where a source names no GPU: AReaL, RollPacker and RollArt have it, APRIL H100, verl H20."""
+    prompt_tokens: int = 256
+    """Between the mean prompts of the public traces: 161 (math) and 485 (code)."""
+    slots: int = 256
+    """Calls of a generator at the same time: the default of vLLM."""
+    train_steps: int = 20
+    reasoning_lengths: str = "intern-s1-math"
+    """R1-Distill and Qwen3. ``{cap}`` is the most tokens of a response of the row."""
+    base_lengths: str = "dapo-32b:cap={cap}"
+    """Qwen2.5."""
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Other times, and the seed, of ``SimulationSetup``, for every row."""
+
+
+def assumptions_with(settings: Sequence[str]) -> Assumptions:
+    """Return the assumptions with other times, as ``name=value``. Raises ConfigError for another name or value."""
+    for item in settings:
+        if item.partition("=")[0] not in _SETTABLE:
+            raise ConfigError(f"--with {item}: --fidelity takes {', '.join(_SETTABLE)}, for all rows")
+    setup = parse_setup(settings)
+    return Assumptions(times={name: getattr(setup, name) for name in setup.model_fields_set})
+
+
+def arm_settings(setup: PublishedSetup, arm: PublishedArm, assumptions: Assumptions) -> MeshSettings:
+    """Return the simulation of the method or of the baseline of a row."""
+    gpu = setup.gpu or assumptions.gpu
+    groups, devices = setup.groups_per_batch, _tensor_parallel(setup.model, gpu)
+    overrides = [
+        *companion_settings(PRESETS[arm.preset]),
+        f"schedule.preset={arm.preset}",
+        f"schedule.groups_per_batch={groups}",
+        f"schedule.group_size={setup.group_size}",
+        f"trainer.minibatches={setup.optimizer_steps}",
+        f"trainer.train_steps={assumptions.train_steps}",
+        f"data.max_prompt_tokens={assumptions.prompt_tokens}",
+        f"rollout.max_new_tokens={setup.response_tokens}",
+        f"generator.max_context_tokens={assumptions.prompt_tokens + setup.response_tokens}",
+        f"generator.replicas={arm.generator_gpus // devices}",
+        f"generator.slots={assumptions.slots}",
+        *arm.settings,
+    ]
+    if arm.window_batches is not None:
+        overrides.append(f"schedule.window_groups={math.ceil(arm.window_batches * groups)}")
+    values: dict[str, Any] = {
+        "gpu": gpu,
+        "model": setup.model,
+        "tensor_parallel": devices,
+        "trainer_devices": arm.trainer_gpus or arm.generator_gpus,
+        "colocated": not arm.trainer_gpus,
+        "lengths": _lengths(setup.model, assumptions).format(cap=setup.response_tokens),
+        "prompt_tokens": assumptions.prompt_tokens,
+        "reward_workers": groups * setup.group_size,
+        **assumptions.times,
+    }
+    config = load_run_config(DEFAULT_RUN, overrides)
+    settings = mesh_settings(config, SimulationSetup.model_validate(values), efficiencies=assumptions.efficiencies)
+    if config.trainer.algorithm.old_logprobs not in _WITH_OWN_PASS:
+        return settings
+    return replace(settings, trainer=replace(settings.trainer, evidence_passes=1))
+
+
+def _lengths(model: str, assumptions: Assumptions) -> str:
+    return assumptions.base_lengths if model.startswith("qwen2.5") else assumptions.reasoning_lengths
+
+
+def _tensor_parallel(model: str, gpu: str) -> int:
+    weights, memory, devices = WEIGHT_BYTES * weight_count(find_model(model)), find_gpu(gpu).memory_bytes, 1
+    while weights > _WEIGHT_SHARE * devices * memory:
+        devices *= 2
+    return devices
