@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
+.PHONY: help setup docs demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -64,6 +64,11 @@ sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the reco
 
 sim-fidelity: $(VENV)/.local ## Write the section of docs/simulator.md about published speed-ups (minutes); print it with ARGS="--json" or "--with NAME=VALUE"
 	$(BIN)/python -m benchmarks.published speed-ups $(or $(ARGS),--write docs/simulator.md)
+
+# Those that simulate for minutes are written by sim-recommend and sim-fidelity.
+PAGES ?= metrics reference schedules
+docs: $(VENV)/.dev ## Write the pages of docs/ that are generated from the code; one with PAGES=reference
+	for page in $(PAGES); do $(BIN)/python -m docs.build.$$page || exit 1; done
 
 test: lint-and-unit integration contract deploy e2e ## Set up what is needed, run all checks and the tests that are not long
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rollmesh.config import load_run_config
+from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import CachePool, Desired, EngineLoad, GroupView, MeshView
-from rollmesh.report.schedules.preset_schedule import preset_schedule
 from rollmesh.scheduling import Schedule
+from rollmesh.scheduling.companions import companion_settings
+from rollmesh.scheduling.presets import PRESETS
 
 _STEP = 100
 """Train step of the views: the middle of a run."""
@@ -14,8 +17,10 @@ _STEP = 100
 
 def large_batch_schedule(preset: str, groups_per_batch: int, *overrides: str) -> Schedule:
     """Return the schedule of a preset with this batch, its own numbers in everything else, and then ``overrides``."""
-    batch = f"schedule.groups_per_batch={groups_per_batch}"
-    return preset_schedule(preset, batch, f"trainer.train_steps={2 * _STEP}", *overrides)
+    settings = ["schedule.pool_size=null", "schedule.max_staleness=null", f"schedule.preset={preset}"]
+    settings += [*companion_settings(PRESETS[preset]), f"schedule.groups_per_batch={groups_per_batch}"]
+    settings += [f"trainer.train_steps={2 * _STEP}", *overrides]
+    return Schedule.from_config(load_run_config(recipe_file("countdown", "demo.yaml"), settings, environ={}))
 
 
 def view_without_cut(schedule: Schedule) -> MeshView:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 from rollmesh.runtime.imports import many_imports, own_process
@@ -82,30 +81,6 @@ _add(
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Inspection")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
-
-
-@app.command(hidden=True)
-def metrics_table() -> None:
-    """Print docs/metrics.md, for developers who change a metric."""
-    from rollmesh.report.metrics_document import metrics_document
-
-    typer.echo(metrics_document(), nl=False)
-
-
-@app.command(hidden=True)
-def schedule_document(folder: Path) -> None:
-    """Write schedules.md and its pictures into the folder docs, for developers who change a preset."""
-    from rollmesh.report.schedules.schedule_document import write_schedule_files
-
-    write_schedule_files(folder, schedule_table.numbers)
-
-
-@app.command(hidden=True)
-def reference_documents(folder: Path) -> None:
-    """Write the pages of reference/ into the folder docs, for developers who change a field or a plug-in point."""
-    from rollmesh.report.reference.reference_pages import write_reference_pages
-
-    write_reference_pages(folder, method_table.POINTS, demo_methods.method_settings(), schedule_table.numbers)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import yaml
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rollmesh.report.metrics_document import service_metrics
+from docs.build.metrics import service_metrics
 from rollmesh.rollout.mesh_metrics import MeshMetrics
 from rollmesh.runtime.metrics import Metrics
 

@@ -10,7 +10,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-from rollmesh.report.metrics_document import service_metrics
+from docs.build.metrics import service_metrics
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "helm" / "rollmesh" / "files"

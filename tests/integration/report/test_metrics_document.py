@@ -1,13 +1,13 @@
 import re
 from pathlib import Path
 
-from rollmesh.report.metrics_document import metrics_document, service_metrics
+from docs.build.metrics import metrics_document, service_metrics
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_committed_table_is_that_of_the_code() -> None:
-    assert DOCUMENT.read_text() == metrics_document(), "run: rollmesh metrics-table > docs/metrics.md"
+    assert DOCUMENT.read_text() == metrics_document(), "run: python -m docs.build.metrics"
 
 
 def test_every_row_has_four_cells_and_the_metrics_of_an_agent_run_are_told_of() -> None:

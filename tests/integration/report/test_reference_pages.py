@@ -10,13 +10,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from rollmesh.cli.demo_methods import method_settings
-from rollmesh.cli.method_table import POINTS
-from rollmesh.cli.schedule_table import numbers
+from docs.build.page_text import write_pages
+from docs.build.reference import FOLDER, reference_pages
+from docs.build.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
-from rollmesh.report.reference.reference_pages import FOLDER, reference_pages, write_reference_pages
-from rollmesh.report.reference.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.verifiers.verifier_protocol import checked_reward
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
@@ -26,18 +24,17 @@ MINIMAL = {"name": "page", "folder": "runs/page", "model": {"path": "recipe:coun
 
 
 def test_the_committed_pages_are_those_of_the_code() -> None:
-    pages = reference_pages(POINTS, method_settings(), numbers)
-    remedy = "run: rollmesh reference-documents docs"
+    pages = reference_pages()
+    remedy = "run: python -m docs.build.reference"
     assert {file.name for file in (DOCS / FOLDER).iterdir()} == set(pages), remedy
     for name, text in pages.items():
         assert (DOCS / FOLDER / name).read_text() == text, f"docs/{FOLDER}/{name}: {remedy}"
 
 
 def test_a_page_of_a_former_point_is_deleted(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "former.md").write_text("")
-    write_reference_pages(tmp_path, POINTS, method_settings(), numbers)
-    assert not (tmp_path / FOLDER / "former.md").exists()
+    (tmp_path / "former.md").write_text("")
+    write_pages({"new.md": "text", "pictures/new.svg": "<svg/>"}, tmp_path, only="*.md")
+    assert {file.name for file in tmp_path.rglob("*.*")} == {"new.md", "new.svg"}
 
 
 def test_every_field_of_the_run_file_has_a_row_with_a_meaning() -> None:

@@ -8,40 +8,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rollmesh.cli.schedule_table import numbers
-from rollmesh.report.schedules.picture import COLOURS, draw
-from rollmesh.report.schedules.pictured_run import UPDATE_TICKS, UPDATES, PicturedRun
-from rollmesh.report.schedules.preset_advice import ADVICE
-from rollmesh.report.schedules.preset_schedule import pictured_schedule
-from rollmesh.report.schedules.run_figures import figures_of
-from rollmesh.report.schedules.schedule_document import PICTURES, schedule_files, write_schedule_files
+from docs.build.picture import COLOURS, draw
+from docs.build.pictured_run import UPDATE_TICKS, UPDATES
+from docs.build.preset_advice import ADVICE
+from docs.build.schedules import PICTURES, figures_of, pictured, schedule_files
 from rollmesh.scheduling.presets import PRESETS
 
 DOCS = Path(__file__).parents[3] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def pictured(preset: str, *overrides: str) -> PicturedRun:
-    """The run of a preset with B = 4 and n = 2."""
-    run = PicturedRun(pictured_schedule(preset, *overrides))
-    run.run()
-    return run
-
-
 def test_the_committed_document_and_pictures_are_those_of_the_code() -> None:
-    remedy = "run: rollmesh schedule-document docs"
-    files = schedule_files(numbers)
+    remedy = "run: python -m docs.build.schedules"
+    files = schedule_files()
     for name, text in files.items():
         assert (DOCS / name).read_text() == text, f"docs/{name}: {remedy}"
     committed = {file.relative_to(DOCS).as_posix() for file in (DOCS / PICTURES).iterdir()}
     assert committed == files.keys() - {"schedules.md"}, remedy
-
-
-def test_a_picture_of_a_former_preset_is_deleted(tmp_path: Path) -> None:
-    (tmp_path / PICTURES).mkdir()
-    (tmp_path / PICTURES / "former.svg").write_text("<svg/>")
-    write_schedule_files(tmp_path, numbers)
-    assert {file.stem for file in (tmp_path / PICTURES).iterdir()} == set(PRESETS)
 
 
 def test_every_preset_has_advice() -> None:

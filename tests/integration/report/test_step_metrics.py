@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
+from docs.build.metrics import metrics_document
 from rollmesh import step_metrics
 from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.gateway.curves import Curves
 from rollmesh.prompt_history import DomainTotals
-from rollmesh.report.metrics_document import metrics_document
 from rollmesh.report.plots import plot_specs, style
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from docs.build.field_rows import FieldRow, field_tables, prose
 from rollmesh.config.methods import Method
 from rollmesh.config.yaml_text import parse_yaml
-from rollmesh.report.reference.field_rows import FieldRow, field_tables, prose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,18 @@
-"""Plug-in points of the curriculum and the trainer: their fields, contracts and own examples."""
+"""Plug-in points of the curriculum and the trainer: their fields, own examples, and the source text of a contract."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from rollmesh import group_outcome, prompt_history
 from rollmesh.algorithms.advantages import advantage_protocol
 from rollmesh.algorithms.losses import loss_protocol
 from rollmesh.algorithms.token_masks import mask_protocol
 from rollmesh.curriculum import budget_protocol, planner_protocol, sampler_protocol, shaper_protocol
-from rollmesh.report.reference.protocol_source import protocol_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +99,31 @@ def plug_in_points() -> Mapping[str, PlugInPoint]:
             "replay": PlugInPoint(title="Replay", page="old-logprobs", field="trainer.replay.by", contract=""),
         }
     )
+
+
+def protocol_source(module: ModuleType, *names: str) -> str:
+    """Return the definitions of a module's top-level names, with the docstrings below them, in the order of the file.
+
+    A comment above them says how to import them.
+    Raises LookupError for a name that the module does not define.
+    """
+    text = inspect.getsource(module)
+    found = dict(_definitions(text))
+    if missing := [name for name in names if name not in found]:
+        raise LookupError(f"{module.__name__} defines no {missing[0]}")
+    imported = f"# from {module.__name__} import {', '.join(names)}"
+    return "\n\n\n".join((imported, *(found[name] for name in found if name in names)))
+
+
+def _definitions(text: str) -> Iterator[tuple[str, str]]:
+    lines = text.splitlines()
+    body = ast.parse(text).body
+    for at, node in enumerate(body):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                start = min((decorator.lineno for decorator in node.decorator_list), default=node.lineno)
+                yield name, "\n".join(lines[start - 1 : node.end_lineno])
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                after = body[at + 1] if at + 1 < len(body) else node
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                yield name, "\n".join(lines[node.lineno - 1 : (after if documented else node).end_lineno])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from rollmesh.report.schedules.pictured_run import PicturedRun
+from docs.build.pictured_run import PicturedRun
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Colours of policy versions, repeated; all distinct for readers with a colour deficiency."""

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from docs.build.field_rows import REQUIRED, FieldRow, field_tables, prose
+from docs.build.method_entries import as_yaml
+from docs.build.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.config.data import (
     CountdownSource,
     JsonlSource,
@@ -18,9 +21,6 @@ from rollmesh.config.data import (
     ReasoningGymSource,
     SourceSection,
 )
-from rollmesh.report.reference.field_rows import REQUIRED, FieldRow, field_tables, prose
-from rollmesh.report.reference.method_entries import as_yaml
-from rollmesh.report.reference.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.extraction import make_extractor
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS

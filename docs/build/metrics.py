@@ -1,12 +1,10 @@
-"""Generator of ``docs/metrics.md``: every metric of every service, as exported by ``/metrics`` at startup."""
+"""Write docs/metrics.md, every metric of every service as exported at startup: ``python -m docs.build.metrics``."""
 
 from __future__ import annotations
 
-from textwrap import fill
-
-from jinja2 import Environment, PackageLoader
 from prometheus_client import Metric
 
+from docs.build.page_text import templates, write_pages
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.errors import EngineError
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
@@ -28,10 +26,10 @@ _SERVICES = ("rollout", "generator", "reward", "trainer", "gateway", "agents")
 
 def metrics_document() -> str:
     """Generate ``docs/metrics.md``."""
-    environment = Environment(loader=PackageLoader("rollmesh.report"), trim_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(exported=_exported, labels=_labels, wrapped=_wrapped)
+    environment = templates()
+    environment.filters.update(exported=_exported, labels=_labels)
     template = environment.get_template("metrics.md.j2")
-    return template.render(services=service_metrics(), agent_metrics=agent_metrics())
+    return template.render(services=service_metrics(), agent_metrics=agent_metrics()).rstrip("\n") + "\n"
 
 
 def agent_metrics() -> list[Metric]:
@@ -73,11 +71,11 @@ def _exported(family: Metric) -> str:
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
-def _wrapped(text: str) -> str:
-    return fill(text, width=120, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
 def _labels(family: Metric) -> str:
     """Format the label names of a family; empty without labels."""
     names = {name for sample in family.samples for name in sample.labels if name != "le"}
     return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+if __name__ == "__main__":
+    write_pages({"metrics.md": metrics_document()})
