@@ -254,15 +254,8 @@ def _check_commands(line: Any, url: str, token: str) -> None:
     status = line.run("status", str(line.folder))
     assert url in status.stdout, status.stdout + status.stderr
     assert token in status.stdout
-    shown = line.run("top", str(line.folder), "--once")
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(r"state\s+paused", shown.stdout)
-    assert "an operator to resume" in shown.stdout
-    overview = json.loads(line.run("top", "--url", url, "--json").stdout)
-    assert overview["paused_by_person"] is True
-    gone = line.run("top", "--url", "http://127.0.0.1:9", "--once")
-    assert gone.returncode == 2
-    assert "http://127.0.0.1:9/api/v1/overview" in gone.stderr
+    assert re.search(r"state\W+paused", status.stdout)
+    assert "an operator to resume" in status.stdout
 
 
 # Loopback ports: every user of a machine reaches them, and without the token of the run can do nothing there ---------

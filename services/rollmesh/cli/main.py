@@ -26,7 +26,6 @@ with many_imports():
         serving,
         sim,
         starter,
-        top,
         up,
         viewing,
     )
@@ -68,7 +67,7 @@ _add("Runs", up.up, up.demo, starter.init, up.demo_seeds)
 _add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
-_add("Inspection", viewing.view, viewing.compare, run_commands.report, run_commands.pin, run_commands.rollback, top.top)
+_add("Inspection", viewing.view, viewing.compare, run_commands.report, run_commands.pin, run_commands.rollback)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
 _add(
     "Runs",

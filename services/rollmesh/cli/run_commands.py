@@ -39,6 +39,7 @@ from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts
 from rollmesh.types import GeneratorRecord
@@ -55,26 +56,33 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     Example: `rollmesh status runs/demo`
     """
+    # The models of the gateway take a tenth of a second to import, which no service needs.
+    from rollmesh.gateway.mesh_snapshot import read_snapshot, run_state
 
     async def main() -> None:
         waits = await _service_waits(run)
         try:
             async with store_of(run, _PATIENCE_SECONDS) as (config, folder, store):
-                view, counts = await store.mesh.view(), await store.mesh.counts()
-                generators, failure = await store.generators.live(), await store.leadership.failure()
+                snapshot = await read_snapshot(store, groups=True)
                 waits = {**waits, **await _distant_waits(config, store)}
         except StoreUnavailable:
             for name, wait in waits.items():
                 typer.echo(f"{name} waits: {wait}", err=True)
             raise
-        failure = failure or RecordedRun(folder.path).failure
+        view, counts, generators = snapshot.view, snapshot.counts, snapshot.generators
+        failure = snapshot.failure or RecordedRun(folder.path).failure
+        state, waiting_for = run_state(snapshot, Schedule.from_config(config))
         ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(folder.path)
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
-            data["failure"] = failure
-            data["waits"] = waits
-            data["ending"] = dict(ended)
+            data |= {
+                "failure": failure,
+                "state": state,
+                "waiting_for": waiting_for,
+                "waits": waits,
+                "ending": dict(ended),
+            }
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
             typer.echo(json.dumps(data, default=str))
@@ -83,7 +91,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         distant = distant_launcher(folder.path)
         if distant:
             table.add_row("launcher", f"{distant}, which cannot be seen from this machine")
-        for name, value in [("failed", failure)] * bool(failure) + ended:
+        now = [] if ended else [("state", state), ("waits for", waiting_for)]
+        for name, value in [*([("failed", failure)] if failure else now), *ended]:
             table.add_row(name, escape(value))
         for name, wait in waits.items():
             table.add_row(f"{name} waits", escape(wait))

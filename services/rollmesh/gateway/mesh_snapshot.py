@@ -52,11 +52,11 @@ class MeshSnapshot:
     """Totals by domain of the prompts."""
 
 
-async def read_snapshot(store: TrajectoryStore) -> MeshSnapshot:
-    """Read all state except single trajectories."""
+async def read_snapshot(store: TrajectoryStore, *, groups: bool = False) -> MeshSnapshot:
+    """Read all state except single trajectories; with ``groups`` the view lists the groups."""
     rollback = await store.rollbacks.pending()
     return MeshSnapshot(
-        view=await store.mesh.view(groups=False),
+        view=await store.mesh.view(groups=groups),
         counts=await store.mesh.counts(),
         desired=await store.leadership.desired(),
         generators=await store.generators.live(),
