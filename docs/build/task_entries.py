@@ -21,10 +21,11 @@ from rollmesh.config.data import (
     ReasoningGymSource,
     SourceSection,
 )
-from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.extraction import make_extractor
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
-from rollmesh.tasks.verifiers.verifier_registry import built_in_class
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
+from rollmesh.tasks.verifiers.verifier_protocol import built_in_class
+from rollmesh.user_code import load_target
 
 _SOURCES: Mapping[type[SourceSection], Mapping[str, Any]] = {
     CountdownSource: {"type": "countdown", "min_numbers": 5, "max_numbers": 8},
@@ -95,7 +96,7 @@ def environment_entries() -> dict[str, PartEntry]:
             options_about=_about_options(made),
             example=as_yaml({"rollout": {"program": "environment", "environment": name}}),
         )
-        for name, made in ENVIRONMENTS.items()
+        for name, made in ((name, load_target(target, name)) for name, target in ENVIRONMENTS.items())
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollmesh.agents.openai_errors import OpenAiError, gone
 from rollmesh.agents.session_trajectory import SessionTrajectory
-from rollmesh.tasks.sources.agent import AgentTask, task_of
+from rollmesh.tasks.sources.derived import AgentTask, task_of
 from rollmesh.types import Prompt
 from rollmesh.worker.agent_mark import AgentMark
 

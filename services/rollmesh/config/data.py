@@ -18,6 +18,9 @@ class SourceSection(Section):
     """Verifier that scores every prompt of a generated task; empty for tables."""
     runs_user_code: ClassVar[bool] = False
     """True if opening the source imports code of the user."""
+    has_rows: ClassVar[bool] = True
+    """True if its prompts are rows of the user, which may name a domain."""
+    type: str
 
     @property
     def table_path(self) -> str | None:
@@ -34,6 +37,7 @@ class CountdownSource(SourceSection):
     """Countdown search with digits and a target; the generated, endless demo task."""
 
     task_verifier = "countdown"
+    has_rows = False
     type: Literal["countdown"] = "countdown"
     min_numbers: int = Field(default=5, ge=2, le=9)
     """Minimum number of distinct digits in a puzzle."""
@@ -82,6 +86,7 @@ class ReasoningGymSource(SourceSection):
     """A reasoning-gym task (extra: reward); scored by the task's own verifier."""
 
     task_verifier = "reasoning_gym"
+    has_rows = False
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the reasoning-gym dataset, for example ``chain_sum``."""
@@ -145,6 +150,7 @@ class MixturePart(Section):
 class MixtureSource(SourceSection):
     """Several sources, each a domain of its own."""
 
+    has_rows = False
     type: Literal["mixture"] = "mixture"
     parts: list[MixturePart] = Field(min_length=1)
     """Sources with their names and weights; the weights sum to 1."""
@@ -196,7 +202,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rows_have_the_domain_field(self) -> Self:
-        if self.domain_field is not None and self.source.type in ("countdown", "reasoning_gym", "mixture"):
+        if self.domain_field is not None and not self.source.has_rows:
             raise ValueError(
                 f"domain_field={self.domain_field}: source.type={self.source.type} has no rows of yours; leave it out, "
                 "or make each domain a part of source.type=mixture"

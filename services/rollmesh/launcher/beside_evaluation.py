@@ -29,7 +29,7 @@ from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.report.model_export import published_record
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 

@@ -19,11 +19,9 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.launcher.method_trial import is_unreachable, try_environment, try_methods
-from rollmesh.reward.pool.worker_process import prompt_metadata
-from rollmesh.tasks.sources.source_protocol import RowSource, Split
-from rollmesh.tasks.sources.source_registry import build_prompt_source
-from rollmesh.tasks.verifiers.verifier_protocol import Verifier, checked_reward
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
+from rollmesh.reward.scored_answer import prompt_metadata
+from rollmesh.tasks.sources.source_protocol import RowSource, Split, build_prompt_source
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, Verifier, build_verifier, checked_reward
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 from rollmesh.user_code import described

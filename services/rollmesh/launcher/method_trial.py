@@ -17,13 +17,13 @@ from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule
-from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.environments.environment_protocol import (
     Environment,
     EnvironmentReply,
     SnapshotEnvironment,
     checked_reply,
     checked_snapshot,
+    environment_factory,
 )
 from rollmesh.tasks.sources.source_protocol import RowSource
 from rollmesh.tasks.verifiers.verifier_protocol import checked_reward

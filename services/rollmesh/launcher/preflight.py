@@ -12,8 +12,8 @@ from rollmesh.errors import CheckpointError, ConfigError, EngineError
 from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.launcher.estimate import Estimate, estimate
 from rollmesh.launcher.machine_checks import check_machine
-from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
+from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
 
 MOST_TRAIN_STEPS = 10**9

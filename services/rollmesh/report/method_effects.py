@@ -20,7 +20,7 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.step_metrics import number
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Group, Trajectory
 

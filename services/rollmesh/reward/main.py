@@ -10,24 +10,19 @@ from dataclasses import replace
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError
-from rollmesh.reward.answer_text import answer_marker
-from rollmesh.reward.inline_verifier import InlineVerifier
-from rollmesh.reward.judges import Judge, build_judge, is_judge
-from rollmesh.reward.pool.isolation import IsolationLevel
-from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
-from rollmesh.reward.pool.worker_pool import WorkerPool
-from rollmesh.reward.pool.worker_process import RewardHandler
-from rollmesh.reward.pool.worker_spec import worker_spec
+from rollmesh.reward.confinement import IsolationLevel
+from rollmesh.reward.messages import worker_spec
 from rollmesh.reward.reward_metrics import RewardMetrics
-from rollmesh.reward.reward_service import SERVICE_NAME, RewardService
-from rollmesh.reward.scoring import Scoring
+from rollmesh.reward.reward_service import SERVICE_NAME, RewardService, Scoring
+from rollmesh.reward.scored_answer import InlineVerifier, Judge, RewardHandler, answer_marker, build_judge, is_judge
+from rollmesh.reward.worker_pool import WorkerDied, WorkerPool, WorkerTimedOut
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import service_host
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, build_verifier
 from rollmesh.text import Tokenizer
 
 _BEAT_SECONDS = 2.0

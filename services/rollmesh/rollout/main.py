@@ -29,11 +29,9 @@ from rollmesh.runtime.waits import Waits
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.service_store import open_service_store
-from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.sources.agent import AgentPrompts
-from rollmesh.tasks.sources.repeated import RepeatedPrompts
-from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.environments.environment_protocol import environment_factory
+from rollmesh.tasks.sources.derived import AgentPrompts, RepeatedPrompts
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource, build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient

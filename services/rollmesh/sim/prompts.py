@@ -35,7 +35,7 @@ class SimulatedPrompts:
     """Tokens of a prompt, unless recorded lengths have their own."""
     groups_per_batch: int
     repeats: int = 1
-    """Groups in a row that have the same prompt, as in ``tasks/sources/repeated.py``."""
+    """Groups in a row that have the same prompt, as in ``tasks/sources/derived.py``."""
     domains: DomainRows | None = None
     """Domains of the rows; None without any."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.mixture import interleaved
+from rollmesh.tasks.sources.derived import interleaved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

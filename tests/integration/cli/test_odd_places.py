@@ -27,11 +27,11 @@ UP = [sys.executable, "-P", "-m", "rollmesh.cli.main", "up", "run.yaml"]
 # What NFS without lockd and Lustre without -o flock say: the system call flock (73, or 32 on ARM) is not served.
 WITHOUT_LOCKS = """
 import errno, platform, sys
-from rollmesh.tasks.sandbox import kernel, system_calls as calls
+from rollmesh.tasks.sandbox import kernel as calls
 flock = {"x86_64": 73, "aarch64": 32}[platform.machine()]
 steps = [calls._load(calls._NUMBER_AT), *calls._returns(calls._EQUAL, flock, calls._ERROR | errno.ENOLCK)]
-kernel.refuse_new_privileges()
-kernel.filter_system_calls(b"".join([*steps, calls._result(calls._ALLOW)]))
+calls.refuse_new_privileges()
+calls.filter_system_calls(b"".join([*steps, calls._result(calls._ALLOW)]))
 from rollmesh.cli.main import main
 sys.argv[1:] = ["up", "run.yaml"]
 main()

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.cli.demo_methods import method_settings
 from rollmesh.config.recipes import resolve_model
 from rollmesh.report.method_effects import NO_EFFECT, Traces, effect_of, read_traces
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
 

@@ -16,8 +16,7 @@ from docs.build.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.verifiers.verifier_protocol import checked_reward
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, build_verifier, checked_reward
 
 DOCS = Path(__file__).parents[3] / "docs"
 MINIMAL = {"name": "page", "folder": "runs/page", "model": {"path": "recipe:countdown"}}

@@ -18,10 +18,10 @@ import tokenizers
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.reward.main import serve
-from rollmesh.reward.pool.worker_pool import WorkerPool
-from rollmesh.reward.pool.worker_spec import worker_spec
+from rollmesh.reward.messages import worker_spec
 from rollmesh.reward.reward_metrics import RewardMetrics
-from rollmesh.reward.scoring import Scoring
+from rollmesh.reward.reward_service import Scoring
+from rollmesh.reward.worker_pool import WorkerPool
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.text import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.reward.pool.isolation import IsolationLevel
+from rollmesh.reward.confinement import IsolationLevel
 from rollmesh.tasks.sandbox.identity import SLOTS_PER_PROCESS
 from rollmesh.types import OutcomeKind
 

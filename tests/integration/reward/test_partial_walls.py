@@ -23,15 +23,15 @@ ORDINARY_UID = 23_457
 START = """
 import os, sys
 from pathlib import Path
-from rollmesh.tasks.sandbox import kernel, reach, system_calls
+from rollmesh.tasks.sandbox import host_folders, kernel
 uid = int(sys.argv[1])
 if os.geteuid() == 0:
-    reach.expose([Path(sys.base_prefix).resolve()])
+    host_folders.expose([Path(sys.base_prefix).resolve()])
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 kernel.refuse_new_privileges()
-system_calls.restrict(may_fork=True)  # it refuses new namespaces to all that follows
+kernel.restrict_system_calls(may_fork=True)  # it refuses new namespaces to all that follows
 os.execv(sys.executable, [sys.executable, "-m", "rollmesh.cli.main", "reward", sys.argv[2]])
 """
 

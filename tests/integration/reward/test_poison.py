@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.errors import ConfigError
-from rollmesh.reward.scoring import UNSCORED_ANSWER_LIMIT
+from rollmesh.reward.reward_service import UNSCORED_ANSWER_LIMIT
 from rollmesh.types import OutcomeKind
 
 from .reward_bench import WAIT_SECONDS, Gate, ScoringBench, gate, make_config, scoring_bench

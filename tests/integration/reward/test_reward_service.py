@@ -27,7 +27,7 @@ from rollmesh.reward.main import serve
 from rollmesh.reward.reward_service import RewardService
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.grpc import create_channel, create_server
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, RewardOutcome, Segment, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb

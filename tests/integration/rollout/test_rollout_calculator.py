@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.tasks.environments.environment_factory import environment_factory
+from rollmesh.tasks.environments.environment_protocol import environment_factory
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, SegmentSource
 from rollmesh.worker.programs.environment import EnvironmentProgram

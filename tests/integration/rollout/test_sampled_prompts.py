@@ -19,8 +19,7 @@ from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
 from rollmesh.rollout.prompt_draws import PromptDraws
 from rollmesh.rollout.sampler_binding import BoundSampler, bind_sampler
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.source_protocol import SourceRows
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import SourceRows, build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

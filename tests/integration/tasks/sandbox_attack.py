@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollmesh.tasks.sandbox import identity, reach
+from rollmesh.tasks.sandbox import host_folders, identity
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
+from rollmesh.tasks.sandbox.identity import ResourceLimits
 
 
 def may_mount() -> bool:
@@ -26,7 +26,7 @@ def may_mount() -> bool:
 def main(uid: int, job: dict[str, object]) -> None:
     """Drop to ``uid`` and run the job."""
     if os.geteuid() == 0 and uid != 0:
-        reach.expose([Path(sys.base_prefix).resolve()])
+        host_folders.expose([Path(sys.base_prefix).resolve()])
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)

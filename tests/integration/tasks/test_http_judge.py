@@ -14,8 +14,7 @@ import pytest
 
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.verifiers.http_judge import HttpJudgeVerifier
-from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_reward
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, build_verifier, checked_reward
 
 Reply = tuple[int, dict[str, str], bytes]
 

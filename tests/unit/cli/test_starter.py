@@ -15,7 +15,7 @@ from rollmesh.cli.starter import DATA_FILE, starter_files
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.recipes.countdown.demonstrations import SearcherMix, draw_demonstration
-from rollmesh.tasks.verifiers.countdown_verifier import CountdownVerifier
+from rollmesh.tasks.countdown import CountdownVerifier
 
 
 def init(*arguments: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from rollmesh.config.secrets import secret_environment
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_registry import ENGINES
-from rollmesh.tasks.sources.source_registry import SOURCES
+from rollmesh.tasks.sources.source_protocol import SOURCES
 
 MINIMAL = {"name": "trial", "folder": "runs/trial", "model": {"path": "models/tiny"}}
 

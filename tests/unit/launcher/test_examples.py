@@ -14,7 +14,7 @@ import yaml
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.launcher.preflight import check_run
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

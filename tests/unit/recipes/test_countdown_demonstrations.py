@@ -8,7 +8,7 @@ import numpy as np
 
 from rollmesh.recipes.countdown.demonstrations import Demonstration, SearcherMix, draw_demonstration
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY
-from rollmesh.tasks.verifiers.countdown_verifier import CountdownVerifier
+from rollmesh.tasks.countdown import CountdownVerifier
 
 
 def drawn(count: int, mix: SearcherMix | None = None) -> list[Demonstration]:

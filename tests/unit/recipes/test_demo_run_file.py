@@ -10,7 +10,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file, resolve_model
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling import Schedule
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 
 

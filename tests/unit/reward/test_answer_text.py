@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from rollmesh.reward.answer_text import answer_marker
-from rollmesh.reward.pool.worker_process import RewardHandler
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.reward.scored_answer import RewardHandler, answer_marker
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Prompt, Segment, Trajectory
 from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_to_pb

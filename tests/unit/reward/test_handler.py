@@ -12,10 +12,9 @@ import pytest
 import tokenizers
 
 from rollmesh.config.data import DataConfig
-from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.reward.pool.worker_process import RewardHandler
-from rollmesh.tasks.sources.agent import AgentPrompts, task_of
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.reward.scored_answer import RewardHandler, timed_out, verifier_error
+from rollmesh.tasks.sources.derived import AgentPrompts, task_of
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.reward.pool.pipe_frames import FrameBuffer, FrameError, frame, receive_frame
+from rollmesh.reward.messages import FrameBuffer, FrameError, frame, receive_frame
 
 
 @given(st.lists(st.binary(max_size=64)), st.lists(st.integers(1, 9)))

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from rollmesh.reward.pool.worker_connection import WorkerDied
 from rollmesh.reward.reward_metrics import RewardMetrics
-from rollmesh.reward.scoring import Scoring
+from rollmesh.reward.reward_service import Scoring
+from rollmesh.reward.worker_pool import WorkerDied
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_to_bytes

@@ -10,10 +10,10 @@ import pytest
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
-from rollmesh.reward.pool.isolation import IsolationLevel
-from rollmesh.reward.pool.worker_spec import WorkerSpec, needed_verifiers, worker_spec
+from rollmesh.reward.confinement import IsolationLevel
+from rollmesh.reward.messages import WorkerSpec, needed_verifiers, worker_spec
 from rollmesh.tasks.sandbox.probe import SandboxLevel
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN
 
 TABLE = {"type": "jsonl", "path": "a.jsonl"}
 GYM = {"type": "reasoning_gym", "task": "chain_sum"}

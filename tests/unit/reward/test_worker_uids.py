@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.reward.pool.confinement import WorkerConfinement
+from rollmesh.reward.confinement import WorkerConfinement
 from rollmesh.tasks.sandbox.identity import SLOTS_PER_PROCESS
 
 SEPARATE = WorkerConfinement(own_uids=True, owner_pid=7, memory_limit_bytes=1 << 26)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from rollmesh.config.load import validate_run_config
-from rollmesh.tasks.sources.source_registry import build_prompt_source
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 from rollmesh.text import Tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "from-trl-or-verl.md").read_text()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rollmesh.tasks.sources.countdown import Puzzle, draw_puzzle
+from rollmesh.tasks.countdown import Puzzle, draw_puzzle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from rollmesh.tasks.sources.countdown import draw_puzzle
+from rollmesh.tasks.countdown import draw_puzzle
 
 ROW_COUNT = 2_048
 _SEED = 20_260_101

@@ -1,17 +1,20 @@
-"""Protocol of environments: one object per trajectory, called once per turn."""
+"""Protocol of environments, one object per trajectory and called once per turn, and the environment of a run file."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rollmesh.characters import half_character
-from rollmesh.errors import DataError
+from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import LARGEST_REWARD, Prompt
+from rollmesh.user_code import call_target, load_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,24 @@ class SnapshotEnvironment(Environment, Protocol):
 
     def restore(self, state: bytes) -> None:
         """Continue from a snapshot; called after ``reset``, instead of the turns that the snapshot covers."""
+
+
+BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment"}
+"""Environments by their name in the run file, as ``module:Class``, imported when they are used."""
+
+
+def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return a function that creates a new environment for each trajectory: built-in, or ``module:Class``.
+
+    One environment is created here to check the options. Raises ConfigError for an unknown name or wrong options.
+    """
+    if name not in BUILT_IN and ":" not in name:
+        raise ConfigError(f"rollout.environment: {name!r} is not one of {', '.join(BUILT_IN)}, and not module:Class")
+    make: Callable[..., Environment] = load_target(BUILT_IN.get(name, name), "rollout.environment")
+    environment = call_target(make, name, "rollout.environment", options, "rollout.environment_options")
+    missing = [m for m in ("reset", "step", "aclose") if not inspect.iscoroutinefunction(getattr(environment, m, None))]
+    if missing or not isinstance(getattr(environment, "replayable", None), bool):
+        raise ConfigError(
+            f"rollout.environment: {name} needs async {', '.join(missing) or 'methods'} and an attribute replayable"
+        )
+    return lambda: make(**options)

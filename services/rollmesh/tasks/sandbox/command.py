@@ -11,18 +11,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.sandbox import identity, leftovers, seal
+from rollmesh.tasks.sandbox import identity, kernel
 from rollmesh.tasks.sandbox.enter import Confinement, Isolation, enter, strongest_isolation
-from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
+from rollmesh.tasks.sandbox.host_folders import WORKING_FOLDER
+from rollmesh.tasks.sandbox.identity import ResourceLimits
 
 _SCRIPT_NAME = "answer.py"
+_ROUNDS = 1000
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -95,13 +98,13 @@ class Sandbox:
             )
             if confinement.isolation is not Isolation.NONE:
                 return self._run_in(confinement, script, stdin, timeout_seconds)
-            with leftovers.cleared():
+            with cleared_leftovers():
                 return self._run_in(confinement, script, stdin, timeout_seconds)
 
     def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         # The base interpreter of a virtual environment: the environment is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
-        home = seal.WORKING_FOLDER if confinement.isolation is Isolation.SEALED else confinement.folder
+        home = WORKING_FOLDER if confinement.isolation is Isolation.SEALED else confinement.folder
         process = _start([interpreter, "-I", "-S", "-B", _SCRIPT_NAME], home, confinement, script)
         with process:
             try:
@@ -249,3 +252,42 @@ def _kill(process: subprocess.Popen[bytes]) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     return process.wait()
+
+
+@contextmanager
+def cleared_leftovers() -> Iterator[None]:
+    """Kill and reap the processes that the code in the block leaves behind.
+
+    This process adopts orphans only inside the block, because it would not reap later ones.
+    """
+    adopted_before = kernel.adopts_orphans()
+    kernel.adopt_orphans()
+    before = _children()
+    try:
+        yield
+    finally:
+        clear_leftovers(before)
+        kernel.adopt_orphans(adopted_before)
+
+
+def clear_leftovers(before: frozenset[int]) -> None:
+    """Kill and reap every child that is not in ``before``, and then the children that these leave behind."""
+    for _ in range(_ROUNDS):
+        left = _children() - before
+        if not left:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> frozenset[int]:
+    pid = os.getpid()
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    except OSError:  # not Linux, or a kernel built without this list
+        return frozenset()
+    return frozenset(map(int, text.split()))

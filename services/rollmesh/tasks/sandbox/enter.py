@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NoReturn
 
-from rollmesh.tasks.sandbox import identity, kernel, reach, seal, system_calls
-from rollmesh.tasks.sandbox.resource_limits import ResourceLimits, apply_limits
+from rollmesh.tasks.sandbox import host_folders, identity, kernel
+from rollmesh.tasks.sandbox.identity import ResourceLimits, apply_limits
 
 NAMESPACES = (
     kernel.CLONE_NEWUSER
@@ -66,7 +66,7 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
     os.chdir(folder)
     Path(script_name).write_bytes(script)
     with suppress(OSError):  # not on every kernel and architecture; the measured level reports it
-        system_calls.restrict(may_fork=confinement.may_fork)
+        kernel.restrict_system_calls(may_fork=confinement.may_fork)
     # Last: if the process that forked this one is larger than the limit, no further memory can be allocated.
     own_process_count = confinement.uid is not None or confinement.isolation is not Isolation.NONE
     apply_limits(confinement.limits, own_uid=own_process_count)
@@ -76,7 +76,7 @@ def _build(confinement: Confinement) -> str:
     """Isolate this process; return its working folder."""
     uid, folder = confinement.uid, confinement.folder
     if uid is not None:
-        reach.expose([Path(sys.base_prefix).resolve()])
+        host_folders.expose([Path(sys.base_prefix).resolve()])
         identity.become(uid)
     with suppress(OSError):
         kernel.refuse_new_privileges()
@@ -86,8 +86,8 @@ def _build(confinement: Confinement) -> str:
     _new_namespaces()
     _become_first_process()
     if confinement.isolation is Isolation.SEALED:
-        seal.seal(folder, confinement.scratch_bytes)
-        return seal.WORKING_FOLDER
+        host_folders.seal(folder, confinement.scratch_bytes)
+        return host_folders.WORKING_FOLDER
     return _private_scratch(confinement.scratch_bytes) or folder
 
 

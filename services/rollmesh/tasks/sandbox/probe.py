@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
+from rollmesh.tasks.sandbox.identity import ResourceLimits
 
 _PROBE_TIMEOUT_SECONDS = 10.0
 _MEMORY_BYTES = 256 << 20

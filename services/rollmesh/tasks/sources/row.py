@@ -16,8 +16,7 @@ from rollmesh.characters import half_character
 from rollmesh.config.data import DOMAIN_PATTERN, JsonlSource
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.source_protocol import SourceSettings
-from rollmesh.tasks.verifiers.verifier_protocol import short_repr
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, short_repr
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Prompt
 

@@ -1,11 +1,13 @@
-"""Protocol of prompt sources, and the settings that do not depend on the kind of source."""
+"""Protocol of prompt sources, and the sources of a run file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
+from rollmesh.config.data import DataConfig, SourceSection
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 
@@ -85,3 +87,58 @@ class RowSource(PromptSource, Protocol):
 
         Raises DataError as ``prompt`` does.
         """
+
+
+SOURCES: Mapping[str, str] = {
+    "countdown": "countdown:open_countdown",
+    "jsonl": "sources.tables:open_jsonl",
+    "parquet": "sources.tables:open_parquet",
+    "reasoning_gym": "reasoning_gym:ReasoningGymPrompts",
+    "python": "sources.tables:open_python",
+    "mixture": "sources.derived:open_mixture",
+}
+"""``module:function`` of (section of the source, settings) by the ``type`` of the section, below ``rollmesh.tasks``.
+
+``config.data`` declares the fields and traits of each section.
+"""
+
+
+def open_source(source: SourceSection, settings: SourceSettings) -> RowSource:
+    """Open the prompts of one section."""
+    module_name, _, function_name = SOURCES[source.type].partition(":")
+    opened: RowSource = getattr(import_module(f"rollmesh.tasks.{module_name}"), function_name)(source, settings)
+    return opened
+
+
+def build_prompt_source(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    split: Split = "train",
+    *,
+    keep_messages: bool = False,
+    on_checked: OnChecked | None = None,
+    first_rows: int | None = None,
+) -> RowSource:
+    """Open the prompts of one split.
+
+    The eval split is read from ``evaluation_source`` if it is set. Otherwise generated tasks create new prompts, and
+    tables hold rows out. ``first_rows`` limits a table, for a trial. Raises DataError for the first bad row and
+    ConfigError for an invalid source.
+    """
+    tokenizer.check_template_variables(config.chat_template_kwargs, "data.chat_template_kwargs")
+    source = config.evaluation_source if split == "eval" and config.evaluation_source is not None else config.source
+    settings = SourceSettings(
+        tokenizer=tokenizer,
+        seed=seed,
+        split=split,
+        shuffle=config.shuffle,
+        max_prompt_tokens=config.max_prompt_tokens,
+        held_out_ratio=config.held_out_ratio if config.evaluation_source is None else 0.0,
+        keep_messages=keep_messages,
+        on_checked=on_checked,
+        template_variables=config.chat_template_kwargs,
+        first_rows=first_rows,
+        domain_field=config.domain_field if source.has_rows else None,
+    )
+    return open_source(source, settings)

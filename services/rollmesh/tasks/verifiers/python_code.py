@@ -14,9 +14,9 @@ from importlib import resources
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sandbox import system_calls
+from rollmesh.tasks.sandbox import kernel
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
+from rollmesh.tasks.sandbox.identity import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
 from rollmesh.tasks.verifiers.code_block import LONGEST_CODE, extract_code
 from rollmesh.tasks.verifiers.code_tests import (
@@ -111,7 +111,7 @@ class PythonCodeVerifier:
         )
         self._program_filter = b""
         with suppress(OSError):  # as in the sandbox itself, which reports the measured level
-            self._program_filter = system_calls.call_filter(may_fork=may_fork)
+            self._program_filter = kernel.call_filter(may_fork=may_fork)
         self._timeout_seconds = timeout_seconds
         self._partial_credit = partial_credit
         self._tolerance = tolerance

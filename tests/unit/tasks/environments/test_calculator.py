@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.environments.arithmetic import ArithmeticRejected, evaluate, format_value
-from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
+from rollmesh.tasks.environments.calculator import ArithmeticRejected, evaluate, format_value
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, environment_factory
 from rollmesh.types import Prompt
 
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact", metadata={"answer": "84"})

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.tasks.environments.environment_factory import environment_factory
-from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply, environment_factory
 from rollmesh.types import Prompt
 
 EXAMPLES = Path(__file__).parents[4] / "examples"

@@ -9,8 +9,8 @@ import pytest
 
 from rollmesh.config.data import DataConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.tasks.sources.agent import AgentPrompts, task_of
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.derived import AgentPrompts, task_of
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.wire.codec import prompt_from_pb, prompt_to_pb
 

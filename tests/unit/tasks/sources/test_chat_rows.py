@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.config.data import DataConfig
 from rollmesh.errors import DataError
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.countdown import CountdownPrompts, Puzzle, draw_puzzle
+from rollmesh.tasks.countdown import CountdownPrompts, Puzzle, draw_puzzle
 from rollmesh.tasks.sources.source_protocol import PromptSource, Split
 
 PINNED = ["4 9 2 6 1 5 8 > 3 :", "7 4 6 1 9 8 5 > 3 :", "4 1 2 5 8 7 > 7 :"]

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from rollmesh.config.data import DataConfig
 from rollmesh.errors import DataError
-from rollmesh.tasks.sources.source_protocol import RowSource, Split
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import RowSource, Split, build_prompt_source
 from rollmesh.text import Tokenizer
 
 

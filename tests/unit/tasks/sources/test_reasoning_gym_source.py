@@ -8,9 +8,8 @@ import pytest
 
 from rollmesh.config.data import DataConfig
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.entries import entry_from_text, entry_to_text
-from rollmesh.tasks.sources.source_protocol import PromptSource, Split
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.reasoning_gym import entry_from_text, entry_to_text
+from rollmesh.tasks.sources.source_protocol import PromptSource, Split, build_prompt_source
 from rollmesh.text import Tokenizer
 
 

@@ -1,8 +1,8 @@
 """Repeated prompts: every position of the other source, several times in a row."""
 
 from rollmesh.config.data import DataConfig
-from rollmesh.tasks.sources.repeated import RepeatedPrompts
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.derived import RepeatedPrompts
+from rollmesh.tasks.sources.source_protocol import build_prompt_source
 
 
 def test_every_prompt_of_an_epoch_comes_as_often_as_it_is_repeated(tokenizer) -> None:

@@ -15,9 +15,8 @@ import pytest
 
 from rollmesh.config.data import DataConfig
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.permutation import epoch_order
-from rollmesh.tasks.sources.source_protocol import PromptSource, Split
-from rollmesh.tasks.sources.source_registry import build_prompt_source
+from rollmesh.tasks.sources.rows import epoch_order
+from rollmesh.tasks.sources.source_protocol import PromptSource, Split, build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

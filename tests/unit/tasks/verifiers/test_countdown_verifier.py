@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.verifiers.countdown_verifier import CountdownVerifier
+from rollmesh.tasks.countdown import CountdownVerifier
 
 PUZZLE = {"numbers": [9, 8, 7, 4, 5, 6, 1], "target": 12}
 MISS = "1 + 7 = 8 ~ 12 = 4 , "

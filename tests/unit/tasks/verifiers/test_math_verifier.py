@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.verifiers.verifier_protocol import Verifier
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier, build_verifier
 
 pytest.importorskip("math_verify")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 
 OWN = '''
 def short_and_right(response, metadata, limit=20):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.entries import entry_from_text, entry_to_text
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.tasks.reasoning_gym import entry_from_text, entry_to_text
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 
 # rearc compares tuples; graph_color and countdown score what is not in the answer field.
 TASKS = ["chain_sum", "leg_counting", "rearc", "countdown", "word_sorting", "tower_of_hanoi", "sudoku"]

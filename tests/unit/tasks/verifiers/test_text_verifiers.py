@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import make_extractor
-from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, checked_reward
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, RewardParts, build_verifier, checked_reward
 
 
 def score(name: str, response: str, answer: Any, **options: Any) -> float:

@@ -1,18 +1,27 @@
-"""Startup parameters of the template process, sent as JSON."""
+"""Messages between the service and the processes of its pool: the spec of the template, and frames of the workers.
+
+Workers run untrusted code, so their data is never unpickled and its lengths are checked.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, BinaryIO
+
+from pydantic import TypeAdapter
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN
 
 _ITEMS_PER_WORKER = 20_000
-_NEEDS_OPTIONS = frozenset({"regex", "http_judge", "composite"})
+SCORE = b"S"
+"""First byte of a request to score the item that follows."""
+PROBE = b"P"
+"""Request to measure the confinement of the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +50,7 @@ class WorkerSpec:
     @staticmethod
     def from_json(text: str) -> WorkerSpec:
         """Decode from JSON."""
-        fields = json.loads(text)
-        for name in ("required_verifiers", "optional_verifiers"):
-            fields[name] = tuple(fields[name])
-        return WorkerSpec(**fields)
+        return TypeAdapter(WorkerSpec).validate_json(text)
 
 
 def worker_spec(config: RunConfig) -> WorkerSpec:
@@ -71,7 +77,57 @@ def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...
         if source.task_verifier:
             required.add(source.task_verifier)
         elif source.rows_name_verifiers:
-            optional |= set(BUILT_IN) - _NEEDS_OPTIONS
+            optional |= {name for name, row in BUILT_IN.items() if not row.needs_options}
     required.discard(config.reward.verifier)
     optional -= required | {config.reward.verifier}
     return tuple(sorted(required)), tuple(sorted(optional))
+
+
+LARGEST_REQUEST_BYTES = 64 << 20
+LARGEST_REPLY_BYTES = 1 << 20
+_HEADER = struct.Struct("<I")
+
+
+class FrameError(Exception):
+    """Invalid frame, or end of the stream inside a frame."""
+
+
+class FrameBuffer:
+    """Splitter of a byte stream into frames."""
+
+    def __init__(self, largest_bytes: int) -> None:
+        self._largest_bytes = largest_bytes
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the frames completed by ``data``; raises FrameError for a frame over the limit."""
+        self._data += data
+        frames = []
+        while len(self._data) >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._data)
+            if size > self._largest_bytes:
+                raise FrameError(f"frame of {size} bytes, the limit is {self._largest_bytes}")
+            if len(self._data) < _HEADER.size + size:
+                break
+            frames.append(bytes(self._data[_HEADER.size : _HEADER.size + size]))
+            del self._data[: _HEADER.size + size]
+        return frames
+
+
+def frame(payload: bytes) -> bytes:
+    """Encode one frame."""
+    return _HEADER.pack(len(payload)) + payload
+
+
+def receive_frame(stream: BinaryIO, largest_bytes: int) -> bytes | None:
+    """Block until a whole frame has arrived; return None if the peer has closed the connection between frames."""
+    header = stream.read(_HEADER.size)
+    if not header:
+        return None
+    size = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else 0
+    if size > largest_bytes:
+        raise FrameError(f"frame of {size} bytes, the limit is {largest_bytes}")
+    payload = stream.read(size)
+    if len(header) < _HEADER.size or len(payload) < size:
+        raise FrameError("the stream ended inside a frame")
+    return payload

@@ -1,20 +1,22 @@
-"""Rows of a JSONL file (one JSON object per line), read by offset."""
+"""Rows of the user: a JSONL file, a Parquet file, or the rows that a function returns."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from rollmesh.config.data import JsonlSource
-from rollmesh.errors import DataError
-from rollmesh.tasks.sources.row import Row, table_format
+from rollmesh.config.data import JsonlSource, ParquetSource, PythonSource
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.tasks.sources.row import Row, RowFormat, table_format
 from rollmesh.tasks.sources.rows import RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
+from rollmesh.user_code import call_target, load_target, own_code
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _OTHER_FORMATS = {
@@ -122,3 +124,83 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
+
+
+class ParquetRows:
+    """Random access to Parquet rows. Messages count rows from 1; the table is kept in Arrow memory."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read the table. Raises DataError if that fails, and ConfigError without the extra."""
+        try:
+            import pyarrow
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ConfigError("data.source.type=parquet needs pyarrow: pip install 'rollmesh[datasets]'") from error
+        self._path = Path(path)
+        self.name = str(path)
+        try:
+            self._table = parquet.read_table(self._path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, number: int) -> Row:
+        fields = self._table.slice(number, 1).to_pylist()[0]
+        where = f"{self._path}: row {number + 1}"
+        return Row(fields=fields, where=where, prompt_id=self.prompt_id(number))
+
+    def prompt_id(self, number: int) -> str:
+        return f"{self._path.name}:{number + 1}"
+
+
+def open_parquet(source: ParquetSource, settings: SourceSettings) -> RowPrompts:
+    """Open the table of a run; the rows are checked here."""
+    return RowPrompts(ParquetRows(source.path), table_format(source), settings)
+
+
+class PythonRows:
+    """Rows that ``module:function`` returns.
+
+    A result with a length and integer indices (for example a ``datasets.Dataset``) is used in place. Any other iterable
+    is read into a list.
+    """
+
+    def __init__(self, target: str, options: Mapping[str, Any]) -> None:
+        """Call the target. Raises ConfigError if it does not exist or rejects the options."""
+        self.name = target
+        function = load_target(target, "data.source.target")
+        if not callable(function):
+            raise ConfigError(f"data.source.target: {target!r} is not callable")
+        rows = call_target(function, target, "data.source.target", options, "data.source.options")
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
+            if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+                raise ConfigError(f"data.source.target: {target} must return rows, got {type(rows).__name__}")
+            with own_code(f"data.source.target={target}", ConfigError):
+                rows = list(rows)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> Row:
+        """Return one row. Raises DataError if it is not a mapping from text."""
+        where = self.prompt_id(number)
+        with own_code(f"data.source.target={where}"):
+            fields = self._rows[number]
+        if not isinstance(fields, Mapping):
+            raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
+        for name in fields:
+            if not isinstance(name, str):
+                raise DataError(f"{where}: the name {name!r} of a field is {type(name).__name__}, expected text")
+        return Row(fields=fields, where=where, prompt_id=where)
+
+    def prompt_id(self, number: int) -> str:
+        return f"{self.name}[{number}]"
+
+
+def open_python(source: PythonSource, settings: SourceSettings) -> RowPrompts:
+    """Call the function of a run; its rows are checked here."""
+    form = RowFormat(answer_required=False, verifier_field="verifier", verifier_required=False, chat=source.chat)
+    return RowPrompts(PythonRows(source.target, source.options), form, settings)

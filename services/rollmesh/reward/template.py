@@ -1,6 +1,6 @@
 """The template process: loads the tokenizer and the verifiers once, then forks workers that share them.
 
-``python -m rollmesh.reward.pool.template FD`` exchanges JSON lines over the socket FD. The first line is the spec; the
+``python -m rollmesh.reward.template FD`` exchanges JSON lines over the socket FD. The first line is the spec; the
 reply is ``ready`` or ``failed``. The next requests are ``spawn`` (with the worker's socket attached) and ``kill``. The
 template sends ``exited`` for every worker that has exited. It has no threads and no secrets of the run, and exits with
 its parent.
@@ -21,15 +21,21 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from rollmesh.errors import ConfigError, RollmeshError
-from rollmesh.reward.answer_text import answer_marker
-from rollmesh.reward.pool.confinement import WorkerConfinement, kill_worker, prepare
-from rollmesh.reward.pool.orphan_reaper import start_orphan_reaper, stop_orphan_reaper
-from rollmesh.reward.pool.worker_process import RewardHandler, run_worker
-from rollmesh.reward.pool.worker_spec import WorkerSpec
-from rollmesh.tasks.sandbox import kernel, leftovers
-from rollmesh.tasks.sandbox.command import remove_folders_of
-from rollmesh.tasks.verifiers.verifier_protocol import Verifier
-from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.reward.confinement import (
+    WorkerConfinement,
+    allow_cpu,
+    confine_worker,
+    kill_worker,
+    prepare,
+    probe_worker,
+    start_orphan_reaper,
+    stop_orphan_reaper,
+)
+from rollmesh.reward.messages import LARGEST_REQUEST_BYTES, PROBE, WorkerSpec, frame, receive_frame
+from rollmesh.reward.scored_answer import RewardHandler, answer_marker
+from rollmesh.tasks.sandbox import kernel
+from rollmesh.tasks.sandbox.command import clear_leftovers, remove_folders_of
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier, build_verifier
 from rollmesh.text import Tokenizer
 
 _LONGEST_LINE = 1 << 20
@@ -105,14 +111,7 @@ class Template:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
-            run_worker(
-                connection,
-                self._handler,
-                self._confinement,
-                birth,
-                timeout_seconds=self._spec.timeout_seconds,
-                item_count=self._spec.items_per_worker,
-            )
+            run_worker(connection, self._handler, self._confinement, birth, self._spec)
             status = 0
         except BrokenPipeError:
             status = 0  # the service closed the connection first
@@ -144,9 +143,28 @@ class Template:
                 self._reaper = start_orphan_reaper(self._confinement, self._control.fileno())
             if self._workers.pop(pid, None) is not None:
                 # A worker adopts its orphans; after its exit they become unknown children of this process.
-                leftovers.clear(frozenset(filter(None, (*self._workers, self._reaper))))
+                clear_leftovers(frozenset(filter(None, (*self._workers, self._reaper))))
                 remove_folders_of(pid)
                 _send(self._control, {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def run_worker(
+    connection: socket.socket, handler: RewardHandler, confinement: WorkerConfinement, birth: int, spec: WorkerSpec
+) -> None:
+    """Serve requests until the service disconnects, the handler needs a replacement, or ``items_per_worker``."""
+    confine_worker(confinement, birth)
+    requests = connection.makefile("rb")
+    for _ in range(spec.items_per_worker):
+        request = receive_frame(requests, LARGEST_REQUEST_BYTES + 1)
+        if request is None:
+            return
+        if request[:1] == PROBE:
+            connection.sendall(frame(json.dumps(probe_worker(confinement, birth)).encode()))
+            continue
+        allow_cpu(spec.timeout_seconds)
+        connection.sendall(frame(handler(request[1:])))
+        if handler.needs_replacement:
+            return
 
 
 def _send(control: socket.socket, message: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollmesh.config.secrets import inherited_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError
-from rollmesh.reward.pool.worker_spec import WorkerSpec
+from rollmesh.reward.messages import WorkerSpec
 
 _READ_BYTES = 1 << 16
 _END_SECONDS = 5.0
@@ -51,7 +51,7 @@ class TemplateProcess:
                 sys.executable,
                 "-P",
                 "-m",
-                "rollmesh.reward.pool.template",
+                "rollmesh.reward.template",
                 str(template_end.fileno()),
                 pass_fds=(template_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
