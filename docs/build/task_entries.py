@@ -11,7 +11,7 @@ from typing import Any
 
 from docs.build.field_rows import REQUIRED, FieldRow, field_tables, prose
 from docs.build.method_entries import as_yaml
-from docs.build.verifier_examples import VERIFIER_EXAMPLES
+from docs.build.verifier_examples import VERIFIER_EXAMPLES, VerifierExample
 from rollmesh.config.data import (
     CountdownSource,
     JsonlSource,
@@ -134,7 +134,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[FieldRow, ...]]:
 
 
 def _verifier(name: str) -> VerifierEntry:
-    made, example = built_in_class(name), VERIFIER_EXAMPLES[name]
+    made, example = built_in_class(name), VERIFIER_EXAMPLES.get(name, VerifierExample(response="", reward=None))
     means_wrong = getattr(made, "timeout_means_wrong", None)
     timeout: Mapping[bool | None, str] = {
         True: "means a wrong answer, reward 0",

@@ -14,8 +14,8 @@ class RewardConfig(Section):
     """Scoring."""
 
     verifier: str = "countdown"
-    """Verifier of prompts without one: exact, numeric, choice, math, countdown, reasoning_gym, python_code, regex,
-    http_judge, composite, or ``module:function`` of your code."""
+    """Verifier of prompts without one: a built-in one (docs/reference/verifiers.md), or ``module:function`` of your
+    code."""
     address: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")
     """host:port of the reward services. Requests are balanced over every address of the name, so use a headless
     service; null finds the services in the run folder."""

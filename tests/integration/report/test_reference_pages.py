@@ -16,7 +16,7 @@ from docs.build.verifier_examples import VERIFIER_EXAMPLES
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, build_verifier, checked_reward
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier, checked_reward
 
 DOCS = Path(__file__).parents[3] / "docs"
 MINIMAL = {"name": "page", "folder": "runs/page", "model": {"path": "recipe:countdown"}}
@@ -50,7 +50,7 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_heading() -> None:
             assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, (file.name, table)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", VERIFIER_EXAMPLES)
 def test_the_example_of_a_verifier_has_the_reward_of_the_page(name: str) -> None:
     example = VERIFIER_EXAMPLES[name]
     if name == "python_code" and (reason := Sandbox.unsafe_reason()):
