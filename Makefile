@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup docs demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench sim-check clean
+.PHONY: help setup docs demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos fuzz bench sim-check clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -51,13 +51,13 @@ demo: $(VENV)/.local ## Set up what is needed and run the main job: train a smal
 	$(BIN)/rollmesh demo
 
 demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
-	$(BIN)/rollmesh demo-seeds
+	$(BIN)/python -m benchmarks.demos seeds $(ARGS)
 
 schedules: $(VENV)/.local ## The demo's task under every preset of `rollmesh schedules`, 6 updates each
-	$(BIN)/rollmesh demo-schedules
+	$(BIN)/python -m benchmarks.demos schedules $(ARGS)
 
 methods: $(VENV)/.local ## The demo's task with every method of `rollmesh methods`, 3 updates each
-	$(BIN)/rollmesh demo-methods
+	$(BIN)/python -m benchmarks.demos methods $(ARGS)
 
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
 	$(BIN)/python -m benchmarks.published pools docs
@@ -154,14 +154,17 @@ e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on r
 	$(BIN)/pytest $(LANE) tests/e2e/gateway $(BY_FILE) 3
 
 chaos: $(VENV)/.dev ## 38 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
-	$(BIN)/rollmesh bench chaos
+	$(BIN)/python -m tests.chaos $(ARGS)
 
-bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine
-	for name in engine train queue schedules reload; do $(BIN)/rollmesh bench $$name || exit 1; done
+fuzz: $(VENV)/.dev ## Random requests to every port of a training run, which must go on
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
-# SIM_CHECK=--quick: one seed, three train steps.
+# For example: make bench NAME=train ARGS="--json --check"; make bench NAME=--help says which there are.
+bench: $(VENV)/.local ## Figures beside their baselines: one bench by NAME, or some 15 minutes of them
+	@for name in $(or $(NAME),engine train queue schedules reload); do $(BIN)/python -m benchmarks $$name $(ARGS) || exit 1; done
+
 sim-check: $(VENV)/.local ## Real runs of the demo's mesh beside the simulator, which is calibrated on sync alone
-	$(BIN)/rollmesh bench sim-check $(SIM_CHECK)
+	$(BIN)/python -m benchmarks sim-check $(ARGS)
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

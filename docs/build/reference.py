@@ -12,8 +12,7 @@ from docs.build.task_entries import (
     source_entries,
     verifier_entries,
 )
-from rollmesh.cli.demo_methods import method_settings
-from rollmesh.cli.method_table import POINTS
+from rollmesh.cli.method_table import POINTS, method_settings
 from rollmesh.cli.schedule_table import numbers
 from rollmesh.config import RunConfig
 from rollmesh.scheduling.presets import PRESETS

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.chaos import run_rounds
 from rollmesh.report.console import output_console
+
+from ..chaos.chaos import run_rounds
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

@@ -37,7 +37,7 @@ SMALL = {
 @pytest.mark.parametrize("presets", GROUPS, ids="-".join)
 def test_every_preset_trains_in_the_mesh_and_its_audit_is_green(tmp_path: Path, presets: tuple[str, ...]) -> None:
     settings = [part for field, value in SMALL.items() for part in ("--set", f"{field}={value}")]
-    command = [sys.executable, "-m", "rollmesh", "demo-schedules", "--inline", "--updates", str(UPDATES)]
+    command = [sys.executable, "-m", "benchmarks.demos", "schedules", "--inline", "--updates", str(UPDATES)]
     command += [part for preset in presets for part in ("--preset", preset)]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), *settings],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.report.method_effects import effect_of, read_traces
+from benchmarks.method_effects import effect_of, read_traces
 from rollmesh.report.recorded_run import RecordedRun
 
 from .conftest import environment
@@ -22,7 +22,7 @@ SMALL = ("schedule.groups_per_batch=4", "rollout.max_new_tokens=64", "rollout.pa
 
 
 def test_methods_train_in_the_mesh_and_their_audits_are_green(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollmesh", "demo-methods", "--inline", "--updates", str(UPDATES)]
+    command = [sys.executable, "-m", "benchmarks.demos", "methods", "--inline", "--updates", str(UPDATES)]
     command += [part for method in METHODS for part in ("--method", method)]
     command += [part for setting in SMALL for part in ("--set", setting)]
     done = subprocess.run(

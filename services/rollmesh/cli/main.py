@@ -13,11 +13,8 @@ with many_imports():
     import rollmesh
     from rollmesh.cli import (
         backups,
-        benches,
         configuration,
         dead_letters,
-        demo_methods,
-        demo_schedules,
         exports,
         method_table,
         replicas,
@@ -63,8 +60,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, starter.init, up.demo_seeds)
-_add("Runs", demo_schedules.demo_schedules, demo_methods.demo_methods)
+_add("Runs", up.up, up.demo, starter.init)
 serving.register(app)
 _add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
 _add("Inspection", viewing.view, viewing.compare, run_commands.report, run_commands.pin, run_commands.rollback)
@@ -79,7 +75,6 @@ _add(
 )
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Inspection")
-app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import typer
 
@@ -15,10 +16,12 @@ from rollmesh.config.mask_methods import MASK_METHODS
 from rollmesh.config.methods import Method
 from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
 from rollmesh.config.planner_methods import PLANNER_METHODS
+from rollmesh.config.recipes import recipe_file
 from rollmesh.config.replay_methods import REPLAY_METHODS
 from rollmesh.config.sampler_methods import SAMPLER_METHODS
 from rollmesh.config.shaper_methods import SHAPER_METHODS
 from rollmesh.config.update_scales import UPDATE_SCALES
+from rollmesh.config.yaml_text import parse_yaml
 
 POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
     {
@@ -61,3 +64,16 @@ def option_defaults(method: Method) -> list[str]:
         f"{name} ({'required' if field.is_required() else json.dumps(field.get_default(call_default_factory=True))})"
         for name, field in method.options.model_fields.items()
     ]
+
+
+def method_settings() -> dict[str, list[str]]:
+    """Return the ``a.b=c`` overrides with which the demo trains each method, by ``point/method``."""
+    text = recipe_file("countdown", "methods.yaml").read_text(encoding="utf-8")
+    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = parse_yaml(text)
+    return {
+        f"{field.removesuffix('.by').rpartition('.')[2]}/{name}": [
+            f"{key}={json.dumps(value)}" for key, value in ({field: name} | dict(others)).items()
+        ]
+        for field, methods in table.items()
+        for name, others in methods.items()
+    }

@@ -1,4 +1,4 @@
-"""``rollmesh up``, ``demo`` and ``demo-seeds``: complete runs on this machine."""
+"""``rollmesh up`` and ``demo``: complete runs on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated, TextIO, cast
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from rollmesh.cli.common import (
     EXIT_STOPPED,
@@ -102,49 +101,6 @@ def demo(
         overrides = [*(_ADAPTER_DEMO if adapter else ()), *_overrides(set_, folder)]
         config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
         raise typer.Exit(run_to_report(config, run_console()))
-
-
-def demo_seeds(
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Seeds to run; three by default.")] = None,
-    folder: FolderOption = None,
-    set_: SetOption = None,
-) -> None:
-    """Run the demo over several seeds, and compare ``copris`` with ``sync`` at equal updates.
-
-    Exits with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
-
-    Example: `rollmesh demo-seeds --seed 1 --seed 2`
-    """
-    from rollmesh.config.recipes import recipe_file
-    from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot
-
-    root = folder or Path("runs/demo-seeds")
-    console = run_console()
-    folders: dict[str, list[Path]] = {"copris": [], "sync": []}
-    with clear_errors():
-        for seed in seeds or (0, 1, 2):
-            for preset in folders:
-                path = root / f"{preset}-{seed}"
-                overrides = [*(set_ or ()), f"seed={seed}", f"schedule.preset={preset}", text_override("folder", path)]
-                overrides += [f"name=demo-{preset.replace('_', '-')}-{seed}"]
-                if preset != "copris":
-                    overrides += ["schedule.pool_size=null", "schedule.max_staleness=null"]
-                config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
-                console.print(f"{preset}, seed {seed}", style="bold", highlight=False)
-                status = run_to_report(config, console)
-                if status == EXIT_STOPPED:
-                    raise typer.Exit(status)
-                folders[preset].append(path)
-        comparison = compare(folders)
-        print_comparison(comparison, console)
-        plot = write_comparison_plot(folders, root)
-        console.print(
-            f"by updates, by trained tokens and by seconds: {plot}", highlight=False, markup=False, soft_wrap=True
-        )
-        verdict = equality_verdict(comparison)
-        style = "bold green" if verdict.equal else "bold red"
-        console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)
-        raise typer.Exit(0 if verdict.equal else 1)
 
 
 def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 A decode step of ``r`` running calls that hold ``C`` context tokens together takes base(r) + slope(r) * C seconds. A
 measured curve has points (running calls, context tokens per call, seconds) at two contexts or more, because one context
-cannot tell base from slope. ``rollmesh bench engine --save`` and ``rollmesh bench gpu`` write such a file.
+cannot tell base from slope. ``make bench NAME=engine ARGS=--save`` and ``make bench NAME=gpu`` write such a file.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DecodeCurve:
                     f"decode curve: running={point.running}, context={point.context}; both are at least 1"
                 )
         if not self.points:
-            raise ConfigError("decode curve: no points; measure with: rollmesh bench engine --save FILE")
+            raise ConfigError('decode curve: no points; measure with: make bench NAME=engine ARGS="--save FILE"')
         for running, row in self._rows().items():
             if len(row) < 2:
                 raise ConfigError(
@@ -137,7 +137,7 @@ class DecodeCurve:
             raise ConfigError(f"{path}: {error}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{path}: expected a decode curve as rollmesh bench engine --save writes it: {error!r}"
+                f"{path}: expected a decode curve as make bench NAME=engine writes it: {error!r}"
             ) from error
 
     def _rows(self) -> dict[int, dict[int, float]]:

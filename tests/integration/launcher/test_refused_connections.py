@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.attack import AttackedRun
-from rollmesh.bench.faults_of_redis import kill_redis
 from rollmesh.store.embedded import EmbeddedServer
+
+from ...chaos.attack import AttackedRun
+from ...chaos.faults_of_redis import kill_redis
 
 
 def _gone(child: int) -> bool:

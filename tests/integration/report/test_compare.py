@@ -10,7 +10,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
-from rollmesh.config import RunConfig
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.compare import (
     compare,
@@ -135,29 +134,6 @@ def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_s
     assert not unequal.equal and "different numbers of updates (5, 8)" in unequal.text
     outsiders = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
     assert not outsiders.equal and "no seed in common" in outsiders.text
-
-
-@pytest.mark.parametrize(("gain", "green", "status"), [(0.30, True, 0), (0.20, True, 1), (0.30, False, 1)])
-def test_demo_seeds_ends_with_the_verdict_and_its_status(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make_run: Callable[..., Path],
-    gain: float,
-    green: bool,
-    status: int,
-) -> None:
-    def run(config: RunConfig, _console: Console) -> int:
-        preset = config.schedule.preset
-        make_run(Path(config.folder), steps=8, seed=config.seed, preset=preset, gain=gain if preset != "sync" else 0.3)
-        audited({"": [Path(config.folder)]}, green=green)
-        return 0 if green else 1
-
-    monkeypatch.setattr("rollmesh.cli.up.run_to_report", run)
-    options = ["demo-seeds", "--seed", "0", "--seed", "1", "--folder", str(tmp_path)]
-    done = CliRunner().invoke(app, options)
-    assert done.exit_code == status, done.output
-    assert done.output.splitlines()[-1].startswith("verdict: ")
-    assert ("NOT" in done.output.splitlines()[-1]) is bool(status)
 
 
 def test_the_table_lists_every_run_and_both_means(arms: Arms) -> None:

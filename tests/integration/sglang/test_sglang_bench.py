@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.bench import sglang
+from benchmarks import sglang
 
 pytestmark = pytest.mark.long
 

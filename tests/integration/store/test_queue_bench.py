@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.bench.queue import run
+from benchmarks.queue import run
 
 
 def test_the_bench_measures_lives_beside_a_bare_stream_and_every_operation() -> None:

@@ -19,14 +19,14 @@ from rollmesh.launcher.local_mesh import Interrupted
 
 def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "rollmesh.bench.train", raising=False)
-    with pytest.raises(ConfigError, match=r"bench train needs the package torch: .* pip install 'rollmesh\[local\]'"):
-        heavy_module("rollmesh.bench.train", "bench train")
+    monkeypatch.delitem(sys.modules, "rollmesh.trainer.learner.policy_trainer", raising=False)
+    with pytest.raises(ConfigError, match=r"the trainer needs the package torch: .* pip install 'rollmesh\[local\]'"):
+        heavy_module("rollmesh.trainer.learner.policy_trainer", "the trainer")
 
 
 def test_a_module_of_our_own_that_is_missing_is_a_bug_and_keeps_its_trace() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"rollmesh\.bench\.absent"):
-        heavy_module("rollmesh.bench.absent", "bench absent")
+    with pytest.raises(ModuleNotFoundError, match=r"rollmesh\.absent"):
+        heavy_module("rollmesh.absent", "the absent service")
 
 
 @pytest.mark.parametrize("stop", [Interrupted("stopped while waiting"), asyncio.CancelledError()])

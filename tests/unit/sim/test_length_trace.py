@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.bench.workloads import group_of, scored
+from benchmarks.workloads import group_of, scored
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.cli.main import app

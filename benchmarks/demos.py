@@ -1,0 +1,174 @@
+"""Runs of the demo's task under every schedule, with every method, and over several seeds (``make schedules`` etc.)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from benchmarks.demo_results import DemoResult, demo_result, methods_table, preset_table
+from benchmarks.method_effects import effect_of, read_traces
+from rollmesh.cli.common import EXIT_STOPPED, SetOption, clear_errors
+from rollmesh.cli.method_table import method_settings
+from rollmesh.cli.up import InlineOption, run_to_report
+from rollmesh.config import load_run_config, text_override
+from rollmesh.config.recipes import recipe_file
+from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.launcher.inline_services import INLINE_OVERRIDES
+from rollmesh.report.compare import compare, equality_verdict, print_comparison
+from rollmesh.report.console import run_console
+from rollmesh.scheduling.companions import companion_settings
+from rollmesh.scheduling.presets import PRESETS
+
+Updates = Annotated[int, typer.Option(help="Train steps of each run.", min=2)]
+Folder = Annotated[Path | None, typer.Option(help="Parent of the run folders; default: in runs/.")]
+
+_OWN_NUMBERS = ("schedule.pool_size=null", "schedule.max_staleness=null")
+"""Overrides with which a preset has its own numbers, not those of the demo."""
+
+app = typer.Typer(
+    help="Run the demo's task under many settings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def schedules(
+    preset: Annotated[list[str] | None, typer.Option(help="Presets to run; all by default.")] = None,
+    updates: Updates = 6,
+    folder: Folder = None,
+    set_: SetOption = None,
+    inline: InlineOption = False,
+) -> None:
+    """Run the demo's task under every preset of `rollmesh schedules`, with the settings that go with it.
+
+    Prints one row per preset. Exits with status 1 unless every run makes all its updates and its audit is green.
+    """
+    root, console = folder or Path("runs/demo-schedules"), run_console()
+    settings = {name: [*companion_settings(row), f"schedule.preset={name}"] for name, row in PRESETS.items()}
+    results = _short_runs(root, _chosen("--preset", preset, settings), updates, set_ or (), inline, console)
+    console.print(preset_table(results))
+    for result in results:
+        for sentence in result.waste:
+            console.print(f"{result.name}: {sentence}", highlight=False, soft_wrap=True)
+    _end(results, "schedules", console)
+
+
+@app.command()
+def methods(
+    method: Annotated[list[str] | None, typer.Option(help="Methods to run, as advantage/drpo; all by default.")] = None,
+    updates: Updates = 3,
+    folder: Folder = None,
+    set_: SetOption = None,
+    inline: InlineOption = False,
+) -> None:
+    """Run the demo's task with every method of `rollmesh methods`, with the settings that go with it.
+
+    Prints one row per method, with the traces of the method in its run, or "no effect". Exits with status 1 unless
+    every run makes all its updates and its audit is green.
+    """
+    root, console = folder or Path("runs/demo-methods"), run_console()
+    runs = _chosen("--method", method, method_settings())
+    results = [
+        replace(result, effect=effect_of(read_traces(root / result.name), result.name))
+        for result in _short_runs(root, runs, updates, set_ or (), inline, console)
+    ]
+    console.print(methods_table(results))
+    _end(results, "methods", console)
+
+
+@app.command()
+def seeds(
+    seed: Annotated[list[int] | None, typer.Option(help="Seeds to run; three by default.")] = None,
+    folder: Folder = None,
+    set_: SetOption = None,
+) -> None:
+    """Run the demo over several seeds, and compare ``copris`` with ``sync`` at equal updates.
+
+    Exits with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
+    """
+    root, console = folder or Path("runs/demo-seeds"), run_console()
+    folders: dict[str, list[Path]] = {"copris": [], "sync": []}
+    with clear_errors():
+        for number in seed or (0, 1, 2):
+            for preset, made in folders.items():
+                made.append(root / f"{preset}-{number}")
+                own = () if preset == "copris" else _OWN_NUMBERS
+                overrides = [*(set_ or ()), f"seed={number}", f"schedule.preset={preset}", *own]
+                _demo(f"{preset}-{number}", made[-1], overrides, console)
+        comparison = compare(folders)
+        print_comparison(comparison, console)
+        verdict = equality_verdict(comparison)
+    style = "bold green" if verdict.equal else "bold red"
+    console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)
+    raise typer.Exit(0 if verdict.equal else 1)
+
+
+def _chosen(option: str, names: Sequence[str] | None, known: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+    """Return the overrides of the runs that the user names; all without a name."""
+    with clear_errors():
+        if unknown := [name for name in names or () if name not in known]:
+            raise ConfigError(f"{option} {unknown[0]}: not known; known: {', '.join(known)}")
+    return {name: known[name] for name in names or known}
+
+
+def _short_runs(
+    root: Path,
+    runs: Mapping[str, Sequence[str]],
+    updates: int,
+    settings: Sequence[str],
+    inline: bool,
+    console: Console,
+) -> list[DemoResult]:
+    """Run the demo once per name, with its ``a.b=c`` overrides and the user's ``settings``, which are stronger.
+
+    A failed run is a result too: ``refused`` if its folder or settings were, and without a rate if it has steps of an
+    earlier command. A stop by the user ends the command.
+    """
+    base = [*_OWN_NUMBERS, "evaluation.before_and_after=false", f"trainer.train_steps={updates}"]
+    base += [*INLINE_OVERRIDES, "generator.replicas=1"] if inline else []
+    results = []
+    for name, overrides in runs.items():
+        path, refused = root / name, False
+        continued = (path / "metrics.jsonl").exists()
+        try:
+            _demo(name, path, [*base, *overrides, *settings], console, inline=inline)
+        except RollmeshError as error:
+            console.print(f"[red]error[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+            refused = isinstance(error, ConfigError)
+        path.mkdir(parents=True, exist_ok=True)
+        result = demo_result(path, name, updates)
+        result = replace(result, updates_per_second=None) if continued else result
+        results.append(replace(result, audit="refused") if refused else result)
+    return results
+
+
+def _demo(name: str, path: Path, overrides: Sequence[str], console: Console, *, inline: bool = False) -> None:
+    """Run the demo in a folder to its report."""
+    console.print(name, style="bold", highlight=False)
+    run_name = f"name=demo-{name.replace('_', '-').replace('/', '-')}"
+    config = load_run_config(
+        recipe_file("countdown", "demo.yaml"), [run_name, text_override("folder", path), *overrides]
+    )
+    if run_to_report(config, console, inline=inline) == EXIT_STOPPED:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _end(results: Sequence[DemoResult], things: str, console: Console) -> None:
+    """Print the number of runs that passed, and exit with status 1 unless all did."""
+    passed = sum(result.passed for result in results)
+    style = "bold green" if passed == len(results) else "bold red"
+    console.print(f"{passed} of {len(results)} {things}: all updates, audit green", style=style, highlight=False)
+    raise typer.Exit(0 if passed == len(results) else 1)
+
+
+if __name__ == "__main__":
+    app()

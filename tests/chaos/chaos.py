@@ -1,0 +1,163 @@
+"""Short runs of the real mesh with one fault each, and an audit of every run.
+
+Every round is a whole run of the demo's model (``rollmesh up`` in a new folder) with one fault at a random moment. The
+counts come from the run's audit: batch files and committed states, not Redis. An outside judge reads the same files
+with independent code (``tests.chaos.judge``), and must agree with the audit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.frame import Quick
+from benchmarks.measure import NONE, Bar, Measure, at_most, compared
+from benchmarks.processes import TRAIN_STEPS, TrainingRun, finished_train_steps, short_run_config
+from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.report.console import output_console
+from rollmesh.store.embedded import EmbeddedServer
+
+from ..kit.s3_server import BUCKET, CREDENTIALS, MISSING, S3Server, is_installed, running_s3
+from .attack import AttackedRun
+from .faults import FAULTS, Fault, faults_named
+from .rounds import EXEMPT, ChaosRound, read_round, rounds_table
+
+SEED = 20261121
+_ROUND_SECONDS = 900.0
+_STOP_SECONDS = 120.0
+_PREFIX = f"s3://{BUCKET}/round"
+
+
+class ChaosError(RollmeshError):
+    """A round failed a requirement."""
+
+
+def run(
+    *,
+    quick: Quick = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; default: each fault once.", min=1)] = None,
+    fault: Annotated[str | None, typer.Option(help="Run only this fault.")] = None,
+) -> list[Measure]:
+    """Run the rounds, print the table, and return the counts; ``quick`` runs four rounds.
+
+    ``rounds`` None runs every fault once. ``fault`` names the fault of all rounds. Raises ChaosError if a round fails a
+    requirement, and ConfigError for an unknown fault, or without the packages of the rounds with a bucket.
+    """
+    faults = faults_named(fault)
+    count = 4 if quick else rounds or len(faults)
+    if not is_installed() and any(each.in_bucket for each in faults[:count]):
+        raise ConfigError(f"rounds with an object store: {MISSING}")
+    results = run_rounds(count, output_console(stderr=True), faults=faults)
+    failed = [r for r in results if not r.passed]
+    if failed:
+        raise ChaosError(f"{len(failed)} of {len(results)} rounds failed: {', '.join(r.fault for r in failed)}")
+    survived = [r for r in results if r.expected_end.green]
+    counts: dict[str, tuple[str, int, tuple[Bar, ...]]] = {
+        "rounds passed": ("rounds", len(results), ()),
+        "groups lost": ("groups", sum(r.lost for r in survived), NONE),
+        "groups trained twice": ("groups", sum(r.trained_twice for r in survived), NONE),
+        "staleness violations": ("trajectories", sum(r.staleness_violations for r in survived), NONE),
+    }
+    return [
+        *(Measure(name=name, value=value, unit=unit, bars=bars) for name, (unit, value, bars) in counts.items()),
+        *(_regeneration(number, r) for number, r in enumerate(results, 1) if r.expected_end.green),
+    ]
+
+
+def _regeneration(number: int, result: ChaosRound) -> Measure:
+    name, tokens = f"regenerated tokens, round {number}: {result.fault}", result.regenerated_tokens or 0
+    bound = result.regenerated_bound
+    if bound is None:
+        return Measure(name=f"{name} ({EXEMPT})", value=tokens, unit="tokens")
+    bars = (at_most("value", bound),)
+    return compared(name, tokens, "tokens", f"bound for {result.in_flight} rollouts", bound, bars)
+
+
+def run_rounds(
+    rounds: int, console: Console, folder: Path | None = None, faults: Sequence[Fault] = FAULTS
+) -> list[ChaosRound]:
+    """Run ``rounds`` rounds with the fixed seed; print a line for each round, and the table at the end."""
+    rng = random.Random(SEED)
+    results: list[ChaosRound] = []
+    with tempfile.TemporaryDirectory(prefix="rollmesh-chaos-") as temporary:
+        root = folder or Path(temporary)
+        for number in range(rounds):
+            fault = faults[number % len(faults)]
+            console.print(f"round {number + 1} of {rounds}: {fault.name}", highlight=False)
+            result = run_round(root / f"round-{number}", number, fault, rng)
+            if not result.passed:
+                problems = "".join(f"\nthe judge: {problem}" for problem in result.judge_problems)
+                console.print(f"[red]failed[/red]\n{result.output[-4000:]}{problems}", highlight=False)
+            results.append(result)
+    console.print(rounds_table(results))
+    return results
+
+
+def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> ChaosRound:
+    """Run one round with one fault."""
+    if not fault.in_bucket:
+        return _run_round(folder, number, fault, rng)
+    folder.mkdir(parents=True)
+    with running_s3(folder / "s3.log") as server:
+        return _run_round(folder, number, fault, rng, server)
+
+
+def _run_round(
+    folder: Path, number: int, fault: Fault, rng: random.Random, server: S3Server | None = None
+) -> ChaosRound:
+    run = TrainingRun(folder)
+    data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
+    data["gateway"] = {"enabled": False}
+    bucket = None
+    if server is not None:
+        data["checkpoints"] |= {"folder": _PREFIX, "object_store": server.options}
+        bucket = folder / "bucket"
+    start = time.monotonic()
+    deadline = start + _ROUND_SECONDS
+    with run.up(data, {} if server is None else CREDENTIALS) as process:
+        attacked = AttackedRun(
+            folder=run.folder.path,
+            run=str(data["name"]),
+            redis=EmbeddedServer(run.folder.redis),
+            rng=rng,
+            ended=lambda: process.poll() is not None,
+            deadline=deadline,
+        )
+        _attack(attacked, fault)
+        _wait(process, max(1.0, deadline - time.monotonic()))
+    seconds, output = time.monotonic() - start, run.output
+    statuses: tuple[int, ...] = (process.returncode,)
+    if not fault.expected_end.green:
+        statuses += (run.audit(),)
+    if server is not None and bucket is not None:
+        server.copy(_PREFIX, bucket)
+    return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket)
+
+
+def _attack(attacked: AttackedRun, fault: Fault) -> None:
+    """Wait for a random train step in the first third of the run, then for a random moment, and inject the fault."""
+    step = attacked.rng.randint(2, TRAIN_STEPS // 3)
+    if not attacked.wait_for(lambda: finished_train_steps(attacked.folder) >= step, 0.02):
+        return
+    time.sleep(attacked.rng.uniform(0.0, 0.3))
+    fault.inject(attacked)
+    attacked.fault_ended_at.append(time.time())
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the run; after the time limit send SIGTERM, and use the exit status that follows."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_STOP_SECONDS)

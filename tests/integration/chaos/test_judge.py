@@ -1,0 +1,351 @@
+"""The outside judge finds no problem in a sound run, and each fault in a copy that has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.config.trainer import TrainerConfig
+from rollmesh.mesh import Cursor
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
+
+from ...chaos.judge import judge
+from ..report.made_checkpoints import MadeRun, make_audited_run
+
+pytestmark = pytest.mark.long
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with real policies, states and batch files, made once; never change it."""
+    return make_audited_run(tmp_path_factory.mktemp("made") / "run").folder
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> MadeRun:
+    """A copy to break."""
+    shutil.copytree(original, tmp_path / "run")
+    copy = MadeRun(tmp_path / "run")
+    copy.change_config(schedule={"max_staleness": 4})
+    return copy
+
+
+def with_group(number: int, change: Callable[[Group], Group]) -> Callable[[Batch], Batch]:
+    """The batch with one of its groups changed."""
+
+    def changed(batch: Batch) -> Batch:
+        groups = (change(group) if at == number else group for at, group in enumerate(batch.groups))
+        return dataclasses.replace(batch, groups=tuple(groups))
+
+    return changed
+
+
+def with_member(change: Callable[[Trajectory], Trajectory]) -> Callable[[Batch], Batch]:
+    """The batch with the first trajectory changed."""
+    return with_group(
+        0, lambda g: dataclasses.replace(g, trajectories=(change(g.trajectories[0]), *g.trajectories[1:]))
+    )
+
+
+def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Batch], Batch]:
+    """The batch with the first trajectory's segments changed."""
+    return with_member(lambda t: dataclasses.replace(t, segments=tuple(map(change, t.segments))))
+
+
+def the_problem(run: Any) -> str:
+    """The only problem that the judge names."""
+    (problem,) = judge(run.folder).problems
+    return problem
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def test_a_sound_run_has_no_problem_and_every_pure_token_is_scored(run: Any) -> None:
+    judgement = judge(run.folder)
+    assert judgement.problems == ()
+    assert (judgement.committed, judgement.trajectories, judgement.scored_tokens) == (STEPS, 24, 5 * 37)
+    assert 0 < judgement.largest_gap < 1e-4
+
+
+def test_a_trajectory_in_two_groups_is_found(run: Any) -> None:
+    stolen = run.store.read_batch(2).groups[0].trajectories[0]
+
+    def doubled(group: Group) -> Group:
+        mine = dataclasses.replace(stolen, group_id=group.group_id, prompt=group.trajectories[1].prompt)
+        return dataclasses.replace(group, trajectories=(mine, *group.trajectories[1:]))
+
+    run.replace_batch(3, with_group(0, doubled))
+    assert "1 trajectory(s) were trained more than once: e0-2.0" in judge(run.folder).problems
+
+
+def test_a_group_that_was_trained_twice_is_found(run: Any) -> None:
+    again = run.store.read_batch(2).groups[1]
+    run.replace_batch(5, with_group(1, lambda _: again))
+    problems = judge(run.folder).problems
+    assert "1 group(s) were trained more than once: e0-3" in problems
+
+
+def test_a_prompt_under_two_group_ids_is_found(run: Any) -> None:
+    prompt_id = run.store.read_batch(2).groups[1].trajectories[0].prompt.prompt_id
+    run.replace_batch(
+        5, with_member(lambda t: dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, prompt_id=prompt_id)))
+    )
+    assert the_problem(run) == f"1 prompt(s) were trained more than once: e0 {prompt_id}"
+
+
+def test_groups_of_one_may_have_the_same_prompt_as_often_as_a_prompt_is_repeated(run: Any) -> None:
+    prompt_id = run.store.read_batch(1).groups[0].trajectories[0].prompt.prompt_id
+
+    def one_member(group: Group) -> Group:
+        first = group.trajectories[0]
+        return dataclasses.replace(group, trajectories=(first,))
+
+    def same_prompt(group: Group) -> Group:
+        first = one_member(group).trajectories[0]
+        prompt = dataclasses.replace(first.prompt, prompt_id=prompt_id)
+        return dataclasses.replace(group, trajectories=(dataclasses.replace(first, prompt=prompt),))
+
+    for step in range(1, STEPS + 1):
+        change = same_prompt if step <= 2 else one_member
+        run.replace_batch(step, lambda b, c=change: with_group(1, one_member)(with_group(0, c)(b)))
+    run.change_config(schedule={"preset": "sorted", "group_size": 2})
+    assert judge(run.folder).problems == ()
+    run.replace_batch(3, with_group(0, same_prompt))
+    assert the_problem(run) == f"1 prompt(s) were trained more than 2 times: e0 {prompt_id}"
+
+
+def test_a_lost_trajectory_is_found(run: Any) -> None:
+    run.replace_batch(3, with_group(0, lambda g: dataclasses.replace(g, trajectories=g.trajectories[1:])))
+    assert the_problem(run) == "1 member(s) of groups are missing, of which 0 had no score"
+
+
+def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any) -> None:
+    run.change_config(schedule={"max_staleness": 1, "pool_size": None})
+    file = run.folder / "checkpoints" / "batches" / "00000001.pb"
+    batch = run.store.read_batch(1)
+    file.unlink()
+
+    def renamed(group: Group) -> Group:
+        trajectories = tuple(dataclasses.replace(t, group_id="e0-40") for t in group.trajectories)
+        return dataclasses.replace(group, group_id="e0-40", trajectories=trajectories)
+
+    run.store.write_batch(with_group(0, renamed)(batch), Cursor(epoch=0, index=2))
+    lost = "1 groups admitted before train step 1 are lost: e0-0"
+    assert lost in judge(run.folder).problems
+    # With rollpacker, as many groups may wait for a long round: B - 1, and the spare ones of a round.
+    run.change_config(schedule={"preset": "rollpacker", "groups_per_batch": 1, "spare_groups": 0})
+    assert lost in judge(run.folder).problems
+    run.change_config(schedule={"groups_per_batch": 2})
+    assert lost not in judge(run.folder).problems
+    run.change_config(schedule={"on_stale": "pace"})
+    assert lost in judge(run.folder).problems
+    dropped = {"dropped_groups": {"straggler_timeout": 1}, "totals": {}}
+    lines = (json.dumps({"train_step": step, "mesh": dropped}) + "\n" for step in range(1, STEPS + 1))
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    assert lost not in judge(run.folder).problems
+
+
+def test_a_step_that_the_metrics_repeat_is_found(run: Any) -> None:
+    mesh = {"dropped_groups": {}, "totals": {}}
+    lines = (json.dumps({"train_step": step, "mesh": mesh}) + "\n" for step in (1, 2, 2, 3, 4, 5, 6))
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    assert the_problem(run) == "metrics.jsonl has the steps [1, 2, 2, 3, 4, 5, 6]"
+
+
+@pytest.mark.parametrize("at", [40, 400, -200, -2])
+def test_a_byte_that_is_flipped_in_a_batch_file_is_found(run: Any, at: int) -> None:
+    flip(run.folder / "checkpoints" / "batches" / "00000004.pb", at)
+    problems = judge(run.folder).problems
+    assert any(problem.startswith("batches/00000004.pb: ") for problem in problems)
+    assert "train step 6 is committed; there is no sound batch file of steps [4]" in problems
+
+
+@pytest.mark.parametrize("delete_state", [False, True])
+def test_a_lost_newest_state_is_found(run: Any, delete_state: bool) -> None:
+    state = run.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}"
+    if delete_state:
+        shutil.rmtree(state)
+    else:
+        flip(state / "COMMITTED", 100)
+    problems = judge(run.folder).problems
+    assert "train step 5 is committed, but a policy of step 6 was announced" in problems
+    assert any(problem.startswith(f"trainer state {state.name}: ") for problem in problems) is not delete_state
+
+
+def test_a_damaged_policy_is_found_where_tokens_name_it_and_a_pruned_one_is_not(run: Any) -> None:
+    for step in range(1, STEPS + 1):
+        batch = run.store.read_batch(step)
+        (run.folder / "checkpoints" / "batches" / f"{step:08d}.pb").unlink()
+        run.store.write_batch(batch, Cursor(), {version: version for version in range(STEPS)})
+    folder = run.folder / "checkpoints" / "policies" / "00000003-s3"
+    flip(folder / "model.safetensors", -5)
+    assert the_problem(run).startswith("policy version 3, which trained tokens name: 00000003-s3: model.safetensors")
+    shutil.rmtree(folder)
+    assert judge(run.folder).sound
+
+
+def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
+    run.change_config(schedule={"max_staleness": 1})
+    (problem,) = judge(run.folder).problems
+    assert problem.startswith("8 trajectories are older than 1 steps, or of no known version: e0-4.1, ")
+
+
+@pytest.mark.parametrize("change", [{"preset": "kimi"}, {"on_stale": "mask_old_segments"}])
+def test_a_run_that_masks_old_tokens_may_train_groups_with_some(run: Any, change: dict[str, str]) -> None:
+    run.change_config(schedule={"max_staleness": 1, **change})
+    assert judge(run.folder).problems == ()
+
+
+@pytest.mark.parametrize(("off", "problem"), [(0, ""), (1, "counts 1 trained tokens")])
+def test_tokens_that_are_masked_are_not_among_the_trained_ones_of_a_state(run: Any, off: int, problem: str) -> None:
+    batches = [run.store.read_batch(step) for step in range(1, STEPS + 1)]
+    ages = [
+        (b.train_step - 1 - s.policy_version, len(s.token_ids))
+        for b in batches
+        for group in b.groups
+        for t in group.trajectories
+        for s in t.segments
+        if s.source is SegmentSource.POLICY
+    ]
+    trained = sum(tokens for age, tokens in ages if age <= 1)
+    assert 1 < trained < sum(tokens for _, tokens in ages)
+    groups = sum(len(b.groups) for b in batches)
+    progress = {"trained_groups_by_length_decile": [groups], "trained_token_total": off or trained}
+    shutil.rmtree(run.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}")
+    tensors = {"weight": torch.zeros(2)}
+    run.store.save_state(session="z", train_step=STEPS, rollback_count=0, tensors=tensors, extra={"progress": progress})
+    run.change_config(schedule={"max_staleness": 1, "on_stale": "mask_old_segments"})
+    problems = judge(run.folder).problems
+    assert (problem in problems[0]) if problem else not problems
+
+
+PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "two rounds of dars": ({"planner": "dars"}, True),
+    "dars of four at most": ({"planner": "dars", "planner_options": {"most_members": 4}}, False),
+    "a quorum": ({"planner": "quorum", "planner_options": {"share": 0.5}}, False),
+    "spare members": ({"planner": "spare", "planner_options": {"factor": 2}}, True),
+    "a planner of a user's code": ({"planner": "mine:planner"}, True),
+    "one round": ({}, False),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_group_has_as_many_members_as_its_planner_launches(run: Any, planner: str) -> None:
+    """The fifth of four members."""
+    section, is_sound = PLANNERS[planner]
+
+    def rename(trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, trajectory_id=f"{trajectory.group_id}.4", member_index=4)
+
+    run.replace_batch(4, with_member(rename))
+    run.change_config(schedule={"group_size": 4}, curriculum=section)
+    problems = judge(run.folder).problems
+    assert any("has members other than 0 to" in problem for problem in problems) is not is_sound
+
+
+def test_a_sampler_may_draw_a_prompt_again(run: Any) -> None:
+    def repeat(group: Group) -> Group:
+        prompt = run.store.read_batch(3).groups[0].trajectories[0].prompt
+        return dataclasses.replace(
+            group, trajectories=tuple(dataclasses.replace(t, prompt=prompt) for t in group.trajectories)
+        )
+
+    run.replace_batch(4, with_group(0, repeat))
+    assert any("1 prompt(s) were trained more than once" in problem for problem in judge(run.folder).problems)
+    run.change_config(data={"source": {"puzzles": 64}}, curriculum={"sampler": "frontier"})
+    assert not any("prompt(s)" in problem for problem in judge(run.folder).problems)
+
+
+@pytest.mark.parametrize("off", [2e-3, float("nan")])
+def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
+    def change(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        logprobs = segment.behavior_logprobs.copy()
+        logprobs[2] += off
+        return dataclasses.replace(segment, behavior_logprobs=logprobs)
+
+    run.replace_batch(4, with_segments(change))
+    assert the_problem(run).startswith("policy version 3: a log-probability is ")
+
+
+def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:
+    def rename(segment: Segment) -> Segment:
+        return dataclasses.replace(segment, policy_version=4, kv_min_version=4)
+
+    run.replace_batch(6, with_segments(rename))
+    assert the_problem(run).startswith("policy version 4: a log-probability is ")
+
+
+def test_a_run_of_which_nothing_can_be_scored_is_not_sound(run: Any) -> None:
+    def change(segment: Segment) -> Segment:
+        return dataclasses.replace(segment, kv_min_version=-1) if segment.source is SegmentSource.POLICY else segment
+
+    for step in range(1, STEPS + 1):
+        run.replace_batch(
+            step,
+            lambda b: dataclasses.replace(
+                b,
+                groups=tuple(
+                    dataclasses.replace(
+                        g,
+                        trajectories=tuple(
+                            dataclasses.replace(t, segments=tuple(map(change, t.segments))) for t in g.trajectories
+                        ),
+                    )
+                    for g in b.groups
+                ),
+            ),
+        )
+    assert the_problem(run) == "0 of 0 sampled tokens could be scored"
+
+
+def test_the_judge_imports_nothing_of_rollmesh() -> None:
+    names = "m for m in sys.modules if m.startswith(('rollmesh', 'tests.chaos.'))"
+    code = f"import tests.chaos.judge, sys; print([{names}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    mine = {f"tests.chaos.judge{part}" for part in ("", ".files", ".full_weights", ".trained_groups", ".scores")}
+    assert set(json.loads(done.stdout.replace("'", '"'))) == mine
+
+
+@pytest.mark.parametrize(("rate", "sound"), [(1e-3, True), (1.1e-3, False)])
+@pytest.mark.parametrize(("advantage", "most_stale"), [("grpo", None), ("dr_grpo", None), ("grpo", 0)])
+def test_weights_that_are_not_those_of_the_recorded_settings_are_found(
+    run: Any, rate: float, sound: bool, advantage: str, most_stale: int | None
+) -> None:
+    store, versions = run.store, {version: version for version in range(STEPS)}
+    root = run.folder / "checkpoints"
+    config = TrainerConfig.model_validate(
+        {"train_steps": STEPS, "learning_rate": rate, "device": "cpu", "algorithm": {"advantage": advantage}}
+    )
+    trainer = PolicyTrainer.from_folder(root / "policies" / "00000004-s4", config, max_token_staleness=most_stale)
+    trainer.train_step = 4
+    tensors, extra = trainer.state_tensors(), trainer.state_extra()
+    store.save_state(session="a", train_step=4, rollback_count=0, tensors=tensors, extra=extra)
+    batch, settings = store.read_batch(5), trainer.settings(5)
+    trainer.train(batch, versions, settings)
+    shutil.rmtree(root / "policies" / "00000005-s5")
+    canary = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]
+    store.publish(session="a", policy_version=5, train_step=5, parent=4, write=trainer.export, canary=canary)
+    (root / "batches" / "00000005.pb").unlink()
+    store.write_batch(batch, Cursor(), versions, settings.model_copy(update={"learning_rate": 1e-3}))
+    judgement = judge(run.folder)
+    assert judgement.replay_distance is not None
+    assert (judgement.replay_distance < 1e-3) is sound
+    assert any(problem.startswith("a replayed step is ") for problem in judgement.problems) is not sound

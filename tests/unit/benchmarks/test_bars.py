@@ -1,0 +1,79 @@
+"""A figure on the wrong side of its bar is named, and ``--check`` ends with status 1."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.frame import run_command
+from benchmarks.measure import Bar, Measure, at_least, at_most, compared, missed
+
+BARS = (at_least("ratio", 0.25), at_least("value", 1000.0))
+
+
+def lives(rate: float, bare: float) -> Measure:
+    return compared("lives", rate, "1/s", "bare stream", bare, BARS)
+
+
+@pytest.mark.parametrize(
+    ("bar", "value", "reached"),
+    [
+        (at_least("value", 2.5), 2.5, True),
+        (at_least("value", 2.5), 2.4999, False),
+        (at_most("value", 1.2), 1.2, True),
+        (at_most("value", 1.2), 1.2001, False),
+        (at_least("value", 2.5), float("nan"), False),
+        (at_most("value", 1.2), float("nan"), False),
+        (at_least("ratio", 0.0), 5.0, False),
+        (at_most("ratio", 1.0), 5.0, False),
+    ],
+)
+def test_a_bar_is_reached_by_what_equals_it_and_never_by_what_is_not_known(
+    bar: Bar, value: float, reached: bool
+) -> None:
+    assert bar.reached_by(Measure(name="m", value=value, unit="u")) is reached
+
+
+def test_each_missed_bar_is_named_with_what_was_measured() -> None:
+    assert missed([lives(4000.0, 16_000.0), Measure(name="without a bar", value=0.0, unit="u")]) == []
+    assert missed([lives(900.0, 36_000.0)]) == [
+        "lives: ratio 0.025, the bar is >= 0.25",
+        "lives: value 900, the bar is >= 1,000",
+    ]
+    assert missed([lives(2000.0, 0.0)]) == ["lives: ratio unknown, the bar is >= 0.25"]
+
+
+def test_a_measure_of_another_process_keeps_its_bars() -> None:
+    measure = lives(4000.0, 16_000.0)
+    assert Measure.from_line(measure.to_line()) == measure
+
+
+@pytest.mark.parametrize(("rate", "status"), [(4000.0, 0), (900.0, 1)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_only_with_check_does_a_missed_bar_end_the_command_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rate: float, status: int, as_json: bool
+) -> None:
+    def bench(*options: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bench", *options, *(["--json"] if as_json else [])])
+        with pytest.raises(SystemExit) as ended:
+            run_command(lambda: [lives(rate, 2000.0)], "bench", None)
+        return (ended.value.code, *capsys.readouterr())
+
+    assert bench()[0] == 0
+    code, out, error = bench("--check")
+    assert code == status
+    assert ("missed: lives: value 900, the bar is >= 1,000" in error) is bool(status)
+    if as_json:
+        assert set(json.loads(out)) == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
+    else:
+        assert ("MISSED" in out) is bool(status)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["trian"], 1), (["train", "--help"], 0)])
+def test_the_help_names_the_benches_and_the_options_of_one(words: list[str], status: int) -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("--check" in done.stdout) and ("sglang" in done.stdout) is (words[0] != "train")

@@ -1,0 +1,69 @@
+"""Rows of the comparison of real runs with the simulator, and the run files of its arms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import missed
+from benchmarks.processes import write_run_file
+from benchmarks.sim_check import ARMS, CELLS, Pair, measures_of, run, run_file, sides
+from rollmesh.errors import ConfigError
+
+CELL = CELLS[0]
+
+
+def pair(arm: str, seed: int, real: float, simulated: float) -> Pair:
+    return Pair(arm=arm, cell=CELL, seed=seed, real=real, simulated=simulated, strangers=0.0, load_average=float(seed))
+
+
+def test_the_median_of_the_ratios_counts_and_the_calibrated_arm_has_no_bar() -> None:
+    pairs = [pair("copris", 0, 1.0, 0.5), pair("copris", 1, 1.0, 1.1), pair("copris", 2, 2.0, 1.9)]
+    rows = {row.name: row for row in measures_of([*pairs, pair("sync", 0, 1.0, 3.0)])}
+    assert rows["copris, shared cores, no pace: median"].ratio == pytest.approx(0.95)
+    assert rows["copris, shared cores, no pace, seed 1"].ratio == pytest.approx(1.1)
+    assert not missed(rows.values())
+    assert len(rows) == 4 + 2
+
+
+def test_each_run_of_the_calibrating_arm_has_a_row_that_names_the_arms_it_is_for() -> None:
+    first, second = (
+        replace(pair("sync", 0, 1.0, 1.0), neighbours=names) for names in (("copris", "areal"), ("pipeline",))
+    )
+    assert [row.name for row in measures_of([first, second])] == [
+        "sync for copris and areal, shared cores, no pace, seed 0",
+        "sync for pipeline, shared cores, no pace, seed 0",
+        "sync, shared cores, no pace: median, calibrated on",
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.79, 1.21])
+def test_a_median_that_is_more_than_a_fifth_off_misses_its_bar(ratio: float) -> None:
+    assert missed(measures_of([pair("areal", 0, 1.0, ratio)]))
+
+
+@pytest.mark.parametrize("arm", ["sync", *ARMS])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_every_arm_has_a_run_file_that_is_read_back(tmp_path: Path, arm: str, cell) -> None:
+    config = write_run_file(tmp_path / "run.yaml", run_file(arm, cell, 3, 8, tmp_path / "run"))
+    assert (config.schedule.preset, config.seed, config.trainer.train_steps) == (arm, 3, 9)
+    assert (config.generator.pace is not None) == cell.is_paced
+    assert (config.generator.on_new_version == "keep_kv") == (arm == "pipeline")
+    assert (config.trainer.algorithm.loss == "decoupled_ppo") == (arm == "areal")
+
+
+@pytest.mark.parametrize(("arm", "reason"), [("nosuch", "known are .*copris"), ("sync", "calibrated")])
+def test_an_arm_that_cannot_be_predicted_is_refused_before_the_first_run(tmp_path: Path, arm: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--arm {arm}: .*{reason}"):
+        run(arm=["copris", arm], output=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_sides_share_all_cores_or_have_half_of_them_each() -> None:
+    shared, separate = (next(cell for cell in CELLS if cell.is_shared is flag) for flag in (True, False))
+    assert sides(shared, [0, 1, 5]) == ([0, 1, 5], [0, 1, 5])
+    assert sides(separate, [0, 1, 5]) == ([0], [1, 5])
+    with pytest.raises(ConfigError, match="needs 2"):
+        sides(separate, [0])
