@@ -14,8 +14,7 @@ import psutil
 from benchmarks.processes import TrainingRun
 from benchmarks.run_sampler import RunSampler, processes_of
 from rollmesh.errors import DataError
-from rollmesh.sim.recorded_times import announcements, load_seconds, trained_updates
-from rollmesh.sim.run_records import RunRecords
+from rollmesh.sim.run_records import RunRecords, announcements, load_seconds, trained_updates
 
 _SAMPLE_SECONDS = 0.5
 _ANSWER_SECONDS = 60.0

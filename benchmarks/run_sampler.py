@@ -14,7 +14,7 @@ import psutil
 
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.sim.core_shares import Samples, Strangers
+from rollmesh.sim.cores import Samples, Strangers
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork
 
 _STATE, _NICE = 0, 16

@@ -35,7 +35,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.sim.calibrated_mesh import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
+from rollmesh.sim.calibration import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
 from rollmesh.sim.run_records import RunRecords
 
 CALIBRATED_ON = "sync"

@@ -75,7 +75,7 @@ class RecommendationSetup:
     longest: int
     """Most tokens of a response."""
     model: str
-    """Name in ``sim.model_sizes``."""
+    """Name in ``sim.roofline.MODELS``."""
     devices: int = 1
     """Devices of a generator; the trainer has as many as all generators."""
     lengths: str

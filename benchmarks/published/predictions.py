@@ -21,9 +21,7 @@ from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.arms import parse_setup
 from rollmesh.sim.figures import Figures, figures
-from rollmesh.sim.gpus import find_gpu
-from rollmesh.sim.model_sizes import WEIGHT_BYTES, find_model, weight_count
-from rollmesh.sim.roofline import Efficiencies
+from rollmesh.sim.roofline import WEIGHT_BYTES, Efficiencies, find_gpu, find_model, weight_count
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
 

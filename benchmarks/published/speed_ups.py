@@ -49,7 +49,7 @@ class PublishedSetup:
     """Set-up of an experiment."""
 
     model: str
-    """Name in ``sim.model_sizes``."""
+    """Name in ``sim.roofline.MODELS``."""
     gpu: str | None
     """GPU that the source names; None if it names none."""
     groups_per_batch: int

@@ -94,7 +94,6 @@ def schema() -> None:
 
 
 def _prediction(config: RunConfig, settings: list[str]) -> str:
-    from rollmesh.sim.arms import parse_setup
-    from rollmesh.sim.prediction import prediction
+    from rollmesh.sim.arms import parse_setup, prediction
 
     return prediction(config, parse_setup(settings))

@@ -127,10 +127,10 @@ def _simulate(
     arms: Sequence[Arm], plots: Path | None, *, check: bool, as_json: bool, is_sweep: bool, with_cost: bool
 ) -> None:
     """Simulate each arm, draw the plots if there is a folder for them, and print the figures."""
-    from rollmesh.sim.figures_table import figures_tables
+    from rollmesh.sim.arms import simulate_at_cost
+    from rollmesh.sim.figures import figures_tables
     from rollmesh.sim.plotted_arms import make_plots_folder, plotted_arm, write_simulation_plots
     from rollmesh.sim.run_timeline import RunTimeline
-    from rollmesh.sim.simulation_cost import simulate_at_cost
 
     if plots is not None:
         make_plots_folder(plots)

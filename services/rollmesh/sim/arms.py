@@ -1,10 +1,14 @@
-"""Arms of a comparison: one simulation for each preset or value, all with the same work."""
+"""Arms of a comparison with all that they assume, the cost of simulating one, and the prediction for a run file."""
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,11 +18,57 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.companions import companion_settings
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.sim.assumptions import MEASURED, assumptions
-from rollmesh.sim.calibrated_mesh import Calibration
+from rollmesh.sim.calibration import Calibration
 from rollmesh.sim.failures import FailurePlan
-from rollmesh.sim.simulated_mesh import MeshSettings
-from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings
+from rollmesh.sim.figures import Figures, figures
+from rollmesh.sim.roofline import FORWARD_FLOPS, TRAIN_FLOPS, WEIGHT_BYTES, Efficiencies
+from rollmesh.sim.run_timeline import RunTimeline
+from rollmesh.sim.simulated_leader import LOOK_SECONDS
+from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
+from rollmesh.sim.simulated_worker import NOTICE_SECONDS
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings, model_name
+
+_OF_A_MODEL = ("gpu", "tensor_parallel", "trainer_devices", "colocated", "switch_seconds", "curve")
+_OF_TIMES = ("step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds", "reward_sigma")
+MEASURED = (*_OF_A_MODEL, "model", *_OF_TIMES, "reward_workers")
+"""Settings that a calibration on a run replaces."""
+
+
+def assumptions(
+    config: RunConfig, setup: SimulationSetup, settings: MeshSettings, calibrated_on: str = ""
+) -> dict[str, object]:
+    """Return settings and constants by name; with ``calibrated_on`` the measured times instead of those of devices."""
+    if not calibrated_on:
+        setup = setup.model_copy(update={"model": model_name(config, setup)})
+    assumed: dict[str, object] = setup.model_dump(exclude_none=True)
+    assumed |= {"prompt_tokens": settings.prompts.prompt_tokens, "prompts": settings.prompts.count}
+    assumed |= {"cache_tokens": settings.fleet.cache_tokens, "solve_rate": "uniform, not changed by training"}
+    assumed |= {"worker_notice_seconds": NOTICE_SECONDS, "leader_look_seconds": LOOK_SECONDS}
+    if calibrated_on:
+        kept = {name: value for name, value in assumed.items() if name not in MEASURED}
+        return {"calibrated_on": calibrated_on, **_measured(settings), **kept}
+    flops = {"forward_flops_per_weight": FORWARD_FLOPS, "train_flops_per_weight": TRAIN_FLOPS}
+    return assumed | {"weight_bytes": WEIGHT_BYTES} | asdict(Efficiencies()) | flops
+
+
+def _measured(settings: MeshSettings) -> Mapping[str, object]:
+    fleet, trainer = settings.fleet, settings.trainer
+    times = {
+        "decode_step_seconds": fleet.costs.base[0],
+        "seconds_per_sampled_token": fleet.costs.base[1] - fleet.costs.base[0],
+        "seconds_per_prefilled_token": fleet.costs.prefill_seconds_per_token,
+        "fetch_seconds": fleet.fetch_seconds,
+        "swap_seconds": fleet.swap_seconds,
+        "step_fixed_seconds": trainer.fixed_seconds,
+        "train_seconds_per_token": trainer.seconds_per_token,
+        "publish_seconds": trainer.publish_seconds(),
+        "reward_seconds": settings.rewards.median_seconds,
+    }
+    shared = "generators and trainer never slow each other"
+    if settings.cores is not None:
+        shared = f"{settings.cores.cores}, shared by {settings.cores.generators} generators and the trainer"
+    return {name: f"{value:.3g}" for name, value in times.items()} | {"cores": shared}
+
 
 _SCALE_SETTINGS = ("trainer_devices=1024", "reward_workers=4096")
 
@@ -157,3 +207,71 @@ def _distinct(option: str, values: str) -> list[str]:
     if twice := [value for value in dict.fromkeys(listed) if listed.count(value) > 1]:
         raise ConfigError(f"{option} {values}: {', '.join(twice)} is there twice; give it once")
     return listed
+
+
+_MOST_STEPS = 20
+
+
+def prediction(config: RunConfig, setup: SimulationSetup) -> str:
+    """Simulate the first train steps, at most 20, and return the figures with the settings that they assume.
+
+    Raises ConfigError as ``mesh_settings`` and the simulation do.
+    """
+    steps = min(config.trainer.train_steps, _MOST_STEPS)
+    trainer = config.trainer.model_copy(update={"train_steps": steps})
+    settings = mesh_settings(config.model_copy(update={"trainer": trainer}), setup)
+    found = figures(SimulatedMesh(settings).run(), settings.devices)
+    return (
+        f"simulated, {steps} train steps: {found.updates_per_second:.3g} updates/s, staleness "
+        f"{found.mean_staleness:.2f} (at most {max(found.staleness, default=0)}), the trainer waits "
+        f"{found.trainer_wait_share:.0%} of the time; assumed: "
+        f"{', '.join(f'{name}={value}' for name, value in assumptions(config, setup, settings).items())}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationCost:
+    """Time and memory of one simulation; they differ from one run to the next."""
+
+    processor_seconds: float
+    """Processor time; the simulator has one thread."""
+    peak_bytes: int
+    """Largest resident memory of the process so far."""
+    event_count: int
+    finished: int
+    """Finished trajectories."""
+
+    @property
+    def microseconds_per_trajectory(self) -> float:
+        """Processor time per finished trajectory."""
+        return 1e6 * self.processor_seconds / max(1, self.finished)
+
+    def document(self) -> dict[str, Any]:
+        """Return the cost for JSON."""
+        return {**asdict(self), "microseconds_per_trajectory": self.microseconds_per_trajectory}
+
+    def sentence(self) -> str:
+        """Return the cost in words."""
+        return (
+            f"simulated in {self.processor_seconds:.1f} s of one core and {self.peak_bytes / 1e9:.2f} GB: "
+            f"{self.event_count:,} events, {self.finished:,} finished trajectories, "
+            f"{self.microseconds_per_trajectory:.0f} microseconds each"
+        )
+
+
+def simulate_at_cost(
+    arm: Arm, *, check: bool = False, timeline: RunTimeline | None = None
+) -> tuple[Figures, SimulationCost]:
+    """Simulate one arm, and measure the simulation itself; ``timeline`` takes samples for plots."""
+    began = time.process_time()
+    run = SimulatedMesh(arm.settings, check=check, timeline=timeline).run()
+    seconds = time.process_time() - began
+    # Linux counts kibibytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    cost = SimulationCost(
+        processor_seconds=seconds,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        event_count=run.event_count,
+        finished=run.finished,
+    )
+    return figures(run, arm.settings.devices), cost

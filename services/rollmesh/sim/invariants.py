@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rollmesh.errors import RollmeshError
 from rollmesh.scheduling import AdmissionRule, OnStale, Schedule
 from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel
-from rollmesh.sim.queue_model.model_records import TERMINAL
+from rollmesh.sim.queue_model.records import TERMINAL
 from rollmesh.types import TrajectoryState
 
 

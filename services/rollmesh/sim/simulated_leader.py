@@ -1,4 +1,4 @@
-"""Leader of a simulated mesh: the decisions of ``decide``, applied in the order of ``rollout/leader.py``."""
+"""Leader of a simulated mesh: the decisions of ``decide`` and of rounds, as ``rollout/`` applies them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
+from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, WasteReason
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
@@ -17,12 +18,57 @@ from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, we
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
-from rollmesh.sim.prompts import SimulatedPrompts
-from rollmesh.sim.queue_model import QueueModel
+from rollmesh.sim.prompts import SimulatedDraws, SimulatedPrompts
+from rollmesh.sim.queue_model import ModelGroup, ModelMember, QueueModel
 from rollmesh.sim.simulated_calls import SimulatedTrajectory
-from rollmesh.sim.simulated_draws import SimulatedDraws
-from rollmesh.sim.simulated_rounds import decide_rounds
 from rollmesh.sim.simulated_worker import SimulatedWorker
+from rollmesh.types import TrajectoryState
+
+_MOST_GROUPS = 512
+"""Groups that one look decides on, the oldest first."""
+
+
+def decide_rounds(queue: QueueModel, schedule: Schedule, rules: RoundRules) -> bool:
+    """Extend or close the undecided groups; returns True if there were any.
+
+    Raises DataError for a planner or a group shaper that fails.
+    """
+    groups = queue.oldest_undecided(_MOST_GROUPS)
+    for group in groups:
+        outcome = _outcome(group, queue.trained_step, schedule.longest_trajectory_tokens)
+        decision = rules.decide(outcome, queue.history.records)
+        if (extension := decision.extension) is not None:
+            plan = rules.encode_plan(extension)
+            queue.extend_group(group.group_id, outcome.round, extension.needed, extension.launched, plan)
+        elif (closing := decision.closing) is not None:
+            queue.close_group(group.group_id, outcome.round, closing.shaped_rewards, closing.kept_tokens)
+    return bool(groups)
+
+
+def _outcome(group: ModelGroup, train_step: int, longest: int) -> GroupOutcome:
+    scored = [m for m in group.members if m.state is TrajectoryState.SCORED]
+    return GroupOutcome(
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        domain=group.domain,
+        train_step=train_step,
+        round=len(group.rounds) - 1,
+        launched=len(group.members),
+        members=tuple(_member(group, member, longest) for member in scored),
+    )
+
+
+def _member(group: ModelGroup, member: ModelMember, longest: int) -> MemberOutcome:
+    reward = member.reward or 0.0
+    return MemberOutcome(
+        member_index=member.number,
+        round=group.round_of(member),
+        outcome=reward,
+        shaped_reward=reward,
+        token_count=member.tokens,
+        truncated=member.tokens >= longest,
+    )
+
 
 LOOK_SECONDS = 0.05
 """Least virtual time between two decisions; the leader of the mesh decides at most ten times a second."""

@@ -13,22 +13,18 @@ from rollmesh.curriculum.sampler_protocol import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule
-from rollmesh.sim.core_shares import CoreShares
+from rollmesh.sim.cores import CoreShares, SimulatedCores
 from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
 from rollmesh.sim.failures import FailurePlan, Failures
 from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
 from rollmesh.sim.invariants import Invariants
-from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.prompts import SimulatedDraws, SimulatedPrompts
 from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_timeline import RunTimeline
-from rollmesh.sim.simulated_cores import SimulatedCores
-from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_leader import SimulatedLeader
-from rollmesh.sim.simulated_trainer import SimulatedTrainer
+from rollmesh.sim.simulated_trainer import SimulatedTrainer, TrainerModel, UpdateRecord
 from rollmesh.sim.simulated_worker import SimulatedWorker
-from rollmesh.sim.trainer_model import TrainerModel
-from rollmesh.sim.update_record import UpdateRecord
 from rollmesh.types import PolicyRecord
 
 _LONGEST_WAIT_SECONDS = 30 * 86400.0

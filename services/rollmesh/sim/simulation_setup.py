@@ -23,18 +23,22 @@ from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts
 from rollmesh.sim.event_clock import MOST_EVENTS
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.fleet import FleetSettings
-from rollmesh.sim.gpus import find_gpu
-from rollmesh.sim.length_names import NAMED, parse_lengths
-from rollmesh.sim.length_trace import by_group, read_trace, trace_of_run
-from rollmesh.sim.lengths import LengthModel
-from rollmesh.sim.model_sizes import ALIASES, MODELS, WEIGHT_BYTES, find_model, weight_count
-from rollmesh.sim.prompts import SimulatedPrompts
+from rollmesh.sim.length_trace import TracedLengths, by_group, read_trace, trace_of_run
+from rollmesh.sim.lengths import NAMED, LengthModel, parse_lengths
+from rollmesh.sim.prompts import DomainRows, SimulatedDomain, SimulatedPrompts, parse_domains
 from rollmesh.sim.reward_model import RewardModel, SolveModel
-from rollmesh.sim.roofline import Efficiencies, Roofline
-from rollmesh.sim.simulated_domains import DomainRows, SimulatedDomain, parse_domains
+from rollmesh.sim.roofline import (
+    ALIASES,
+    MODELS,
+    WEIGHT_BYTES,
+    Efficiencies,
+    Roofline,
+    find_gpu,
+    find_model,
+    weight_count,
+)
 from rollmesh.sim.simulated_mesh import MeshSettings
-from rollmesh.sim.traced_lengths import TracedLengths
-from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.sim.simulated_trainer import TrainerModel
 from rollmesh.worker.routing import Placement
 
 DEFAULT_RUN = Path(__file__).parent / "default_run.yaml"

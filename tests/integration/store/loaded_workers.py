@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import ResumeOrder
-from rollmesh.sim.queue_model.model_places import length_bucket
+from rollmesh.sim.queue_model.records import length_bucket
 from rollmesh.store import (
     Append,
     Finish,

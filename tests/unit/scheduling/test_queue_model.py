@@ -9,7 +9,7 @@ import pytest
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Desired, RunLimits
 from rollmesh.sim.queue_model import GroupState, QueueModel, Save
-from rollmesh.sim.queue_model.model_records import ScoredSet
+from rollmesh.sim.queue_model.records import ScoredSet
 from rollmesh.types import ForkStatus, WriteStatus
 
 

@@ -15,7 +15,7 @@ from rollmesh.sim.lengths import LengthModel, Lognormal
 from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
-from rollmesh.sim.trainer_model import TrainerModel
+from rollmesh.sim.simulated_trainer import TrainerModel
 from rollmesh.worker.routing import Placement
 
 SLOTS = 8

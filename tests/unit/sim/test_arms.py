@@ -11,8 +11,7 @@ from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.arms import arms_of, parse_setup
-from rollmesh.sim.figures import Figures
-from rollmesh.sim.figures_table import figures_tables
+from rollmesh.sim.figures import Figures, figures_tables
 from rollmesh.sim.simulation_setup import DEFAULT_RUN
 
 FIGURES = Figures(

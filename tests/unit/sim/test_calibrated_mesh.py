@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.calibrated_mesh import updates_per_second
-from rollmesh.sim.core_shares import CoreShares, Strangers
+from rollmesh.sim.calibration import updates_per_second
+from rollmesh.sim.cores import CoreShares, Strangers
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 
 from .meshes import mesh_settings

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.core_shares import CoreShares, Strangers, fair_level
+from rollmesh.sim.cores import CoreShares, Strangers, fair_level
 
 TOGETHER = CoreShares(cores=2, is_shared=True, generators=2, generator_demand=1.0, service_demand=0.0)
 APART = replace(TOGETHER, is_shared=False)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.length_names import NAMED, QuantileLine, parse_lengths
-from rollmesh.sim.lengths import LengthModel, Lognormal, Pareto
+from rollmesh.sim.lengths import NAMED, LengthModel, Lognormal, Pareto, QuantileLine, parse_lengths
 
 
 def model(marginal, share=0.5, cap=10**6, **more):

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.gpus import find_gpu
-from rollmesh.sim.model_sizes import MODELS, find_model, kv_bytes_per_token, multiplied_weight_count, weight_count
-from rollmesh.sim.roofline import Efficiencies, Roofline
+from rollmesh.sim.roofline import (
+    MODELS,
+    Efficiencies,
+    Roofline,
+    find_gpu,
+    find_model,
+    kv_bytes_per_token,
+    multiplied_weight_count,
+    weight_count,
+)
 
 PEAK = Efficiencies(memory=1.0, compute=1.0, step_seconds=0.0, cache_share=1.0)
 

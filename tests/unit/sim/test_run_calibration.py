@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import DataError
-from rollmesh.sim.core_shares import Strangers
-from rollmesh.sim.run_calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
+from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
+from rollmesh.sim.cores import Strangers
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
-from rollmesh.sim.update_record import update_record
+from rollmesh.sim.simulated_trainer import update_record
 
 PROMPTS = 100
 """Tokens of the prompts of a batch."""

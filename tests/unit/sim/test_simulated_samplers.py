@@ -13,9 +13,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.prompt_history import domain_record
 from rollmesh.rollout.sampler_binding import BoundSampler
 from rollmesh.sim.arms import arms_of
+from rollmesh.sim.prompts import DomainRows, SimulatedDraws, parse_domains
 from rollmesh.sim.queue_model import QueueModel
-from rollmesh.sim.simulated_domains import DomainRows, parse_domains
-from rollmesh.sim.simulated_draws import SimulatedDraws
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 
 from .meshes import mesh_settings

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.length_trace import TracedTrajectory, by_group
+from rollmesh.sim.length_trace import TracedLengths, TracedTrajectory, by_group
 from rollmesh.sim.simulated_calls import SimulatedTurn
-from rollmesh.sim.traced_lengths import TracedLengths
 
 from .meshes import assert_conserved, mesh_settings, run
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.trainer_model import PartsAhead, TrainerModel
+from rollmesh.sim.simulated_trainer import PartsAhead, TrainerModel
 
 MODEL = TrainerModel(
     fixed_seconds=2.0,

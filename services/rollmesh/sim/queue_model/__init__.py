@@ -6,8 +6,8 @@ scripts do. It models one server that loses nothing: nonces, dead letters' paylo
 of generators and the recovery of a restored server are the store's alone.
 """
 
-from rollmesh.sim.queue_model.model_queue import QueueModel
-from rollmesh.sim.queue_model.model_records import (
+from rollmesh.sim.queue_model.queue import QueueModel
+from rollmesh.sim.queue_model.records import (
     DroppedGroup,
     GroupState,
     HeldSaves,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from rollmesh.mesh import Desired, DropReason, RunLimits, WasteReason
-from rollmesh.sim.queue_model.model_history import ModelHistory
-from rollmesh.sim.queue_model.model_listed import ListedGroups
-from rollmesh.sim.queue_model.model_places import length_bucket, resume_place, start_place
-from rollmesh.sim.queue_model.model_records import (
+from rollmesh.sim.queue_model.history import ModelHistory, ModelTimes
+from rollmesh.sim.queue_model.listed_groups import ListedGroups
+from rollmesh.sim.queue_model.records import (
     ENDED_WITHOUT_SCORE,
     MOST_MEMBERS_AT_ONCE,
     TERMINAL,
@@ -18,8 +17,10 @@ from rollmesh.sim.queue_model.model_records import (
     ModelGroup,
     ModelMember,
     ScoredSet,
+    length_bucket,
+    resume_place,
+    start_place,
 )
-from rollmesh.sim.queue_model.model_times import ModelTimes
 from rollmesh.types import TrajectoryState
 
 _WAITING = (TrajectoryState.PENDING, TrajectoryState.PARTIAL, TrajectoryState.RESTING)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.errors import SessionLost
-from rollmesh.sim.queue_model.model_places import length_bucket
-from rollmesh.sim.queue_model.model_records import HeldSaves, ModelMember, Save, ScoredSet
-from rollmesh.sim.queue_model.model_state import QueueState
+from rollmesh.sim.queue_model.records import HeldSaves, ModelMember, Save, ScoredSet, length_bucket
+from rollmesh.sim.queue_model.state import QueueState
 from rollmesh.types import ForkStatus, TrajectoryState, WriteStatus
 
 BYTES_PER_TOKEN = 8

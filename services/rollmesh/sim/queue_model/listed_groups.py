@@ -8,7 +8,7 @@ from collections import Counter
 from heapq import nsmallest
 
 from rollmesh.mesh import GroupView
-from rollmesh.sim.queue_model.model_records import GroupState, ModelGroup
+from rollmesh.sim.queue_model.records import GroupState, ModelGroup
 
 
 class GroupOrder:
