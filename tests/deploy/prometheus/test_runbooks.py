@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from pathlib import Path
 
 import click
 import pytest
@@ -17,39 +16,44 @@ from rollmesh.store.queue_types import WASTE_REASONS
 
 from .rule_files import ROOT, RUNBOOKS, alerts, code_blocks, unknown_series
 
-FILES = sorted(RUNBOOKS.glob("*.md"))
-SECTIONS = ["What it means", "What to look at", "What to do", "When to ignore it"]
+PAGES = sorted(RUNBOOKS.glob("*.md"))
+SECTIONS = {
+    name: (page, text)
+    for page in PAGES
+    for name, text in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+}
 SHELL = ("rollmesh ", "grep ", "tail ", "redis-cli ", "kubectl ", "df ", "du ", "ls ")
-by_name = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+by_name = pytest.mark.parametrize("name", sorted(SECTIONS))
 
 
 def test_alerts_and_runbooks_belong_to_each_other() -> None:
-    assert {file.stem for file in FILES} == set(alerts())
+    assert set(SECTIONS) == set(alerts())
 
 
 @by_name
-def test_a_runbook_has_all_its_parts(file: Path) -> None:
-    text = file.read_text()
-    assert text.startswith(f"# {file.stem}\n")
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
-    assert f"Severity: {alerts()[file.stem]['labels']['severity']}." in text
+def test_a_runbook_has_all_its_parts(name: str) -> None:
+    page, text = SECTIONS[name]
+    assert text.startswith(f"\n{alerts()[name]['labels']['severity'].capitalize()}. ")
+    assert re.findall(r"^\*\*([\w ]+)\.\*\*", text, re.MULTILINE) == ["Look at", "Do", "Ignore"]
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert (file.parent / target.partition("#")[0]).exists(), target
+        file, _, anchor = target.partition("#")
+        assert (page.parent / file).exists(), target
+        assert not anchor or f"\n## {anchor}\n" in (page.parent / file if file else page).read_text().lower(), target
 
 
 @by_name
-def test_queries_in_a_runbook_can_be_asked(file: Path) -> None:
-    queries = [line for line in lines(file) if not line.startswith(SHELL)]
-    assert queries or "rollmesh" in file.read_text()
+def test_queries_in_a_runbook_can_be_asked(name: str) -> None:
+    queries = [line for line in lines(name) if not line.startswith(SHELL)]
+    assert queries or "rollmesh" in SECTIONS[name][1]
     for query in queries:
         assert not unknown_series(query), query
         assert query.count('run="RUN"') == query.count('namespace="NAMESPACE",run="RUN"'), "of one namespace"
 
 
 @by_name
-def test_commands_in_a_runbook_exist(file: Path) -> None:
-    text = file.read_text()
-    shell = [line for line in lines(file) if line.startswith("rollmesh ")]
+def test_commands_in_a_runbook_exist(name: str) -> None:
+    text = SECTIONS[name][1]
+    shell = [line for line in lines(name) if line.startswith("rollmesh ")]
     for command in shell + re.findall(r"`(rollmesh [^`]+)`", text):
         assert known_command(command.split()[1:]), command
     for pattern in re.findall(r"grep (?:-\w+ )?'?([a-z_|]{4,})'? ", text):
@@ -66,7 +70,7 @@ def test_the_reasons_in_the_goodput_runbook_are_counted_as_such() -> None:
         for sample in family.samples
         if sample.name == "rollmesh_rollout_trajectories_dropped_total"
     ]
-    text = (RUNBOOKS / "GoodputLow.md").read_text()
+    text = SECTIONS["GoodputLow"][1]
     named = [
         name for words in re.findall(r"^\* (`[^:]+):", text, re.MULTILINE) for name in re.findall("`(.*?)`", words)
     ]
@@ -78,12 +82,10 @@ def test_the_reasons_in_the_goodput_runbook_are_counted_as_such() -> None:
         assert any(fnmatch.fnmatch(reason, name) for name in explained), f"the runbook does not explain {reason}"
 
 
-def lines(file: Path) -> list[str]:
-    """Every line of the code blocks, without comments."""
-    text = file.read_text()
-    return [
-        part for block in code_blocks(text) for line in block.splitlines() if (part := line.split("  #")[0].strip())
-    ]
+def lines(name: str) -> list[str]:
+    """Every line of the code blocks of a runbook, without comments."""
+    blocks = code_blocks(SECTIONS[name][1])
+    return [part for block in blocks for line in block.splitlines() if (part := line.split("  #")[0].strip())]
 
 
 def known_command(words: list[str]) -> bool:
