@@ -13,10 +13,10 @@ from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetri
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.runtime.admin_http import CertificateCollector
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.service_host import CertificateCollector
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics

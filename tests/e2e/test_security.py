@@ -22,9 +22,8 @@ from rollmesh.config.security import SecurityConfig
 from rollmesh.config.store import StoreConfig, StoreTlsConfig
 from rollmesh.errors import RewardUnavailable, RollmeshError, StoreUnavailable
 from rollmesh.runtime.addresses import free_port
-from rollmesh.runtime.bearer_tokens import MISSING_TOKEN, WRONG_TOKEN
-from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity
+from rollmesh.runtime.endpoints import AdminClient, Endpoint, read_endpoints
+from rollmesh.runtime.port_security import MISSING_TOKEN, OPEN, WRONG_TOKEN, PortSecurity
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import FinishReason, GenerationCall, GeneratorRecord, Prompt, SamplingParams, Trajectory
 from rollmesh.wire.generation_client import GenerationClient

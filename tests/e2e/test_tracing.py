@@ -15,7 +15,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
+from rollmesh.runtime.spans import TraceContext, traceparent_of, traceparent_of_step
 from rollmesh.types import Batch, Trajectory
 
 from .conftest import ENDLESS, WAIT_SECONDS

@@ -10,13 +10,12 @@ from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.runtime.addresses import bind_host
-from rollmesh.runtime.api_app import api_app
+from rollmesh.runtime.api_app import api_app, token_check
+from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
-from rollmesh.runtime.token_check import token_check
 from rollmesh.scheduling import run_limits
 from rollmesh.store.service_store import open_service_store
 from rollmesh.text import Tokenizer

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from rollmesh.agents.drain import Drain
 from rollmesh.agents.openai_errors import OpenAiError, invalid, shortened, unavailable
 from rollmesh.errors import Conflict, DataError, RollmeshError, StoreError
-from rollmesh.runtime.api_errors import ApiError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.request_guard import ApiError
 from rollmesh.runtime.tasks import cancel_and_wait
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from rollmesh.agents.openai_http import OpenAiRoute, unless_disconnected
 from rollmesh.agents.posted_rewards import check_repeated
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.runtime.token_check import Check
+from rollmesh.runtime.api_app import Check
 
 PREFIX = "/v1"
 _POLL_SECONDS = 1.0

@@ -11,7 +11,7 @@ from rollmesh.checkpoints.sealing import run_secret
 from rollmesh.config import RunConfig
 from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.health import Waits
 
 
 def open_checkpoints(config: RunConfig, waits: Waits | None = None) -> CheckpointStore:

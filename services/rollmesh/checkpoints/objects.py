@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, TypeVar
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_file, sync_folder
 from rollmesh.checkpoints.object_errors import refusal, store_error
 from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.tasks import Backoff
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rollmesh.checkpoints import policies
 from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
-from rollmesh.runtime.file_lock import lock_file
+from rollmesh.runtime.locks import lock_file
 
 _IN_USE_SECONDS = 600.0
 _LOCKS = ".pulls"

@@ -23,7 +23,7 @@ from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console
-from rollmesh.runtime.imports import many_imports
+from rollmesh.runtime.lifecycle import many_imports
 from rollmesh.store import TrajectoryStore
 from rollmesh.user_code import search_beside
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from rollmesh.runtime.imports import many_imports, own_process
+from rollmesh.runtime.lifecycle import many_imports, own_process
 
 with many_imports():
     import typer

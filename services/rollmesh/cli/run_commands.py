@@ -36,9 +36,8 @@ from rollmesh.report.formats import domain_scores, plus_minus
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
-from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.port_security import AdminClient, PortSecurity
-from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.endpoints import AdminClient, Endpoint, ServiceStates, read_endpoints
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import WASTE_TOTALS, StoreCounts

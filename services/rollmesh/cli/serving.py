@@ -17,8 +17,7 @@ from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
-from rollmesh.runtime.log_capture import capture_foreign_logs
-from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.logging import capture_foreign_logs, configure_logging
 from rollmesh.runtime.tracing import recorded_traces
 from rollmesh.user_code import record_code_folder
 

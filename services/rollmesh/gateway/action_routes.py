@@ -13,9 +13,9 @@ from rollmesh.errors import ConfigError, Conflict
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.items import Done, ScaleRequest
 from rollmesh.gateway.read_routes import PREFIX, TrajectoryId, error_responses
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.api_app import Check
 from rollmesh.runtime.capacity import check_capacity
-from rollmesh.runtime.token_check import Check
+from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 
 Version = Annotated[int, Path(description="Policy version.", ge=0, le=2**53)]

@@ -16,12 +16,10 @@ from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
 from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
-from rollmesh.runtime.api_app import api_app
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.api_app import Check, api_app, no_check, token_check
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.public_http import accepted_hosts
-from rollmesh.runtime.request_guard import RequestMetrics
-from rollmesh.runtime.token_check import Check, no_check, token_check
+from rollmesh.runtime.http_server import accepted_hosts
+from rollmesh.runtime.request_guard import NotFound, RequestMetrics
 from rollmesh.store import TrajectoryStore
 
 EVENTS = (SnapshotEvent, TickEvent, EndEvent)

@@ -17,7 +17,7 @@ from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.gateway.batch_rows import BatchRow, rows_of
-from rollmesh.runtime.api_errors import Busy
+from rollmesh.runtime.request_guard import Busy
 from rollmesh.types import Group
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.batch_rows import batch_page
 from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
 from rollmesh.gateway.token_runs import Pieces
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.request_guard import NotFound
 
 
 class BatchLists:

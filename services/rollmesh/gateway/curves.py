@@ -10,9 +10,8 @@ import numpy as np
 
 from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.gateway.thinning import Curve
-from rollmesh.runtime.api_errors import BadRequest
-from rollmesh.runtime.pace import Pace
-from rollmesh.step_metrics import curves, lookup, number
+from rollmesh.runtime.request_guard import BadRequest
+from rollmesh.step_metrics import Pace, curves, lookup, number
 
 _LIVE = {
     "tokens_per_second": "tokens/s",

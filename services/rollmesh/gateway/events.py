@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
-from rollmesh.runtime.api_errors import Busy
+from rollmesh.runtime.request_guard import Busy
 
 _KEPT_TICKS = 16
 _KEEP_ALIVE_SECONDS = 15.0

@@ -9,14 +9,13 @@ from rollmesh.gateway.app import build_app
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.runtime.addresses import bind_host
-from rollmesh.runtime.launcher_lock import started_by_launcher
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates
+from rollmesh.runtime.http_server import public_server
 from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.locks import started_by_launcher
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.port_security import AdminClient
-from rollmesh.runtime.public_http import public_server
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
-from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.store.service_store import open_service_store
 
 _RETRY_SECONDS = 3.0

@@ -22,14 +22,12 @@ from rollmesh.gateway.rate_window import RateWindow
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
 from rollmesh.gateway.timeline_file import TimelineFile
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
-from rollmesh.runtime.api_errors import Busy
-from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.health import Health
-from rollmesh.runtime.json_lines import JsonLinesTail
+from rollmesh.runtime.endpoints import ServiceStates, read_endpoints
+from rollmesh.runtime.growing_files import JsonLinesTail
+from rollmesh.runtime.health import Health, waits_text
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.service_states import ServiceStates
-from rollmesh.runtime.waits import waits_text
+from rollmesh.runtime.request_guard import Busy
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import TrajectoryMark

@@ -12,7 +12,7 @@ from rollmesh.errors import DataError
 from rollmesh.gateway.batch_rows import preview_of, shown_ends
 from rollmesh.gateway.models.items import QueueOrder, TrajectoryPage, TrajectorySummary
 from rollmesh.gateway.token_runs import Pieces
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import SORTED, TrajectoryMark
 from rollmesh.store.response_ends import ResponseEnds

@@ -24,7 +24,7 @@ from rollmesh.gateway.models.items import (
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
 from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_reads import RunReads
-from rollmesh.runtime.token_check import Check
+from rollmesh.runtime.api_app import Check
 from rollmesh.store.inspection import CURSOR_PATTERN
 
 PREFIX = "/api/v1"

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from rollmesh.gateway.models.process_views import LogTail, ProcessList, ProcessView
-from rollmesh.runtime.api_errors import NotFound
-from rollmesh.runtime.launcher_lock import launcher_process
-from rollmesh.runtime.log_tail import tail_lines
+from rollmesh.runtime.growing_files import tail_lines
+from rollmesh.runtime.locks import launcher_process
+from rollmesh.runtime.request_guard import NotFound
 
 _LEAST_SECONDS = 2.0
 """Time between two reads of the process tree, so that many clients cost as much as one."""

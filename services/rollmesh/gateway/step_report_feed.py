@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.gateway.curves import Curves
-from rollmesh.runtime.json_lines import JsonLinesTail
+from rollmesh.runtime.growing_files import JsonLinesTail
 from rollmesh.store import TrajectoryStore
 
 _REPORTS_PER_LOOK = 500

@@ -9,7 +9,7 @@ from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.models.items import TrajectoryDetail
 from rollmesh.gateway.token_runs import Pieces
 from rollmesh.gateway.trajectory_details import archived_detail, trajectory_detail
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import InspectedTrajectory
 from rollmesh.types import Trajectory, TrajectoryState

@@ -33,8 +33,7 @@ from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger, note_policy_version
-from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.tasks import BackgroundTasks
+from rollmesh.runtime.tasks import BackgroundTasks, Backoff
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling.next_policy import ReloadRules, next_policy
 from rollmesh.store.policy_registry import PolicyRegistry

@@ -8,8 +8,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.runtime.growing_files import tail_lines
 from rollmesh.runtime.lifecycle import FAILURE_EVENT
-from rollmesh.runtime.log_tail import tail_lines
 
 _TAIL_LINES = 15
 _CONSOLE_FAILURE = re.compile(rf"\b{FAILURE_EVENT}\b.* error=(\w+)")

@@ -22,7 +22,7 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.supervisor import ServiceProcess, ServiceSpec
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import Shutdown, log_failure
-from rollmesh.runtime.log_capture import log_crash
+from rollmesh.runtime.logging import log_crash
 
 Serve = Callable[[RunConfig, int, Shutdown], Awaitable[None]]
 

@@ -27,10 +27,9 @@ from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason
 from rollmesh.rollout.refused_policies import refused_by_all
-from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
-from rollmesh.runtime.port_security import AdminClient, PortSecurity
-from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store.service_store import begin_run

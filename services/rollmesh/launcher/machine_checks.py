@@ -15,7 +15,7 @@ import psutil
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_hints import model_memory
-from rollmesh.runtime.control_groups import available_memory
+from rollmesh.runtime.capacity import available_memory
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

@@ -21,8 +21,8 @@ from rollmesh.launcher.reward_notes import RewardNotes
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.formats import duration
-from rollmesh.runtime.json_lines import JsonLinesTail
-from rollmesh.runtime.pace import Pace
+from rollmesh.runtime.growing_files import JsonLinesTail
+from rollmesh.step_metrics import Pace
 
 TRAINING = "the last train step"
 """Event that the launcher waits for during training."""

@@ -11,8 +11,8 @@ from functools import partial
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.service_store import START_SECONDS

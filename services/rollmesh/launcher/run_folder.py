@@ -34,8 +34,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import differences, refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
-from rollmesh.runtime.file_lock import lock_file
-from rollmesh.runtime.launcher_lock import LOCK_FILE, launcher_process, lock_holder, lock_text
+from rollmesh.runtime.locks import LOCK_FILE, launcher_process, lock_file, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 from rollmesh.user_code import record_code_folder
 

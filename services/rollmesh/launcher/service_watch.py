@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from rollmesh.launcher.supervisor import Supervisor
-from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.endpoints import ServiceStates
+from rollmesh.runtime.health import Waits, waits_text
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.runtime.waits import Waits, waits_text
 
 _POLL_SECONDS = 1.0
 _NUMBER = re.compile(r"\d+")

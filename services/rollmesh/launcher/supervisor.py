@@ -22,7 +22,7 @@ from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import Backoff
 
 _BACKOFF = Backoff(first_seconds=0.5, longest_seconds=30.0)
 _LIMIT_WINDOW_SECONDS = 600.0

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmesh.file_writes import writing
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import MeshView
-from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.port_security import AdminClient
+from rollmesh.runtime.endpoints import AdminClient, Endpoint, read_endpoints
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 

@@ -23,7 +23,7 @@ from rollmesh.report.audit_result import (
 )
 from rollmesh.report.ledger_counts import Trained
 from rollmesh.report.published import PublishedPolicies
-from rollmesh.runtime.imports import many_imports
+from rollmesh.runtime.lifecycle import many_imports
 from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from rollmesh.reward.messages import LARGEST_REPLY_BYTES, PROBE, SCORE, FrameBuf
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.template_process import TemplateLost, TemplateProcess
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait
 
 _PROBE_SECONDS = 30.0
 _TEMPLATE_ATTEMPTS = 5

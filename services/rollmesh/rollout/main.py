@@ -18,14 +18,13 @@ from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.runtime.addresses import instance_name
-from rollmesh.runtime.health import Health
+from rollmesh.runtime.health import Health, Waits
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
-from rollmesh.runtime.waits import Waits
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.service_store import open_service_store

@@ -1,23 +1,26 @@
-"""FastAPI application of an HTTP API: routes, error bodies, OpenAPI document with its page, and the request guard."""
+"""FastAPI application of an HTTP API: routes, error bodies, token, OpenAPI document with its page, request guard."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import unquote
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from jinja2 import ChainableUndefined, Environment, PackageLoader
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rollmesh
 from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, StoreError
-from rollmesh.runtime.api_errors import ApiError, Unauthorized, error_body
-from rollmesh.runtime.docs_page import docs_page
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.plain_paths import PlainPaths
-from rollmesh.runtime.request_guard import RequestGuard, RequestMetrics
+from rollmesh.runtime.request_guard import ApiError, RequestGuard, RequestMetrics, Unauthorized, error_body
 
 
 def api_app(
@@ -150,3 +153,69 @@ def _describe(app: FastAPI, error_schema: str, further_models: Sequence[type[Bas
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+Check = Callable[..., Awaitable[None]]
+
+_SCHEME = HTTPBearer(
+    scheme_name="token", description="The run's gateway token: `rollmesh status` prints it.", auto_error=False
+)
+
+
+def token_check(token: str) -> Check:
+    """Return a dependency that raises Unauthorized unless the request carries this token."""
+    expected = token.encode()
+
+    async def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(_SCHEME)]) -> None:
+        # compare_digest on bytes: a header may hold any character, and the comparison takes constant time.
+        if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
+            raise Unauthorized(
+                "the token is missing" if given is None else "the token is invalid",
+                field="Authorization",
+                hint="send 'Authorization: Bearer TOKEN'; rollmesh status RUN_FOLDER prints the token",
+            )
+
+    return check
+
+
+async def no_check() -> None:
+    """Allow every read; the dependency of reads without a token."""
+
+
+def docs_page(document: Mapping[str, Any]) -> str:
+    """Return HTML with every operation and every schema."""
+    environment = Environment(
+        loader=PackageLoader("rollmesh.runtime"),
+        autoescape=True,
+        undefined=ChainableUndefined,  # most parts of an OpenAPI document are optional
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("docs_page.html.j2").render(document)
+
+
+_SLASHES = re.compile("/{2,}")
+
+
+class PlainPaths:
+    """ASGI middleware that serves ``//v1/models`` and ``/v1/models/`` as ``/v1/models``."""
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        """Set up the middleware; it drops trailing slashes only below ``prefix``."""
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            # The path as sent: an encoded slash belongs to a parameter.
+            sent = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+            plain = plain_path(sent, self._prefix)
+            if plain != sent:
+                scope["path"], scope["raw_path"] = unquote(plain), plain.encode("latin-1")
+        await self._app(scope, receive, send)
+
+
+def plain_path(path: str, prefix: str) -> str:
+    """Return a path without doubled slashes, and below ``prefix`` without one at the end."""
+    plain = _SLASHES.sub("/", path)
+    return plain.rstrip("/") if plain.startswith(f"{prefix}/") else plain

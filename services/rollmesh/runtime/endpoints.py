@@ -1,19 +1,24 @@
-"""Addresses of the services of a local run: one small JSON file per process in the run folder.
+"""Addresses of the services of a run, one small JSON file per process in its folder, and questions to their ports.
 
 The folder ``scrape/`` contains the same for Prometheus (file_sd): ``files: [<run folder>/scrape/*.json]``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
+import httpx
 import psutil
+
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +94,83 @@ def read_endpoints(run_folder: Path, service: str | None = None, *, starting: bo
             if psutil.pid_exists(endpoint.pid) and service in (None, endpoint.service):
                 found.append(endpoint)
     return found
+
+
+class AdminClient:
+    """HTTP client of the services' admin ports (``/metrics``, ``/readyz``, ...) with this process's identity."""
+
+    def __init__(self, security: PortSecurity = OPEN, timeout_seconds: float = 2.0) -> None:
+        self._security = security
+        self._timeout_seconds = timeout_seconds
+        self._state: object = None
+        self._client: httpx.AsyncClient | None = None
+        self._retired: list[httpx.AsyncClient] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in (*self._retired, *([] if self._client is None else [self._client])):
+            await client.aclose()
+
+    async def get(self, address: str, path: str) -> httpx.Response:
+        """Send GET ``path`` to the admin port at host:port. Raises httpx.HTTPError."""
+        client = await self._current()
+        security = self._security
+        headers = {} if security.sent_token is None else {"Authorization": f"Bearer {security.sent_token}"}
+        extensions: dict[str, Any] = {} if security.tls is None else {"sni_hostname": security.tls.server_name}
+        return await client.get(f"{security.scheme}://{address}{path}", headers=headers, extensions=extensions)
+
+    async def _current(self) -> httpx.AsyncClient:
+        """Return the connection pool; creates a new one after a rotation of the certificates."""
+        tls, state = self._security.tls, self._security.channel_state()
+        if self._client is not None and state is self._state:
+            return self._client
+        # The previous pool may have requests in progress; those of older pools have timed out.
+        done, self._retired = self._retired, [] if self._client is None else [self._client]
+        verify = tls.client_context() if tls is not None else False
+        new = self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
+        self._state = state
+        for client in done:
+            await client.aclose()
+        return new
+
+
+class ServiceStates:
+    """Ready services of a run folder, and the waits of all of them, as their ``/readyz`` tells."""
+
+    def __init__(self, folder: Path, client: AdminClient) -> None:
+        self._folder = folder
+        self._client = client
+        self.ready: Sequence[str] = ()
+        """Ready services, ``service-index``."""
+        self.waits: Mapping[str, str] = {}
+        """What each service waits for, by ``service-index``."""
+
+    async def read(self) -> None:
+        """Ask every service once."""
+        endpoints = await asyncio.to_thread(read_endpoints, self._folder, starting=True)
+        answers = await asyncio.gather(*(self._answer(endpoint) for endpoint in endpoints))
+        states = {f"{each.service}-{each.index}": answer for each, answer in zip(endpoints, answers, strict=True)}
+        self.ready = [name for name, (ready, _) in states.items() if ready]
+        self.waits = {name: wait for name, (_, wait) in states.items() if wait}
+
+    async def _answer(self, endpoint: Endpoint) -> tuple[bool, str]:
+        try:
+            answer = await self._client.get(endpoint.admin, "/readyz")
+            return answer.is_success, str(answer.json()["waits"])
+        except httpx.ConnectError as error:
+            return False, f"its admin port cannot be reached from here: {_cause(error)}"
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return False, ""  # a service that ends, or is too busy to answer
+
+
+def _cause(error: BaseException) -> str:
+    """Return the error of the operating system below an error of the client, which has a text of its own."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.strerror:
+            return found.strerror
+        inner = found.exceptions[0] if isinstance(found, BaseExceptionGroup) else None
+        found = inner or found.__cause__ or found.__context__
+    return str(error)

@@ -20,8 +20,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 import rollmesh
 from rollmesh.runtime.logging import LineLimit, get_logger
-from rollmesh.runtime.spans import MOST_LINKS, Attribute, Kind, Span
-from rollmesh.runtime.tracecontext import TraceContext
+from rollmesh.runtime.spans import MOST_LINKS, Attribute, Kind, Span, TraceContext
 
 _QUEUE_SPANS = 8192
 """Maximum number of spans that wait for the collector; while it is unreachable, older spans are dropped."""

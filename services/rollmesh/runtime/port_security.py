@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
-from typing import Any, Self
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
 import grpc.aio
-import httpx
 
 from rollmesh.config.security import SecurityConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.bearer_tokens import Tokens
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.tls import TlsFiles
+from rollmesh.runtime.tls import Stamp, TlsFiles, stamp_of
+
+_CHECK_INTERVAL_SECONDS = 1.0
+"""Minimum time between two checks of a token file."""
+MISSING_TOKEN = "security: the call carries no bearer token"
+WRONG_TOKEN = "security: this service does not accept the bearer token"
 
 
 class PortSecurity:
@@ -90,46 +97,6 @@ OPEN = PortSecurity()
 """Port security without certificates and tokens."""
 
 
-class AdminClient:
-    """HTTP client of the services' admin ports (``/metrics``, ``/readyz``, ...) with this process's identity."""
-
-    def __init__(self, security: PortSecurity = OPEN, timeout_seconds: float = 2.0) -> None:
-        self._security = security
-        self._timeout_seconds = timeout_seconds
-        self._state: object = None
-        self._client: httpx.AsyncClient | None = None
-        self._retired: list[httpx.AsyncClient] = []
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for client in (*self._retired, *([] if self._client is None else [self._client])):
-            await client.aclose()
-
-    async def get(self, address: str, path: str) -> httpx.Response:
-        """Send GET ``path`` to the admin port at host:port. Raises httpx.HTTPError."""
-        client = await self._current()
-        security = self._security
-        headers = {} if security.sent_token is None else {"Authorization": f"Bearer {security.sent_token}"}
-        extensions: dict[str, Any] = {} if security.tls is None else {"sni_hostname": security.tls.server_name}
-        return await client.get(f"{security.scheme}://{address}{path}", headers=headers, extensions=extensions)
-
-    async def _current(self) -> httpx.AsyncClient:
-        """Return the connection pool; creates a new one after a rotation of the certificates."""
-        tls, state = self._security.tls, self._security.channel_state()
-        if self._client is not None and state is self._state:
-            return self._client
-        # The previous pool may have requests in progress; those of older pools have timed out.
-        done, self._retired = self._retired, [] if self._client is None else [self._client]
-        verify = tls.client_context() if tls is not None else False
-        new = self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
-        self._state = state
-        for client in done:
-            await client.aclose()
-        return new
-
-
 def is_loopback(address: str) -> bool:
     """Tell whether host:port is reachable from this machine only."""
     host = address.rpartition(":")[0].strip("[]")
@@ -137,3 +104,64 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class Tokens:
+    """Tokens from the run file, or from a file that is read again when it changes."""
+
+    def __init__(self, tokens: Sequence[str], file: Path | None = None) -> None:
+        self._tokens = tuple(tokens)
+        self._file = file
+        self._stamp: Stamp | None = None
+        self._next_check = 0.0
+        self.clock: Callable[[], float] = time.monotonic
+        if file is not None:
+            self._tokens = self._read(file)
+
+    @classmethod
+    def from_config(cls, config: SecurityConfig) -> Self | None:
+        """Return the configured tokens, None without any; raises ConfigError for an invalid token file."""
+        if config.token_file is not None:
+            return cls((), Path(config.token_file))
+        return cls((config.token.get_secret_value().strip(),)) if config.token is not None else None
+
+    @property
+    def sent(self) -> str:
+        """Token that clients of this process send."""
+        self._refresh()
+        return self._tokens[0]
+
+    def refusal(self, authorization: str) -> str:
+        """Return the reason to reject an ``Authorization`` value; empty when it is accepted.
+
+        The comparison takes the same time for every token.
+        """
+        self._refresh()
+        if not authorization:
+            return MISSING_TOKEN
+        given = authorization.encode()
+        accepted = [hmac.compare_digest(given, f"Bearer {token}".encode()) for token in self._tokens]
+        return "" if any(accepted) else WRONG_TOKEN
+
+    def _refresh(self) -> None:
+        if self._file is None or self.clock() < self._next_check:
+            return
+        self._next_check = self.clock() + _CHECK_INTERVAL_SECONDS
+        try:
+            if stamp_of(self._file) != self._stamp:
+                self._tokens = self._read(self._file)
+                get_logger("security").info("tokens_read_again", file=str(self._file), accepted=len(self._tokens))
+        except (OSError, ConfigError) as error:
+            # Keep the old tokens: a file that is being replaced must not reject every client.
+            get_logger("security").error("token_file_not_read", file=str(self._file), message=str(error))
+
+    def _read(self, file: Path) -> tuple[str, ...]:
+        try:
+            stamp = stamp_of(file)
+            tokens = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"security.token_file={file}: cannot be read: {error}") from error
+        if not tokens:
+            raise ConfigError(f"security.token_file={file}: contains no token; write one token per line")
+        self._stamp = stamp
+        return tokens

@@ -1,4 +1,4 @@
-"""Middleware in front of every route: host names, body sizes, security headers and request metrics."""
+"""Errors of an HTTP API, and the middleware before its routes: host names, body sizes, headers, request metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,58 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollmesh.runtime.api_errors import ApiError, BadRequest, Busy, error_body
+from rollmesh.errors import RollmeshError
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
+
+
+class ApiError(RollmeshError):
+    """Error with an HTTP status; ``field`` and ``hint`` go into the response."""
+
+    status = 500
+
+    def __init__(self, message: str, *, field: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.hint = hint
+
+
+class BadRequest(ApiError):
+    """A parameter or the body is invalid."""
+
+    status = 400
+
+
+class Unauthorized(ApiError):
+    """The token is missing or invalid."""
+
+    status = 401
+
+
+class NotFound(ApiError):
+    """The requested object does not exist in the run."""
+
+    status = 404
+
+
+class Busy(ApiError):
+    """Too many clients, or the data is not available yet; a later retry may succeed."""
+
+    status = 503
+
+
+def error_body(path: str, status: int, error: str, field: str | None, hint: str | None) -> dict[str, Any]:
+    """Return the JSON of an error: an ``ErrorBody``, or OpenAI's format for paths below ``/v1``."""
+    if not path.startswith("/v1/"):
+        return {"error": error, "field": field, "hint": hint}
+    message = f"{error}; {hint}" if hint else error
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -1,11 +1,14 @@
-"""Background tasks, and the end of tasks."""
+"""Background tasks, retries with back-off, and the end of tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
+import math
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 
 class BackgroundTasks:
@@ -64,3 +67,45 @@ def raise_first_error(results: Iterable[object]) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
+
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+_MOST_DOUBLINGS = 60
+"""Maximum number of doublings; an outage of days would otherwise exceed the range of a float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Delays between attempts: doubled after every failure, up to a limit."""
+
+    first_seconds: float
+    longest_seconds: float = math.inf
+    jitter: float = 0.0
+    """Largest relative deviation of a delay; it spreads the retries of clients that fail together."""
+
+    def seconds(self, failure_count: int) -> float:
+        """Return the delay after ``failure_count`` failures, at least one."""
+        doubled = self.first_seconds * 2.0 ** min(failure_count - 1, _MOST_DOUBLINGS)
+        delay = min(doubled, self.longest_seconds)
+        return delay * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else delay
+
+
+async def retry(
+    action: Callable[[], Awaitable[T]],
+    error_type: type[E],
+    backoff: Backoff,
+    wait: Callable[[E, float], Awaitable[None]],
+) -> T:
+    """Return the result of ``action``, retried after every ``error_type``.
+
+    ``wait`` receives the error and the delay. It returns at the time of the next attempt, or raises to end the retries.
+    """
+    failure_count = 0
+    while True:
+        try:
+            return await action()
+        except error_type as error:
+            failure_count += 1
+            await wait(error, backoff.seconds(failure_count))

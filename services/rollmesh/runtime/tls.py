@@ -13,7 +13,6 @@ import grpc
 
 from rollmesh.config.security import TlsConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.file_stamp import Stamp, stamp_of
 from rollmesh.runtime.logging import get_logger
 
 _CHECK_INTERVAL_SECONDS = 1.0
@@ -242,3 +241,16 @@ def _stamp(field: str, file: Path) -> Stamp:
 def no_passphrase() -> str:
     """Raise ValueError when OpenSSL requires a passphrase, instead of a prompt at the terminal."""
     raise ValueError("the key is protected by a passphrase")
+
+
+Stamp = tuple[int, int, int]
+
+
+def stamp_of(file: Path) -> Stamp:
+    """Return (inode, size, mtime), which changes when the file is replaced or resized; raises OSError if it is missing.
+
+    The time alone is not sufficient, because many file systems store it in steps of some milliseconds. Only a write in
+    place that keeps the size depends on the time.
+    """
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

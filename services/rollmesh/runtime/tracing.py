@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING
 
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.spans import MOST_LINKS, NOTHING, Attribute, Kind, Span
-from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of_step
+from rollmesh.runtime.spans import (
+    MOST_LINKS,
+    NOTHING,
+    Attribute,
+    Kind,
+    Span,
+    TraceContext,
+    is_sampled,
+    traceparent_of_step,
+)
 
 if TYPE_CHECKING:
     from rollmesh.runtime.otel import OtelRecorder

@@ -29,7 +29,7 @@ import psutil
 from rollmesh.errors import StoreUnavailable
 from rollmesh.file_writes import write_text
 from rollmesh.runtime.addresses import free_port
-from rollmesh.runtime.file_lock import lock_file
+from rollmesh.runtime.locks import lock_file
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
 

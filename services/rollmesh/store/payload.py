@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.errors import DataError
-from rollmesh.runtime.tracecontext import traceparent_of
+from rollmesh.runtime.spans import traceparent_of
 from rollmesh.segments import keep_tokens
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.v1 import trajectory_pb2 as pb

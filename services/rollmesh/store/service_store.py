@@ -9,9 +9,8 @@ from rollmesh.errors import StoreUnavailable, Unfinished
 from rollmesh.mesh import RunLimits
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.runtime.service_host import ServiceHost
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.store.scripts import cannot_write
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.store.trajectory_store import TrajectoryStore

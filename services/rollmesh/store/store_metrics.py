@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
-from rollmesh.runtime.waits import Waits
 
 _BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
 _OPERATION = "Redis"

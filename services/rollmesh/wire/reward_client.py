@@ -14,11 +14,10 @@ import grpc.aio
 from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.port_security import OPEN, PortSecurity
-from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.tasks import BackgroundTasks
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.tasks import BackgroundTasks, Backoff
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
-from rollmesh.runtime.waits import Waits
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 from rollmesh.wire.generation_client import GenerationClient

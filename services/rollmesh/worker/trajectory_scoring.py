@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rollmesh.config.reward import RewardConfig
 from rollmesh.curriculum.shapers.overlong import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff, retry
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.tasks import Backoff, retry
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.worker_metrics import WorkerMetrics

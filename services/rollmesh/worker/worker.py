@@ -17,8 +17,7 @@ from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavaila
 from rollmesh.mesh import Desired
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff
-from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait, cancelled_awaits_as_errors
+from rollmesh.runtime.tasks import BackgroundTasks, Backoff, cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rollmesh.errors import SessionLost, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff, retry
+from rollmesh.runtime.tasks import Backoff, retry
 from rollmesh.store.worker_sessions import Sessions
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.worker_metrics import TrajectoryMetrics

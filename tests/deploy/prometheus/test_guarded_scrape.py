@@ -17,10 +17,10 @@ import yaml
 
 from rollmesh.config.security import SecurityConfig
 from rollmesh.runtime.addresses import free_port
-from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.service_host import admin_server
 
 from ...kit.certificates import Authority, Certificate
 from .conftest import tool

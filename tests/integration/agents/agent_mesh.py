@@ -30,8 +30,8 @@ from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve as serve_generator
 from rollmesh.rollout.main import serve as serve_rollout
-from rollmesh.runtime.admin_http import http_server, listen
 from rollmesh.runtime.health import Health
+from rollmesh.runtime.http_server import http_server, listen
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.scheduling import run_limits

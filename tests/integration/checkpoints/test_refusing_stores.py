@@ -14,7 +14,7 @@ import pytest
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.health import Waits
 
 from ...kit.certificates import Authority
 from .conftest import Bucket

@@ -10,8 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from rollmesh.runtime.admin_http import http_server
-from rollmesh.runtime.public_http import listen_with_timeout
+from rollmesh.runtime.http_server import http_server, listen_with_timeout
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system cannot tell deaf clients")

@@ -15,12 +15,11 @@ _PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from rollmesh.launcher.service_watch import ServiceWatch
-from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.service_host import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import AdminClient
-from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 
 async def main(folder):
     noted = asyncio.Event()

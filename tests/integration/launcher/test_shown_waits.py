@@ -19,7 +19,7 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.rollout.evaluation.pinned_generator import Pin
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.health import Waits
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request

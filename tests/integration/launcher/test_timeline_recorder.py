@@ -10,8 +10,8 @@ from threading import Thread
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
-from rollmesh.runtime.endpoints import published_endpoint
-from rollmesh.runtime.port_security import AdminClient, PortSecurity
+from rollmesh.runtime.endpoints import AdminClient, published_endpoint
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling import run_limits
 
 from .test_launcher_outages import config

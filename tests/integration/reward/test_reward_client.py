@@ -14,8 +14,8 @@ import pytest
 
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import create_server
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.waits import Waits
 from rollmesh.types import OutcomeKind
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs

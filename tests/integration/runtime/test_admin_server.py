@@ -3,9 +3,10 @@ import socket
 import httpx
 import pytest
 
-from rollmesh.runtime.admin_http import admin_server, listen
 from rollmesh.runtime.health import Health
+from rollmesh.runtime.http_server import listen
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.service_host import admin_server
 
 
 async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -> None:

@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from rollmesh.config.security import SecurityConfig
-from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.runtime.service_host import admin_server
 from rollmesh.runtime.tls import TlsFiles
 
 from ...kit.certificates import Authority, Certificate

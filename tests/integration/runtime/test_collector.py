@@ -12,7 +12,7 @@ import pytest
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import configure_logging
-from rollmesh.runtime.tracecontext import traceparent_of
+from rollmesh.runtime.spans import traceparent_of
 from rollmesh.runtime.tracing import recorded_traces
 
 otel = pytest.importorskip("rollmesh.runtime.otel")

@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import FastAPI, Request
 
-from rollmesh.runtime.admin_http import http_server, listen
+from rollmesh.runtime.http_server import http_server, listen
 
 LINES = 2_000
 """Header lines that a client sends at most, 20 ms apart: thirteen times the time that it has."""

@@ -7,10 +7,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.addresses import free_port
-from rollmesh.runtime.bearer_tokens import Tokens
-from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
-from rollmesh.runtime.grpc_requests import RequestInterceptor
-from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.grpc import HealthReporter, RequestInterceptor, call_metadata, create_channel, create_server
+from rollmesh.runtime.port_security import PortSecurity, Tokens
 from rollmesh.v1 import reward_service_pb2, reward_service_pb2_grpc
 
 

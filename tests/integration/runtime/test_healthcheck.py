@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rollmesh.config.security import SecurityConfig
-from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.healthcheck import check, main
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.service_host import admin_server
 
 from ...kit.certificates import Authority
 

@@ -6,9 +6,9 @@ import asyncio
 
 import httpx
 
-from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.service_host import admin_server
 
 _CLIENTS_KEEP_SECONDS = httpx.Limits().keepalive_expiry
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rollmesh.runtime.imports import many_imports
+from rollmesh.runtime.lifecycle import many_imports
 
 CYCLE_AT_THE_END = """
 import sys
-from rollmesh.runtime.imports import own_process
+from rollmesh.runtime.lifecycle import own_process
 
 class Cycle:
     def __init__(self):

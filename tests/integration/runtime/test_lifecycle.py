@@ -105,11 +105,10 @@ CRASHING = """
 import asyncio, logging, threading, warnings
 import httpx
 from rollmesh.config.telemetry import TelemetryConfig
-from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.service_host import admin_server
 from rollmesh.runtime.lifecycle import run_service
-from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.logging import capture_foreign_logs, configure_logging
 from rollmesh.runtime.metrics import Metrics
 
 configure_logging(TelemetryConfig(), service="reward-0", run="demo")

@@ -18,12 +18,12 @@ import uvloop
 
 from rollmesh.config.security import SecurityConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.admin_http import admin_server
-from rollmesh.runtime.bearer_tokens import MISSING_TOKEN, WRONG_TOKEN, Tokens
+from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity, is_loopback
+from rollmesh.runtime.port_security import MISSING_TOKEN, OPEN, WRONG_TOKEN, PortSecurity, Tokens, is_loopback
+from rollmesh.runtime.service_host import admin_server
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from rollmesh.config import load_run_config
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
-from rollmesh.runtime.waits import Waits
+from rollmesh.runtime.health import Waits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 from rollmesh.store.store_metrics import StoreCallWaits

@@ -9,8 +9,8 @@ import pytest
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import RunLimits
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.waits import Waits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 

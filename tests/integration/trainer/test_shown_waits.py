@@ -14,10 +14,9 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.launcher.service_watch import ServiceWatch
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import AdminClient
-from rollmesh.runtime.service_states import ServiceStates
 from rollmesh.store import EmbeddedServer
 
 from ..checkpoints.conftest import Bucket

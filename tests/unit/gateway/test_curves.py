@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.models.live import EvaluationView
-from rollmesh.runtime.api_errors import BadRequest
+from rollmesh.runtime.request_guard import BadRequest
 
 
 def report(step: int, **changes: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, TimelineDelta
-from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.request_guard import Busy
 
 from .samples import overview
 

@@ -17,8 +17,8 @@ from rollmesh.gateway.models.process_views import ProcessView
 from rollmesh.gateway.run_processes import RunProcesses, service_of
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import service_specs
-from rollmesh.runtime.api_errors import NotFound
-from rollmesh.runtime.launcher_lock import LOCK_FILE, lock_text
+from rollmesh.runtime.locks import LOCK_FILE, lock_text
+from rollmesh.runtime.request_guard import NotFound
 
 DEADLINE_SECONDS = 300.0
 _BUSY = """

@@ -23,7 +23,7 @@ from rollmesh.generator.reload_turn import ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import Backoff
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.store.policy_registry import PolicyOutlook
 from rollmesh.types import PolicyRecord

@@ -2,8 +2,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.launcher.service_watch import ServiceWatch
-from rollmesh.runtime.port_security import AdminClient
-from rollmesh.runtime.service_states import ServiceStates
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 
 
 def notes(folder: Path, *polls: Mapping[str, str]) -> list[str]:

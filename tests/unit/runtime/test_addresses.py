@@ -9,9 +9,9 @@ import pytest
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import advertised, bind_host, instance_name
-from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.service_host import admin_server
 
 
 def run_with(**network: Any) -> RunConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.control_groups import available_memory, cpu_quota
+from rollmesh.runtime.capacity import available_memory, cpu_quota
 
 GIB = 1 << 30
 V2 = "31 23 0:28 / {fs} ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw,nsdelegate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rollmesh.runtime.json_lines import JsonLinesTail
+from rollmesh.runtime.growing_files import JsonLinesTail
 
 
 def _lines(*steps: int, note: str = "") -> bytes:

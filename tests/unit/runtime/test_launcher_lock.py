@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.launcher_lock import LOCK_FILE, lock_holder, lock_text, started_by_launcher
+from rollmesh.runtime.locks import LOCK_FILE, lock_holder, lock_text, started_by_launcher
 
 
 def test_the_holder_is_read_back_from_what_it_writes(tmp_path: Path) -> None:

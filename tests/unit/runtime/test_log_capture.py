@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rollmesh.runtime.log_capture import _LibraryLogHandler
+from rollmesh.runtime.logging import _LibraryLogHandler
 
 
 def test_equal_lines_of_a_library_share_one_a_second(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.runtime import logging as logs
-from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
+from rollmesh.runtime.spans import TraceContext, traceparent_of, traceparent_of_step
 
 
 @pytest.fixture

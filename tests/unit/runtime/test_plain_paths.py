@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from rollmesh.runtime.plain_paths import PlainPaths
+from rollmesh.runtime.api_app import PlainPaths
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.errors import Conflict, StoreUnavailable
-from rollmesh.runtime.retry import Backoff, retry
+from rollmesh.runtime.tasks import Backoff, retry
 
 
 def test_delays_double_up_to_the_limit_also_after_days_of_failures():

@@ -9,8 +9,7 @@ import pytest
 
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.spans import MOST_LINKS, NOTHING
-from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step
+from rollmesh.runtime.spans import MOST_LINKS, NOTHING, TraceContext, is_sampled, traceparent_of, traceparent_of_step
 from rollmesh.runtime.tracing import Tracer, recorded_traces, tracer
 
 otel = pytest.importorskip("rollmesh.runtime.otel")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rollmesh.errors import EngineError
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.waits import Waits
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import (
     ANY_VERSION,

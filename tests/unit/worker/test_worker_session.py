@@ -10,7 +10,7 @@ from rollmesh.errors import SessionLost, StoreUnavailable
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import Backoff
 from rollmesh.store.queue_types import ReRegistered
 from rollmesh.worker import worker_session
 from rollmesh.worker.worker_session import WorkerSession

@@ -32,7 +32,7 @@ from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import recorded_overview
-from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.request_guard import NotFound
 
 
 class RecordedReads:

@@ -20,13 +20,12 @@ from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
 from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.view.recorded_reads import RecordedReads
-from rollmesh.runtime.api_app import api_app
+from rollmesh.runtime.api_app import api_app, no_check, token_check
+from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
-from rollmesh.runtime.public_http import accepted_hosts, public_server
 from rollmesh.runtime.request_guard import RequestMetrics
-from rollmesh.runtime.token_check import no_check, token_check
 
 _HOST = "127.0.0.1"
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"

@@ -20,9 +20,9 @@ from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailab
 from rollmesh.rollout.evaluation.pinned_generator import Pin
 from rollmesh.rollout.prompt_opening import check_content
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
-from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource

@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator
 
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.rollout.refused_policies import refused_by_all
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.worker.generator_pool import GeneratorPool

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
-from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import Backoff
 from rollmesh.tasks.verifiers.extraction import last_match, last_number, number_text
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 

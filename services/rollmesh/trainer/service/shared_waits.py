@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.runtime.waits import Waits
 from rollmesh.store import TrajectoryStore
 
 _POLL_SECONDS = 1.0

@@ -20,8 +20,7 @@ from rollmesh.prompt_history import PromptOutcome
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff, retry
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog

@@ -15,7 +15,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.retry import Backoff, retry
+from rollmesh.runtime.tasks import Backoff, retry
 from rollmesh.trainer.records.trainer_metrics import IO_ERROR, TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 

@@ -11,7 +11,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import Backoff
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 from rollmesh.trainer.service.write_retry import Retry

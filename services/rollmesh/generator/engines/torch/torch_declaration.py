@@ -9,7 +9,7 @@ from rollmesh.errors import UnsupportedModel
 from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import Engine, EngineDeclaration
 from rollmesh.generator.engines.torch.architecture import read_architecture
-from rollmesh.runtime.imports import many_imports
+from rollmesh.runtime.lifecycle import many_imports
 
 
 def _build(config: RunConfig, _index: int) -> Engine:

@@ -1,13 +1,17 @@
-"""Holder of the lock of a run folder: the launcher's process id and host, in the file ``lock``."""
+"""Locks of files between processes, and the lock of a run folder with its holder."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
+
+from rollmesh.errors import ConfigError
 
 LOCK_FILE = "lock"
 
@@ -64,3 +68,20 @@ def started_by_launcher(folder: Path) -> bool:
     if holder is None or not holder.is_here:
         return False
     return holder.pid in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
+
+
+def lock_file(file: IO[str], *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; return False if another process holds it, or ``wait`` for that one.
+
+    Raises ConfigError if its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{Path(file.name).parent}: its file system has no locks ({error.strerror}); use a folder on a local disk, "
+            "or mount this one with locks (NFS: version 4, or lockd; Lustre: -o flock)"
+        ) from error
+    return True

@@ -1,4 +1,4 @@
-"""Reader of a growing JSON-lines file that another process writes."""
+"""Files that another process appends to: JSON lines, and logs."""
 
 from __future__ import annotations
 
@@ -82,3 +82,14 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+_TAIL_BYTES = 64 << 10
+
+
+def tail_lines(file: Path, since: int = 0) -> list[str]:
+    """Return the lines with text of the last 64 KiB; skip the first ``since`` bytes. Raises OSError like ``open``."""
+    with file.open("rb") as handle:
+        handle.seek(max(since, file.stat().st_size - _TAIL_BYTES))
+        text = handle.read().decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
