@@ -15,14 +15,11 @@ from typing import NoReturn
 from benchmarks.scale_answers import Answers
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.empty_chunks import empty_chunk_interval
-from rollmesh.generator.engines.backlog import Backlog, hold_seconds
-from rollmesh.generator.engines.call_checks import check_call
+from rollmesh.generator.engines.call_limits import Backlog, check_call, hold_seconds
 from rollmesh.generator.engines.engine_protocol import EngineStatus
-from rollmesh.generator.generation_service import GenerationService
+from rollmesh.generator.generation_service import GenerationService, empty_chunk_interval
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.registration import Registration
-from rollmesh.generator.serving_state import ServingState
+from rollmesh.generator.serving_state import Registration, ServingState
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health

@@ -10,7 +10,6 @@ from rollmesh.errors import EngineError
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.generator.engines.engine_protocol import EngineStatus
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
-from rollmesh.generator.serving_state import ServingState
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Waits
@@ -48,7 +47,7 @@ def service_metrics() -> dict[str, list[Metric]]:
         StoreCallMetrics(registries[service], Waits())
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
-    registries["generator"].registry.register(EngineCollector(_not_started, ServingState()))
+    registries["generator"].registry.register(EngineCollector(_not_started, lambda: False))
     RewardMetrics(registries["reward"]).expect(["countdown"])
     TrainerMetrics(registries["trainer"])
     GatewayMetrics(registries["gateway"])

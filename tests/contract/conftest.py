@@ -13,8 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.generator import GeneratorConfig
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError, GenerationRefused
-from rollmesh.generator.engines import backlog
+from rollmesh.generator.engines import call_limits
 from rollmesh.types import FinishReason
 
 from ..kit.waiting import reached
@@ -155,8 +155,8 @@ async def test_an_interrupted_greedy_call_resumed_equals_an_uninterrupted_one(en
 async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_others_continue(
     engine, models, monkeypatch
 ):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
     await reached(lambda: engine.status().held_back_total == 1)
     (other,) = await Running(engine, [make_call("other", prompt_ids(1))]).end()
@@ -170,8 +170,8 @@ async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_oth
 
 
 async def test_a_call_whose_caller_stops_acknowledging_ends_as_interrupted(make, models, monkeypatch):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 0.05)
     engine = await make(slots=1)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
     await reached(lambda: engine.status().held_back_total == 1)

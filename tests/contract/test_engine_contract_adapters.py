@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines import backlog
+from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
@@ -49,7 +49,7 @@ async def test_the_base_and_an_adapter_compute_what_their_merged_weights_compute
 async def test_running_calls_go_on_while_newer_versions_are_loaded_and_every_token_is_of_its_version(
     adapter_make, adapters, merged, monkeypatch
 ):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", WAIT_SECONDS)
     engine = await adapter_make()
     running = []
     context = prompt_ids(1, 30)  # one for all: a cache shared between versions would show

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from rollmesh.errors import CheckpointError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.call_spans import CallTrace
-from rollmesh.generator.empty_chunks import with_empty_chunks
+from rollmesh.generator.engines.call_limits import empty_chunk
 from rollmesh.generator.engines.engine_protocol import Engine, EngineStatus
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
-from rollmesh.types import Chunk, VersionNeed
+from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_messages import (
@@ -207,3 +208,93 @@ async def _abort(context: Context, error: Exception, code: grpc.StatusCode) -> N
     kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
     await context.abort(code, str(error)[:MOST_DETAIL_CHARACTERS], trailing_metadata=((ERROR_KEY, kind),))
     raise asyncio.CancelledError  # unreachable, for the type checker: abort raises
+
+
+_FAILED = frozenset({"failed", "invalid"})
+
+
+class CallTrace:
+    """Span of one call. Its events are ``prefilled`` at the first token and ``segment`` at each change of version."""
+
+    def __init__(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Open the span of a call that has just arrived, in the trace of its caller."""
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+        self._span = tracer().span(
+            "generate",
+            str(metadata.get("traceparent", "")),
+            kind="server",
+            trajectory=request.trajectory_id,
+            context_tokens=len(request.context_ids.data) // 4,
+        )
+        self._tokens = 0
+        self._policy_versions: list[int] = []
+        self._segment: dict[str, int] = {}
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Record the tokens of a chunk."""
+        if not len(chunk.token_ids):
+            return
+        if not self._tokens:
+            self._span.event("prefilled", cached_tokens=chunk.cached_token_count)
+        versions = {"policy_version": chunk.policy_version, "kv_min_version": chunk.kv_min_version}
+        if versions != self._segment:
+            self._span.event("segment", **versions, first_token=self._tokens)
+            if self._policy_versions[-1:] != [chunk.policy_version]:
+                self._policy_versions.append(chunk.policy_version)
+            self._segment = versions
+        self._tokens += len(chunk.token_ids)
+
+    def end(self, ended: str) -> None:
+        """End the span; ``ended`` is the end reason as in ``generator_metrics.CALL_ENDS``."""
+        self._span.set(tokens=self._tokens, policy_versions=self._policy_versions, ended=ended)
+        if ended in _FAILED:
+            self._span.fail(ended)
+        self._span.end()
+
+
+_LONGEST_INTERVAL_SECONDS = 5.0
+_PER_TIMEOUT = 4
+
+
+def empty_chunk_interval(chunk_timeout_seconds: float) -> float:
+    """Return the seconds without a chunk after which an empty one is due."""
+    return min(_LONGEST_INTERVAL_SECONDS, chunk_timeout_seconds / _PER_TIMEOUT)
+
+
+async def with_empty_chunks(
+    engine: Engine, call: GenerationCall, policy_version: int, interval_seconds: float
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a call, and an empty one after ``interval_seconds`` without one if the engine responds.
+
+    Every chunk without a token, the engine's last one included, has the versions of the newest token, and before the
+    first one ``policy_version``, the one in service when the call was accepted: they pass the caller's checks.
+    """
+    kv_min_version = policy_version
+    async with aclosing(engine.generate(call)) as chunks:
+        while True:
+            coming = asyncio.ensure_future(anext(chunks, None))
+            try:
+                while not (await asyncio.wait([coming], timeout=interval_seconds))[0]:
+                    if await _responds(engine, coming):
+                        yield replace(empty_chunk(policy_version), kv_min_version=kv_min_version)
+            finally:
+                await cancel_and_wait(coming)  # done or not: if this call is closed, nobody else reads its error
+            chunk = coming.result()
+            if chunk is None:
+                return
+            if len(chunk.token_ids):
+                policy_version, kv_min_version = chunk.policy_version, chunk.kv_min_version
+            else:
+                chunk = replace(chunk, policy_version=policy_version, kv_min_version=kv_min_version)
+            yield chunk
+
+
+async def _responds(engine: Engine, coming: asyncio.Future[Chunk | None]) -> bool:
+    """Wait until the engine responds or the next chunk arrives; return True in the first case."""
+    response = asyncio.ensure_future(engine.respond())
+    either: list[asyncio.Future[Any]] = [coming, response]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        (failure,) = await cancel_and_wait(response)
+    return failure is None and not coming.done()  # the call itself gets the error of an engine that has failed

@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import EngineStatus
-from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import FinishReason
 
@@ -120,9 +119,9 @@ class EngineCollector(Collector):
     their last value: Prometheus takes a falling counter for a new process.
     """
 
-    def __init__(self, status: Callable[[], EngineStatus], serving_state: ServingState) -> None:
+    def __init__(self, status: Callable[[], EngineStatus], serves: Callable[[], bool]) -> None:
         self._status = status
-        self._serving_state = serving_state
+        self._serves = serves
         self._counted = EngineStatus()
 
     def collect(self) -> Iterator[Metric]:
@@ -144,5 +143,5 @@ class EngineCollector(Collector):
             "Share of context tokens copied from a prefix cache, since the engine started.",
             value=counted.cached_token_total / max(1, context_tokens),
         )
-        serving = 0.0 if self._serving_state.reason else 1.0
+        serving = float(self._serves())
         yield GaugeMetricFamily("rollmesh_generator_serving", "1 while the generator accepts calls.", value=serving)

@@ -8,15 +8,13 @@ from contextlib import aclosing
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
-from rollmesh.generator.empty_chunks import empty_chunk_interval
 from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
 from rollmesh.generator.engines.engine_registry import build_engine
-from rollmesh.generator.generation_service import GenerationService
+from rollmesh.generator.generation_service import GenerationService, empty_chunk_interval
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.policy_watcher import PolicyWatcher
-from rollmesh.generator.registration import Registration
 from rollmesh.generator.reload_turn import ReloadTurns
-from rollmesh.generator.serving_state import ServingState
+from rollmesh.generator.serving_state import Registration, ServingState
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.lifecycle import Shutdown
@@ -43,7 +41,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         server = create_server(host.security)
         grpc_port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
         serving_state = ServingState(address=advertised(config, grpc_port))
-        host.metrics.registry.register(EngineCollector(engine.status, serving_state))
+        host.metrics.registry.register(EngineCollector(engine.status, lambda: not serving_state.reason))
         service_metrics = GeneratorMetrics(host.metrics)
         rules = ReloadRules.from_config(config)
         watcher = PolicyWatcher(

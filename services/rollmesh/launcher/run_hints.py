@@ -12,8 +12,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
-from rollmesh.generator.engines.adapter_folder import adapted_layers
-from rollmesh.generator.engines.stored_tensors import read_shapes
+from rollmesh.generator.engines.policy_folders import adapted_layers, read_shapes
 from rollmesh.scheduling import Schedule
 
 _WEIGHT_AND_GRADIENT = 4 + 4

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import grpc
 import grpc.aio
 
 from rollmesh.config import RunConfig
-from rollmesh.errors import RewardUnavailable
+from rollmesh.errors import ConfigError, RewardUnavailable
+from rollmesh.runtime.addresses import host_port
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
@@ -22,7 +26,6 @@ from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.codec import outcome_from_pb
-from rollmesh.wire.reward_addresses import Addresses, reward_addresses
 from rollmesh.wire.reward_messages import score_item_to_pb
 
 MOST_ITEMS_PER_CALL = 64
@@ -228,3 +231,46 @@ def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:
     for waiting in batch:
         if not waiting.result.done():
             waiting.result.set_exception(error)
+
+
+Addresses = Callable[[], Sequence[str]]
+"""Function that returns the host:port of every running service; may block."""
+
+
+def reward_addresses(config: RunConfig) -> Addresses:
+    """Return the function that finds this run's reward services.
+
+    Raises ConfigError if the run file gives neither an address nor a shared folder.
+    """
+    if config.reward.address is not None:
+        return ResolvedName(config.reward.address)
+    if not config.network.shared_folder:
+        raise ConfigError(
+            "reward.address is missing: without a shared run folder (network.shared_folder=false), set it to the "
+            "host:port of a headless service, for example by ROLLMESH_REWARD__ADDRESS"
+        )
+    folder = Path(config.folder)
+    return lambda: [endpoint.grpc for endpoint in read_endpoints(folder, "reward")]
+
+
+class ResolvedName:
+    """All addresses behind one ``host:port``; the last known ones while the name cannot be resolved."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._known: list[str] = []
+        self._failing = False
+
+    def __call__(self) -> Sequence[str]:
+        """Resolve the name; blocks until the system's resolver returns."""
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if not self._failing:
+                get_logger("reward-client").warning("reward_name_unknown", name=self._host, message=str(error))
+            self._failing = True
+            return self._known
+        self._failing = False
+        self._known = sorted({host_port(str(entry[4][0]), self._port) for entry in found})
+        return self._known

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
-from rollmesh.generator.engines.sglang.lora_options import check_lora_server, lora_flags
-from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+from rollmesh.generator.engines.policy_folders import AdapterSettings
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions, check_lora_server, lora_flags
 
 from .rendering import CHART, Helm, HelmError, Object, Rendering
 

@@ -19,8 +19,8 @@ from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import write_run_config
 from rollmesh.generator.canary import THRESHOLDS
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from rollmesh.errors import GenerationRefused
-from rollmesh.generator.engines.torch.adapter_stack import BASE
+from rollmesh.generator.engines.torch.adapters import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
-from rollmesh.generator.engines.torch.staged_weights import StagedWeights
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.weights import StagedWeights
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import FinishReason
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from rollmesh.generator.engines import backlog
+from rollmesh.generator.engines import call_limits
 from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, metric_sums
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.endpoints import read_endpoints
@@ -118,8 +118,8 @@ async def test_the_unsaved_tokens_of_a_rollout_stay_within_partial_save_tokens(m
 async def test_a_call_whose_saves_are_slow_is_held_and_not_ended_and_prefilled_again(
     make_run, monkeypatch, partial_save_tokens
 ):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
     run = await make_run()
     await run.publish(0)
     run.start()

@@ -13,8 +13,8 @@ import pytest
 
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
+from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
 from ...contract.contract_kit import KEY, LONGEST, WAIT_SECONDS, StandIn, collect, make_call, prompt_ids, write_model

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmesh.generator.empty_chunks import empty_chunk_interval
 from rollmesh.generator.engines.engine_protocol import Engine
-from rollmesh.generator.generation_service import GenerationService
+from rollmesh.generator.generation_service import GenerationService, empty_chunk_interval
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.rollout.rollout_metrics import RolloutMetrics

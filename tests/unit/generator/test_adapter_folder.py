@@ -11,8 +11,7 @@ import torch
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.adapter_folder import AdaptedLayers, AdapterSettings, adapted_layers
-from rollmesh.generator.engines.stored_tensors import read_shapes
+from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers, read_shapes
 
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_config, change_tensors, write_adapter
 from .conftest import ModelMaker

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.architecture import architecture_from_config
-from rollmesh.generator.engines.torch.rope import inverse_frequencies, rotation_table
+from rollmesh.generator.engines.torch.kernels import inverse_frequencies, rotation_table
 
 ROTARY: dict[str, type] = {"qwen2": Qwen2RotaryEmbedding, "qwen3": Qwen3RotaryEmbedding, "llama": LlamaRotaryEmbedding}
 SIZES = {

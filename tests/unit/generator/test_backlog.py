@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.generator.engines.backlog import Backlog
+from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.types import GenerationCall, SamplingParams
 
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.decode_step import BucketedStepper, PlainStepper, bucket
+from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 from rollmesh.generator.engines.torch.kv_cache import coarse_tier_widths
-from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
-from rollmesh.generator.engines.torch.stepper import BucketedStepper, PlainStepper, bucket
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from .conftest import CONFIGS, collect, make_call, prompt_ids
@@ -206,7 +206,7 @@ async def test_a_padded_engine_takes_new_weights_under_running_calls(engine_of, 
 
 
 def test_the_static_steps_kept_are_bounded(bench_of, monkeypatch):
-    monkeypatch.setattr("rollmesh.generator.engines.torch.stepper._MAX_STEPS", 2)
+    monkeypatch.setattr("rollmesh.generator.engines.torch.decode_step._MAX_STEPS", 2)
     bench = bench_of()
     stepper = BucketedStepper(bench.model, bench.cache, SLOTS, as_it_is)
     lengths: list[int] = [5, 5, 5, 5, 5, 5, 5, 5]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.stepper import BucketedStepper, make_stepper
+from rollmesh.generator.engines.torch.decode_step import BucketedStepper, make_stepper
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from .conftest import collect, make_call, prompt_ids

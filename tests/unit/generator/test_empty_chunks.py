@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.empty_chunks import with_empty_chunks
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.generation_service import with_empty_chunks
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import EngineStatus
 from rollmesh.generator.generator_metrics import EngineCollector
-from rollmesh.generator.serving_state import ServingState
 
 WORKING = EngineStatus(
     policy_version=3,
@@ -45,7 +44,7 @@ class Engine:
 
 def test_counters_start_at_zero_and_outlive_the_engine_while_its_load_does_not() -> None:
     engine, registry = Engine(), CollectorRegistry()
-    registry.register(EngineCollector(engine.status, ServingState()))
+    registry.register(EngineCollector(engine.status, lambda: False))
 
     def scraped(*names: str) -> list[float | None]:
         return [registry.get_sample_value(f"rollmesh_generator_{name}") for name in names]

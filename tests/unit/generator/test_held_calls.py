@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines import backlog
+from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall, Int32Array
@@ -21,8 +21,8 @@ LIMIT, CHUNK = 16, 8
 @pytest.fixture
 def _long_holds(monkeypatch):
     """Holds that outlast every delay of a busy machine."""
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
 
 
 class Reader:
@@ -163,8 +163,8 @@ async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller
 async def test_a_call_that_is_never_acknowledged_ends_as_interrupted_and_frees_its_slot(
     engine_of, waiting, monkeypatch
 ):
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS" if waiting else "_HOLD_SECONDS", 0.05)
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS" if waiting else "_CONTENDED_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS" if waiting else "_HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS" if waiting else "_CONTENDED_HOLD_SECONDS", 600.0)
     engine = await engine_of(slots=1)
     held = await Reader(engine, limited("h")).held()
     if waiting:
@@ -214,8 +214,8 @@ async def test_an_interrupting_load_ends_a_held_call(engine_of, model_folder):
 
 @pytest.mark.parametrize("acknowledged", [True, False])
 async def test_a_drain_waits_for_a_held_call_but_not_for_ever(engine_of, model_folder, monkeypatch, acknowledged):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0 if acknowledged else 0.05)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0 if acknowledged else 0.05)
     engine = await engine_of()
     folder = model_folder("qwen2", seed=1)
     await engine.stage(folder, 1)

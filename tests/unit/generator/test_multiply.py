@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply, fastest_multiply
+from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply, fastest_multiply
 
 
 def test_numpy_is_no_candidate_where_its_threads_differ_from_torch_s(monkeypatch):

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.generator.engines.torch.prefill_admission import peak_tokens, prefill_batches, remaining_estimate
+from rollmesh.generator.engines.torch.decoder_model import prefill_batches
+from rollmesh.generator.engines.torch.model_thread import peak_tokens, remaining_estimate
 
 lengths = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=12)
 

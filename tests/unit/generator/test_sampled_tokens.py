@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmesh.generator.engines.torch.sampled_tokens import CAPACITY, SampledTokens
+from rollmesh.generator.engines.torch.slots import CAPACITY, SampledTokens
 
 SLOTS = 5
 

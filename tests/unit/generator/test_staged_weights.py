@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.adapter_stack import BASE
+from rollmesh.generator.engines.torch.adapters import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 
 from .conftest import collect, hf_logprobs, make_call, prompt_ids

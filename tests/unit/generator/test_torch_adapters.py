@@ -13,10 +13,10 @@ import torch
 
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines import backlog
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
+from rollmesh.generator.engines.policy_folders import AdapterSettings
+from rollmesh.generator.engines.torch.adapters import BASE, AdapterStack
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
@@ -109,7 +109,7 @@ async def test_an_adapter_computes_what_its_merged_weights_compute(
 async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_others(
     adapter_engine, versions, graphs, monkeypatch
 ):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
     engine = await adapter_engine(cuda_graphs=graphs)
     context = prompt_ids(4, 30)  # the same for all: a cache shared between versions would show
     running = []

@@ -7,8 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines.torch import torch_engine
-from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
+from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 
 from .conftest import CONFIGS, collect, hf_logprobs, make_call, prompt_ids
 
@@ -32,9 +31,9 @@ async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tie
 
 @pytest.mark.usefixtures("_either_multiply")
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name, monkeypatch):
-    monkeypatch.setattr(torch_engine, "forward_tokens", lambda _: 64)  # one sequence is longer than a pass
+async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name):
     engine = await engine_of(name)
+    engine._thread.batch.model.forward_tokens = 64  # one sequence is longer than a pass
     sequences = [prompt_ids(i, count) for i, count in enumerate((40, 3, 17, 1, 100))]
     for ids, scores in zip(sequences, await engine.score(sequences), strict=True):
         assert len(scores) == len(ids) - 1

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.sampled_tokens import CAPACITY
+from rollmesh.generator.engines.torch.model_thread import step_seconds
+from rollmesh.generator.engines.torch.slots import CAPACITY, RunningCall
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.generator.engines.torch.torch_options import step_seconds
 from rollmesh.types import FinishReason
 
 from ...kit.waiting import reached

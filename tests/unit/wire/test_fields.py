@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rollmesh.errors import DataError
 from rollmesh.types import FinishReason, Prompt, Segment, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
-from rollmesh.wire.fields import bytes_fields
-from rollmesh.wire.reward_messages import ScoreItemHead, score_item_head, score_item_to_pb, score_items
+from rollmesh.wire.reward_messages import ScoreItemHead, bytes_fields, score_item_head, score_item_to_pb, score_items
 
 NAMES = st.text(max_size=300)
 

@@ -12,7 +12,7 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
-from rollmesh.wire.reward_addresses import ResolvedName, reward_addresses
+from rollmesh.wire.reward_client import ResolvedName, reward_addresses
 
 
 def run_in(folder: Path, **sections: Any) -> RunConfig:

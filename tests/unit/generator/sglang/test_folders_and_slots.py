@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.backlog import Backlog
-from rollmesh.generator.engines.sglang.folders import difference, read_folder
-from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
+from rollmesh.generator.engines.call_limits import Backlog
+from rollmesh.generator.engines.policy_folders import difference, read_folder
+from rollmesh.generator.engines.sglang.engine_state import ServerCall, SlotQueue
 from rollmesh.types import GenerationCall, SamplingParams
 
 SHAPES = {"model.embed_tokens.weight": [50, 8], "model.norm.weight": [8]}

@@ -10,9 +10,9 @@ import pytest
 
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
+from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
-from rollmesh.generator.engines.sglang.lora_options import check_lora_server, lora_flags
+from rollmesh.generator.engines.sglang.sglang_options import check_lora_server, lora_flags
 
 from ....sglang_cpu.options import sglang_options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.sglang.reload_plan import nothing_changed, plan_reload
+from rollmesh.generator.engines.sglang.server import nothing_changed, plan_reload
 
 INTERRUPT, KEEP_KV, DRAIN = OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV, OnNewVersion.DRAIN
 

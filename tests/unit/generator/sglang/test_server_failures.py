@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
-from rollmesh.generator.engines.sglang.running_clock import RunningClock
+from rollmesh.generator.engines.sglang.server import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.tasks import cancel_and_wait

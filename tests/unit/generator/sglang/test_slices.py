@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError, EngineError
-from rollmesh.generator.engines.call_checks import check_call
+from rollmesh.generator.engines.call_limits import check_call
 from rollmesh.generator.engines.sglang.slices import (
     Slice,
     TokenSpan,

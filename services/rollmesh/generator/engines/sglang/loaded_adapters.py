@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.adapter_folder import AdaptedLayers, AdapterSettings, adapted_layers
+from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers
 from rollmesh.generator.engines.sglang.api import SglangApi
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks

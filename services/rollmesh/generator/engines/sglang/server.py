@@ -7,14 +7,13 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.engine_protocol import EngineLost
+from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
-from rollmesh.generator.engines.sglang.reload_plan import nothing_changed
-from rollmesh.generator.engines.sglang.running_clock import RunningClock
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.runtime.addresses import free_port
@@ -265,3 +264,69 @@ class SglangServer:
     def _exit_error(self, status: int) -> EngineLost:
         assert self._process is not None
         return EngineLost(f"the SGLang server ended with status {status}; {self._process.log_tail()}")
+
+
+class RunningClock:
+    """Clock that counts the seconds during which it is not stopped."""
+
+    def __init__(self) -> None:
+        self._passed = 0.0
+        self._since: float | None = time.monotonic()
+
+    @property
+    def stopped(self) -> bool:
+        """True while the clock is stopped."""
+        return self._since is None
+
+    def seconds(self) -> float:
+        """Return the seconds counted so far."""
+        return self._passed if self._since is None else self._passed + time.monotonic() - self._since
+
+    def stop(self) -> None:
+        """Stop the clock; no effect if it is stopped."""
+        self._passed, self._since = self.seconds(), None
+
+    def start(self) -> None:
+        """Start the clock again; no effect if it runs."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadPlan:
+    """Steps of one weight update."""
+
+    end_running: bool
+    """True if running calls end as interrupted first."""
+    pause_mode: str
+    flush: bool
+    """True if the server drops its cache with the update."""
+
+
+def plan_reload(
+    mode: OnNewVersion, *, interrupt: str, version: int, in_service: int, on_trial: int | None
+) -> ReloadPlan:
+    """Plan the update from the policy ``in_service`` to ``version``.
+
+    ``on_trial`` is a version in the server that was not put in service: the load replaces it.
+    """
+    falls = version < in_service
+    if on_trial is not None or falls:
+        return ReloadPlan(end_running=falls, pause_mode="retract", flush=True)
+    if mode is OnNewVersion.KEEP_KV:
+        return ReloadPlan(end_running=False, pause_mode="in_place", flush=False)
+    ends = mode is OnNewVersion.INTERRUPT and interrupt == "abort"
+    return ReloadPlan(end_running=ends, pause_mode="retract", flush=True)
+
+
+_UNCHANGED_MESSAGES = ("Failed to get weights iterator", "Failed to get model loader")
+"""Error messages of a server that failed before it wrote a single weight."""
+
+
+def nothing_changed(message: str, reported_version: str, version_before: int) -> bool:
+    """Tell whether a failed update certainly left the old weights in place.
+
+    The server reports a rollback after an update that failed half-way, but it reads the weights for the rollback from
+    the folder that it could not load. The state of the server is then unknown.
+    """
+    return message.startswith(_UNCHANGED_MESSAGES) and reported_version == str(version_before)

@@ -10,9 +10,9 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from rollmesh.errors import DataError, EngineError
-from rollmesh.generator.engines.backlog import hold_seconds
+from rollmesh.generator.engines.call_limits import hold_seconds
 from rollmesh.generator.engines.engine_protocol import EngineLost
-from rollmesh.generator.engines.sglang.engine_state import EngineState
+from rollmesh.generator.engines.sglang.engine_state import EngineState, ServerCall
 from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
 from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
@@ -25,7 +25,6 @@ from rollmesh.generator.engines.sglang.slices import (
     under_adapter,
     without,
 )
-from rollmesh.generator.engines.sglang.slot_queue import ServerCall
 from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import Chunk, FinishReason
 

@@ -13,18 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.backlog import Backlog
-from rollmesh.generator.engines.call_checks import check_call, check_ids
+from rollmesh.generator.engines.call_limits import (
+    Backlog,
+    check_call,
+    check_context_length,
+    check_mode,
+    check_sequences,
+    empty_chunk,
+)
 from rollmesh.generator.engines.engine_protocol import EngineLost, EngineStatus, OnNewVersion
-from rollmesh.generator.engines.sglang.engine_state import EngineState
-from rollmesh.generator.engines.sglang.folders import PolicyFolder, difference, read_folder
+from rollmesh.generator.engines.policy_folders import PolicyFolder, difference, read_folder
+from rollmesh.generator.engines.sglang.engine_state import EngineState, ServerCall, SlotQueue
 from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
-from rollmesh.generator.engines.sglang.reload_plan import ReloadPlan, plan_reload
-from rollmesh.generator.engines.sglang.server import SglangServer
+from rollmesh.generator.engines.sglang.server import ReloadPlan, SglangServer, plan_reload
 from rollmesh.generator.engines.sglang.server_calls import Calls
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
-from rollmesh.generator.engines.sglang.slices import empty_chunk, read_scores, score_body
-from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
+from rollmesh.generator.engines.sglang.slices import read_scores, score_body
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 
@@ -57,11 +61,7 @@ class SglangEngine:
         if state.folder is not None:
             raise EngineError("the engine has been started already")
         policy = await asyncio.to_thread(read_folder, folder)
-        if self._options.generator.max_context_tokens > policy.max_positions:
-            raise ConfigError(
-                f"generator.max_context_tokens={self._options.generator.max_context_tokens} is more than the model's "
-                f"max_position_embeddings={policy.max_positions}"
-            )
+        check_context_length(self._options.generator.max_context_tokens, policy.max_positions)
         if self._adapters is not None:
             self._adapters.start_above(policy.tensors, policy_version)
             self._server.adapter_targets = self._adapters.layers.names
@@ -83,7 +83,7 @@ class SglangEngine:
         try:
             while True:
                 if not await self._calls.wait_until_ready(server_call):
-                    yield empty_chunk(FinishReason.INTERRUPTED, self._state.in_service)
+                    yield empty_chunk(self._state.in_service, FinishReason.INTERRUPTED)
                     return
                 for chunk in await self._calls.next_chunks(server_call):
                     yield chunk
@@ -127,11 +127,7 @@ class SglangEngine:
         """
         state = self._state
         state.serving()
-        if (mode is OnNewVersion.NEXT_SLICE) != (self._adapters is not None):
-            raise EngineError(
-                f"generator.on_new_version={mode}: an engine {'with' if self._adapters else 'without'} model.adapter "
-                "cannot; leave it out"
-            )
+        check_mode(mode, with_adapter=self._adapters is not None)
         async with self._load_lock:
             if self._adapters is not None:
                 if not self._adapters.has(policy_version):
@@ -151,10 +147,7 @@ class SglangEngine:
 
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._state.serving().vocab_size, self._options.generator.max_context_tokens
-        for number, ids in enumerate(sequences):
-            if not 1 <= len(ids) <= longest:
-                raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
-            check_ids(ids, vocab_size, f"sequences[{number}]")
+        check_sequences(sequences, vocab_size=vocab_size, longest=longest)
         with self._naming(policy_version) as adapter:
             return await self._score_all(sequences, adapter)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.call_limits import empty_chunk
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, SamplingParams
 
 
@@ -222,22 +223,11 @@ def chunks_of(
         for span in piece.spans
     ]
     if not chunks and reason is not None:
-        chunks = [empty_chunk(reason, idle_version)]
+        chunks = [empty_chunk(idle_version, reason)]
     if chunks:
         chunks[0] = replace(chunks[0], cached_token_count=cached_token_count)
         chunks[-1] = replace(chunks[-1], finish_reason=reason)
     return chunks
-
-
-def empty_chunk(reason: FinishReason, policy_version: int) -> Chunk:
-    """Build the last chunk of a call that ends without a further token."""
-    return Chunk(
-        token_ids=np.empty(0, np.int32),
-        behavior_logprobs=np.empty(0, np.float32),
-        policy_version=policy_version,
-        kv_min_version=policy_version,
-        finish_reason=reason,
-    )
 
 
 def read_scores(answer: Mapping[str, Any], count: int) -> Float32Array:

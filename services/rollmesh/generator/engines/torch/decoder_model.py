@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterRows, AdapterStack
+from rollmesh.generator.engines.torch.adapters import BASE, AdapterRows, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture
-from rollmesh.generator.engines.torch.multiply import Multiply, NumpyMultiply, Operand, fastest_multiply
-from rollmesh.generator.engines.torch.plan import StepPlan, TierPlan
-from rollmesh.generator.engines.torch.rope import rotate_, rotation_table
-from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
+from rollmesh.generator.engines.torch.kernels import (
+    Int64Array,
+    Multiply,
+    NumpyMultiply,
+    Operand,
+    fastest_multiply,
+    rotate_,
+    rotation_table,
+    unit_norm,
+)
 from rollmesh.generator.engines.torch.weights import Layer, Weights
 
 _LOGIT_ROWS = 1024
@@ -28,16 +36,56 @@ BoundLayer = tuple[Layer, Operand, Operand, Operand, Operand]
 """A layer and the operands of its four matrices: qkv, output, gate_up, down."""
 
 
-def unit_norm(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute x / sqrt(sum(x^2) + floor^2) over the last dimension in float32; ``floor`` = sqrt(size * eps).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
 
-    The RMS norm is this value times sqrt(size) times the norm's weight; the packed weights contain both factors. This
-    form needs three kernels, the textbook form needs six. hypot keeps eps exact.
+    place: tuple[Tensor, Tensor]  # int64 [n] each: row and position that this step writes
+    keys: tuple[Tensor, ...]  # per layer [n, width, d], to write by place
+    values: tuple[Tensor, ...]  # per layer [n, width, d]
+    mask: Tensor  # [n, width]
+    new_key: Tensor  # [n, d]
+    new_value: Tensor  # [n, d]
+    query_op: Operand  # [n, g, d]
+    span_key_ops: tuple[Operand, ...]  # per layer [n, d, span]
+    span_value_ops: tuple[Operand, ...]  # per layer [n, span, d]
+    span_mask: Tensor  # [n, 1, span]
+    scores: Tensor  # [n, g, span]
+    scores_op: Operand
+    shares: Tensor  # [n, g, span], softmax of the scores
+    shares_op: Operand
+    attended_op: Operand  # [n, g, d]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Memory that one decode step reads and writes, except weights.
+
+    Fields named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor named before them.
     """
-    if x.dtype != torch.float32:
-        result = unit_norm(x.float(), floor)
-        return result.to(x.dtype) if out is None else out.copy_(result)
-    return torch.div(x, torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor), out=out)
+
+    tiers: tuple[TierPlan, ...]
+    counters: Tensor  # int64 [rows * kv_heads], next position of each: advanced by one a step
+    positions: Tensor  # int64 [rows]
+    states: Tensor  # [rows, hidden], the residual stream
+    normed: Tensor  # [rows, hidden]
+    normed_op: Operand
+    qkv: Tensor  # [rows, kv_heads * (g + 2) * d]
+    qkv_op: Operand
+    heads: Tensor  # [rows, kv_heads, g + 1, d], queries and keys
+    pairs: Tensor | None  # the same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only
+    attended: Tensor  # [rows, heads * d]
+    attended_op: Operand
+    gate_up: Tensor  # [rows, 2 * mlp]
+    gate_up_op: Operand
+    gate: Tensor  # [rows, mlp]
+    up: Tensor  # [rows, mlp]
+    gated: Tensor  # [rows, mlp]
+    gated_op: Operand
+    change: Tensor  # [rows, hidden], added to the residual stream by a block
+    change_op: Operand
+    logits: Tensor  # [rows, vocab]
+    logits_op: Operand
 
 
 class DecoderModel:
@@ -70,6 +118,8 @@ class DecoderModel:
         short = _SHORT_CONTEXT if isinstance(self.multiply, NumpyMultiply) else 0
         self._causal = torch.full((short, short), -torch.inf, device=device).triu(1)
         self._scale = arch.head_size**-0.5
+        self.forward_tokens = 256 if device.type == "cpu" else 8192
+        """Tokens of one pass of prefill or scoring; 256 fit in the cache of a CPU."""
         self._bind(weights)
 
     def swap(self, weights: Weights) -> None:
@@ -257,3 +307,18 @@ class DecoderModel:
         torch.add(tier.span_mask, tier.scores, alpha=self._scale, out=tier.scores)
         torch.softmax(tier.scores, -1, out=tier.shares)
         multiply(tier.shares_op, tier.span_value_ops[number], tier.attended_op)
+
+
+def prefill_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Group indices of ``lengths`` into batches, longest first, of at most ``token_budget`` tokens with padding.
+
+    A single context longer than the budget is a separate batch.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * width > token_budget:
+            batches.append([])
+            width = lengths[index]
+        batches[-1].append(index)
+    return batches

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,15 +22,13 @@ import torch
 
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.engines.backlog import hold_seconds
+from rollmesh.generator.engines.call_limits import empty_chunk, hold_seconds
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.prefill_admission import peak_tokens, remaining_estimate
+from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
-from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.sampled_tokens import Int64Array
-from rollmesh.generator.engines.torch.torch_options import step_seconds
+from rollmesh.generator.engines.torch.slots import RunningCall
 from rollmesh.generator.engines.torch.weights import Weights
-from rollmesh.types import Chunk, FinishReason
+from rollmesh.types import FinishReason
 
 _STRIDE = 4
 """Steps between two admissions and between two deliveries; batches prefills and wake-ups."""
@@ -40,6 +38,7 @@ _QUIET_SECONDS = 0.0005
 _LONGEST_GATHERING_SECONDS = 0.01
 _FILL = 0.85
 """Share of the cache that an estimated peak may take; tier widths and estimates are rounded."""
+_QUANTILE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +76,9 @@ class ModelThread:
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the model thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the model thread to end."""
         self._thread.join()
 
     def post(self, command: Callable[[], None]) -> bool:
@@ -92,7 +89,6 @@ class ModelThread:
             return not self._ended
 
     def submit(self, call: RunningCall) -> None:
-        """Queue a call."""
         if self._stopping or self.failure is not None:
             self.batch.outbox.append((call, self.failure or GenerationRefused("the engine has stopped")))
             return
@@ -132,8 +128,7 @@ class ModelThread:
     def serve_adapter(self, version: int, kept_versions: int) -> None:
         """Let calls that start from now on use a version that is loaded, and keep the newest ones ready."""
         waiting = (c.adapter_version for c in self.waiting if c.adapter_version is not None)
-        newest = sorted(self.batch.adapters.versions)[-kept_versions:] if self.batch.adapters is not None else []
-        self.batch.serve_adapter(version, {*newest, *waiting})
+        self.batch.serve_adapter(version, kept_versions, set(waiting))
 
     def request_swap(self, swap: Swap) -> None:
         """Put a policy in service now, or as soon as the running calls have finished (drain)."""
@@ -161,42 +156,14 @@ class ModelThread:
         self._stopping = True
         self._close()
 
-    def _run_commands(self) -> None:
-        """Run the posted commands; with no call to decode, sleep until the next command."""
-        idle = self.paused or not (self.batch.active_count or (self.waiting and not self._stuck))
-        if idle:
-            self._deliver()
-            with suppress(Empty):
-                self._commands.get(timeout=self._seconds_to_sleep())()
-        while not self._commands.empty():
-            self._commands.get()()
-        if idle and self.waiting:
-            self._gather()
-
-    def _seconds_to_sleep(self) -> float | None:
-        """Return the seconds until a held call must end; None without held calls and while decoding is paused."""
-        since = self.batch.held_since
-        return None if since is None or self.paused else max(0.0, since + self._hold_seconds() - time.monotonic())
-
-    def _hold_seconds(self) -> float:
-        return hold_seconds(contended=bool(self.waiting or self._swaps))
-
-    def _gather(self) -> None:
-        """Wait for a short pause in arrivals, so that calls that arrive together start together."""
-        deadline = time.monotonic() + _LONGEST_GATHERING_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                self._commands.get(timeout=_QUIET_SECONDS)()
-            except Empty:
-                return
-
     def _iterate(self) -> None:
+        """Start waiting calls, advance every running call by one token, and put a new policy in service between."""
         started = time.perf_counter()
+        counters = self.batch.counters
         self.batch.end_held(since=time.monotonic() - self._hold_seconds())
         self._admit()
         self._requeue(self.batch.make_room())
         running = self.batch.active_count
-        counters = self.batch.counters
         if running and not self._filling:
             step_started = time.perf_counter()
             self.batch.step()
@@ -213,6 +180,29 @@ class ModelThread:
             self._deliver()
         self._stuck = not running and self.batch.held_since is not None
 
+    def _run_commands(self) -> None:
+        """Run the posted commands; with no call to decode, sleep until the next command."""
+        idle = self.paused or not (self.batch.active_count or (self.waiting and not self._stuck))
+        if idle:
+            self._deliver()
+            since = self.batch.held_since
+            asleep = None  # until a command; with held calls, until the oldest hold must end
+            if since is not None and not self.paused:
+                asleep = max(0.0, since + self._hold_seconds() - time.monotonic())
+            with suppress(Empty):
+                self._commands.get(timeout=asleep)()
+        while not self._commands.empty():
+            self._commands.get()()
+        if idle and self.waiting:
+            # Wait for a short pause in arrivals, so that calls that arrive together start together.
+            deadline = time.monotonic() + _LONGEST_GATHERING_SECONDS
+            with suppress(Empty):
+                while time.monotonic() < deadline:
+                    self._commands.get(timeout=_QUIET_SECONDS)()
+
+    def _hold_seconds(self) -> float:
+        return hold_seconds(contended=bool(self.waiting or self._swaps))
+
     def _admit(self) -> None:
         """Move waiting calls into slots, oldest first, within the limits of slots, cache and prefill budget."""
         batch = self.batch
@@ -222,7 +212,7 @@ class ModelThread:
             return
         self._steps_since_admission = 0
         filling = self._filling or not batch.active_count
-        most = max(_PREFILL_TOKENS, batch.forward_tokens) if filling else _PREFILL_TOKENS
+        most = max(_PREFILL_TOKENS, batch.model.forward_tokens) if filling else _PREFILL_TOKENS
         self._filling = False
         chosen: list[RunningCall] = []
         widths: list[int] = []
@@ -298,14 +288,7 @@ class ModelThread:
         """End calls without a slot as interrupted; all their tokens have been delivered."""
         for call in calls:
             self.waiting.remove(call)
-            chunk = Chunk(
-                token_ids=np.empty(0, np.int32),
-                behavior_logprobs=np.empty(0, np.float32),
-                policy_version=self.batch.policy_version,
-                kv_min_version=self.batch.policy_version,
-                finish_reason=FinishReason.INTERRUPTED,
-            )
-            self.batch.outbox.append((call, chunk))
+            self.batch.outbox.append((call, empty_chunk(self.batch.policy_version, FinishReason.INTERRUPTED)))
 
     def _deliver(self) -> None:
         items, self.batch.outbox = self.batch.outbox, []
@@ -329,3 +312,37 @@ class ModelThread:
                 swap.done.set_exception(self.failure or EngineError("the engine has stopped"))
         self._swaps.clear()
         self._deliver()
+
+
+def step_seconds(pace: Sequence[tuple[int, float]] | None, running: int) -> float:
+    """Return the minimum duration of a decode step with ``running`` calls: piecewise linear, 0 without a curve."""
+    if not pace:
+        return 0.0
+    counts, seconds = zip(*sorted(pace), strict=True)
+    return float(np.interp(running, counts, seconds))
+
+
+def remaining_estimate(generated: Int64Array, budget: Int64Array, history: Int64Array) -> Int64Array:
+    """Estimate the tokens that calls will still generate, int64 [calls].
+
+    The estimate is the 0.8 quantile of the response lengths in ``history`` (ascending) that exceed the tokens that a
+    call has ``generated``, at most its ``budget``. It is the whole budget if no response in the history is longer.
+    """
+    shorter = np.searchsorted(history, generated, side="right")
+    longer = len(history) - shorter
+    pick = shorter + (_QUANTILE * np.maximum(longer - 1, 0)).astype(np.int64)
+    known = history[np.minimum(pick, len(history) - 1)] - generated if len(history) else budget
+    return np.where(longer > 0, np.minimum(known, budget), budget)
+
+
+def peak_tokens(lengths: Int64Array, remaining: Int64Array) -> int:
+    """Return the peak of tokens in the cache until all calls have finished, if no other call starts.
+
+    Past-Future scheduling: the total peaks just before a call ends. With calls sorted by remaining tokens, descending,
+    the total before call i ends is the sum of the first i lengths plus i times its remaining tokens.
+    """
+    if not len(lengths):
+        return 0
+    order = np.argsort(-remaining, kind="stable")
+    left = remaining[order]
+    return int((np.cumsum(lengths[order]) + np.arange(1, len(left) + 1) * left).max())

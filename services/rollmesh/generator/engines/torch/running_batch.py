@@ -1,4 +1,4 @@
-"""The running calls: admission, decode steps and end of calls. Model thread only."""
+"""The running calls: one decode step for all of them (``step``), and their start and end. Model thread only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
-from rollmesh.generator.engines.torch.adapter_weights import Factors
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel
-from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier
-from rollmesh.generator.engines.torch.prefill_admission import prefill_batches
-from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.sampling import sample
-from rollmesh.generator.engines.torch.slots import BoolArray, RowOrder, SlotTable
-from rollmesh.generator.engines.torch.stepper import Stepper
-from rollmesh.types import Chunk, FinishReason, Int32Array
+from rollmesh.generator.engines.torch.adapters import BASE, Factors
+from rollmesh.generator.engines.torch.decode_step import Stepper
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
+from rollmesh.generator.engines.torch.kernels import Int64Array
+from rollmesh.generator.engines.torch.kv_cache import KvCache
+from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
+from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
+from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array
 
 _HISTORY = 512
 
@@ -49,13 +47,7 @@ class RunningBatch:
     """
 
     def __init__(
-        self,
-        model: DecoderModel,
-        cache: KvCache,
-        stepper: Stepper,
-        slot_count: int,
-        forward_tokens: int,
-        policy_version: int,
+        self, model: DecoderModel, cache: KvCache, stepper: Stepper, slot_count: int, policy_version: int
     ) -> None:
         self.model = model
         self.adapters = model.adapters
@@ -68,8 +60,6 @@ class RunningBatch:
         """Lengths of finished responses, for ``remaining_estimate``."""
         self.slots = SlotTable(slot_count, model.arch.vocab_size, model.device)
         self._stepper = stepper
-        self.forward_tokens = forward_tokens
-        """Tokens of one prefill pass."""
         self._order: RowOrder | None = None
         self._planned_steps = 0
         """Steps until a row outgrows the prepared step or its tier."""
@@ -84,7 +74,6 @@ class RunningBatch:
 
     @property
     def running_count(self) -> int:
-        """Calls in slots."""
         return len(self.slots.calls) - len(self.slots.free)
 
     @property
@@ -96,6 +85,57 @@ class RunningBatch:
     def held_since(self) -> float | None:
         """Start of the oldest hold in monotonic seconds; None without held calls."""
         return min(self._held.values(), default=None)
+
+    def step(self) -> None:
+        """Sample one token for every active call and emit the chunks that are due; requires an active call."""
+        order = self._schedule()
+        logits = self._stepper.logits(self._tokens)
+        self._tokens, drawn = sample(logits, order.next_noise(), order.sampling)
+        self._postprocess(order, self._tokens.cpu().numpy(), drawn.cpu().numpy())
+
+    def _schedule(self) -> RowOrder:
+        """Return the order of the active calls' rows, and prepare the model for it; both last until rows change."""
+        if self._order is None:
+            self.cache.hold({c.slot for c in self._held})
+            tiers = self.cache.tiers
+            self._rows = np.array([slot for tier in tiers for slot in tier.slots], np.int64)
+            slots = np.array([slot for tier in tiers for slot in tier.slots[: tier.active_count]], np.int64)
+            self._order = self.slots.arrange(slots)
+            self._tokens = torch.from_numpy(self.slots.last_tokens[slots]).to(self.model.device)
+        if self._planned_steps <= 0:
+            self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
+        return self._order
+
+    def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array) -> None:
+        """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""
+        self.slots.record(tokens, logprobs)
+        self._planned_steps -= 1
+        order.steps_left -= 1
+        self.counters.decode_steps += 1
+        self.counters.generated_tokens += len(tokens)
+        stopped = order.stopped(tokens)
+        if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False
+            self._end_or_deliver(order, stopped, np.isfinite(logprobs))
+
+    def _end_or_deliver(self, order: RowOrder, stopped: BoolArray, finite: BoolArray) -> None:
+        due, spent = self.slots.due(order.slots)
+        for row in np.flatnonzero(stopped | spent | due | ~finite):
+            call = self.slots.calls[order.slots[row]]
+            assert call is not None
+            if not finite[row]:
+                name, version = call.request.trajectory_id, self._version_of(call)
+                error = EngineError(f"the logits of {name} are not finite under policy version {version}")
+                self.outbox.append((call, error))
+                self.remove(call)
+            elif stopped[row]:
+                self._finish(call, FinishReason.STOP)
+            elif spent[row]:
+                self._finish(call, FinishReason.LENGTH)
+            else:
+                self._cut_chunk(call)
+                self._hold_if_blocked(call)
+        if self._order is not None:
+            order.steps_left = self.slots.steps_left(order.slots)
 
     def admit(self, calls: Sequence[RunningCall]) -> None:
         """Prefill calls and put them into slots; the caller has checked free slots and cache room."""
@@ -133,7 +173,7 @@ class RunningBatch:
 
     def _prefill(self, contexts: list[tuple[RunningCall, Int32Array]]) -> None:
         contexts = [(c, context) for c, context in contexts if len(context) > 1]
-        for batch in prefill_batches([len(context) - 1 for _, context in contexts], self.forward_tokens):
+        for batch in prefill_batches([len(context) - 1 for _, context in contexts], self.model.forward_tokens):
             chosen = [contexts[i] for i in batch]
             longest = len(chosen[0][1]) - 1
             tokens = np.zeros((len(chosen), longest), np.int64)
@@ -146,38 +186,6 @@ class RunningBatch:
             for row, (call, context) in enumerate(chosen):
                 count = len(context) - 1
                 self.cache.write(call.slot, keys[:, row, ..., :count], values[:, row, :, :count])
-
-    def step(self) -> None:
-        """Sample one token for every active call and emit the chunks that are due; requires an active call."""
-        order = self._prepare_step()
-        logits = self._stepper.logits(self._tokens)
-        self._tokens, drawn = sample(logits, order.next_noise(), order.sampling)
-        tokens, logprobs = self._tokens.cpu().numpy(), drawn.cpu().numpy()
-        self.slots.record(tokens, logprobs)
-        self._planned_steps -= 1
-        order.steps_left -= 1
-        self.counters.decode_steps += 1
-        self.counters.generated_tokens += len(tokens)
-        stopped = order.stopped(tokens)
-        if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False
-            self._handle_events(order, stopped, np.isfinite(logprobs))
-
-    def _handle_events(self, order: RowOrder, stopped: BoolArray, finite: BoolArray) -> None:
-        due, spent = self.slots.due(order.slots)
-        for row in np.flatnonzero(stopped | spent | due | ~finite):
-            call = self.slots.calls[order.slots[row]]
-            assert call is not None
-            if not finite[row]:
-                self._fail(call)
-            elif stopped[row]:
-                self._finish(call, FinishReason.STOP)
-            elif spent[row]:
-                self._finish(call, FinishReason.LENGTH)
-            else:
-                self._cut_chunk(call)
-                self._hold_if_blocked(call)
-        if self._order is not None:
-            order.steps_left = self.slots.steps_left(order.slots)
 
     def _hold_if_blocked(self, call: RunningCall) -> None:
         if call.backlog.blocked:
@@ -223,7 +231,8 @@ class RunningBatch:
 
     def put_adapter(self, version: int, factors: Factors) -> None:
         """Load an adapter beside the others; no call uses it until it is in service."""
-        adapters = self._adapters()
+        adapters = self.adapters
+        assert adapters is not None
         if any(call.adapter_version == version for call in self.slots.running()):
             return  # it is the same adapter: a version is never published twice
         if version not in adapters.versions and len(adapters.versions) == adapters.place_count:
@@ -232,18 +241,15 @@ class RunningBatch:
             self.cache.views.clear()
         adapters.put(version, factors)
 
-    def serve_adapter(self, version: int, kept: Collection[int]) -> None:
-        """Let calls that start from now on use a version; drop the versions that are not ``kept`` and not in use."""
-        adapters = self._adapters()
+    def serve_adapter(self, version: int, kept_versions: int, waited_for: Collection[int]) -> None:
+        """Let calls that start from now on use a version; drop what is neither among the newest ones nor in use."""
+        adapters = self.adapters
+        assert adapters is not None
+        newest = sorted(adapters.versions)[-kept_versions:]
+        used = {version, *newest, *waited_for, *(call.adapter_version for call in self.slots.running())}
         self.policy_version = version
-        used = {version, *kept, *(call.adapter_version for call in self.slots.running())}
         for old in [v for v in adapters.versions if v not in used]:
             adapters.drop(old)
-
-    def _adapters(self) -> AdapterStack:
-        if self.adapters is None:
-            raise EngineError("the engine was started without model.adapter")
-        return self.adapters
 
     def _version_of(self, call: RunningCall) -> int:
         """Return the version that samples for a running call."""
@@ -260,7 +266,8 @@ class RunningBatch:
             return preempted
         # Widest first: a tier must move its outgrown rows before it receives others.
         for tier in reversed(self.cache.tiers[:-1]):
-            while grown := self._grown(tier):
+            while len(at := np.flatnonzero(self.slots.cached(np.array(tier.slots, np.int64)) >= tier.width)):
+                grown = [tier.slots[i] for i in at]
                 gain = self.cache.next_width(grown[0]) - tier.width
                 if self.cache.has_room([gain] * len(grown)):
                     self._write_back()
@@ -269,20 +276,13 @@ class RunningBatch:
                 self.counters.preemptions += 1
                 if self._held:
                     self.interrupt([max(self._held, key=lambda c: c.arrival)])
-                else:
-                    preempted.append(self._preempt_youngest())
+                    continue
+                victim = max(self.slots.running(), key=lambda c: c.arrival)
+                if self.slots.undelivered(victim.slot):
+                    self._cut_chunk(victim)
+                self.remove(victim)
+                preempted.append(victim)
         return preempted
-
-    def _preempt_youngest(self) -> RunningCall:
-        victim = max(self.slots.running(), key=lambda c: c.arrival)
-        if self.slots.undelivered(victim.slot):
-            self._cut_chunk(victim)
-        self.remove(victim)
-        return victim
-
-    def _grown(self, tier: Tier) -> list[int]:
-        lengths = self.slots.cached(np.array(tier.slots, np.int64))
-        return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _cut_chunk(self, call: RunningCall, reason: FinishReason | None = None) -> None:
         chunk = self.slots.take_chunk(call, self._version_of(call), reason)
@@ -295,12 +295,6 @@ class RunningBatch:
         self._cut_chunk(call, reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.response_lengths.append(call.position)
-        self.remove(call)
-
-    def _fail(self, call: RunningCall) -> None:
-        name = call.request.trajectory_id
-        error = EngineError(f"the logits of {name} are not finite under policy version {self._version_of(call)}")
-        self.outbox.append((call, error))
         self.remove(call)
 
     def remove(self, call: RunningCall) -> None:
@@ -331,15 +325,3 @@ class RunningBatch:
             self._order = None
             self._planned_steps = 0
             self._stepper.release()
-
-    def _prepare_step(self) -> RowOrder:
-        if self._order is None:
-            self.cache.hold({c.slot for c in self._held})
-            tiers = self.cache.tiers
-            self._rows = np.array([slot for tier in tiers for slot in tier.slots], np.int64)
-            slots = np.array([slot for tier in tiers for slot in tier.slots[: tier.active_count]], np.int64)
-            self._order = self.slots.arrange(slots)
-            self._tokens = torch.from_numpy(self.slots.last_tokens[slots]).to(self.model.device)
-        if self._planned_steps <= 0:
-            self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
-        return self._order

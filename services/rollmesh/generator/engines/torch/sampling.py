@@ -1,4 +1,4 @@
-"""Token sampling by inverse CDF with one uniform number per token, keyed by (seed, trajectory, position).
+"""Sampling of a step's tokens by inverse CDF, with one uniform number per token keyed by (seed, trajectory, position).
 
 The noise of a token depends only on this key, so an interrupted rollout continues token for token on another
 generator. One uniform and a running sum per row cost far less than a Gumbel value per vocabulary entry (vocabularies
@@ -8,20 +8,26 @@ of 150k). Both methods are equally robust: a token changes only if two candidate
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollmesh.generator.engines.torch.kernels import Int64Array
+
 UInt64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S16 = (np.uint64(n) for n in (30, 27, 31, 16))
 _BITS = 48
+_NOISE_STEPS = 8
+"""Steps whose noise is computed at once."""
 
 
 def noise_key(seed: int, trajectory_id: str) -> int:
@@ -30,7 +36,7 @@ def noise_key(seed: int, trajectory_id: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uniforms(keys: UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniforms(keys: UInt64Array, positions: Int64Array) -> npt.NDArray[np.float64]:
     """Return uniform numbers in (0, 1), float64 [rows]: SplitMix64 of key + position, counter-based and stateless.
 
     They have 48 bits and are centred, so that neither 0 nor 1 occurs even after a multiplication by the total mass.
@@ -60,6 +66,73 @@ class StepSampling:
     inverse_temperature: Tensor | None = None  # float32 [rows, 1]; 1 in greedy rows
     greedy: Tensor | None = None  # bool [rows, 1]
     restriction: Restriction | None = None
+
+    @classmethod
+    def of_rows(
+        cls,
+        temperature: npt.NDArray[np.float64],
+        top_p: npt.NDArray[np.float64],
+        top_k: Int64Array,
+        vocab_size: int,
+        device: torch.device,
+    ) -> Self:
+        """Build the parameters of rows with these temperatures (0 is greedy), top-p and top-k (0 is off), [rows]."""
+
+        def column(values: npt.NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(values).unsqueeze(1).to(device)
+
+        greedy = temperature == 0
+        inverse = None
+        if (temperature != 1.0).any():
+            inverse = column((1.0 / np.where(greedy, 1.0, temperature)).astype(np.float32))
+        restricted = np.flatnonzero((top_p < 1.0) | (top_k > 0))
+        restriction = None
+        if len(restricted):
+            restriction = Restriction(
+                rows=torch.from_numpy(restricted).to(device),
+                top_p=column(top_p[restricted]),
+                top_k=column(np.where(top_k > 0, top_k, vocab_size)[restricted]),
+            )
+        return cls(
+            inverse_temperature=inverse,
+            greedy=column(greedy) if greedy.any() else None,
+            restriction=restriction,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class RowOrder:
+    """The running slots in cache order, with the arrays that each step reads."""
+
+    slots: Int64Array  # [rows]
+    stops: Int64Array  # [rows, most stop ids], -1 where unused
+    common_stop: np.int64 | None
+    """Single stop id shared by every row, or None; compared without a second dimension."""
+    sampling: StepSampling
+    steps_left: int
+    """Steps until the next chunk is due or a budget ends."""
+    keys: UInt64Array  # [rows]
+    positions: Int64Array  # [rows], positions of the next tokens without ``noise``
+    noise: list[Tensor] = field(default_factory=list)
+    """Uniform numbers of the next steps, the last step first, float64 [rows, 1] each."""
+    device: torch.device
+
+    def next_noise(self) -> Tensor:
+        """Return the uniform numbers of the next step, float64 [rows, 1]."""
+        if not self.noise:
+            ahead = np.arange(_NOISE_STEPS)[::-1, None]
+            numbers = torch.from_numpy(uniforms(self.keys, self.positions + ahead)).unsqueeze(2)
+            self.noise = list(numbers.to(self.device).unbind())
+            self.positions = self.positions + _NOISE_STEPS
+        return self.noise.pop()
+
+    def stopped(self, tokens: Int64Array) -> BoolArray:
+        """Return a mask of the rows that drew one of their stop ids, [rows]."""
+        if self.common_stop is not None:
+            found: BoolArray = tokens == self.common_stop
+        else:
+            found = (self.stops == tokens[:, None]).any(axis=1)
+        return found
 
 
 def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> tuple[Tensor, Tensor]:

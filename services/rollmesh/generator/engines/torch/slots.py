@@ -1,62 +1,69 @@
-"""Arrays of per-slot numbers of the running calls, so that a decode step reads no Python objects.
+"""Running calls, and their numbers in arrays by slot, so that a decode step reads no Python objects.
 
-A call keeps its slot index until it ends, while rows of the cache move. ``arrange`` gathers the row order once per
+A call keeps its slot until it ends, while rows of the cache move. ``SlotTable.arrange`` gathers the row order once per
 change of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from rollmesh.generator.engines.torch.adapter_stack import BASE
-from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.sampled_tokens import CAPACITY, Int64Array, SampledTokens
-from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array, uniforms
-from rollmesh.types import Chunk, FinishReason, Float32Array
+from rollmesh.generator.engines.call_limits import Backlog
+from rollmesh.generator.engines.torch.adapters import BASE
+from rollmesh.generator.engines.torch.kernels import Int64Array
+from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, StepSampling, noise_key
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 
-BoolArray = npt.NDArray[np.bool_]
-
-_NOISE_STEPS = 8
-"""Steps whose noise is computed at once."""
+CAPACITY = 256
+"""Number of undelivered tokens that a slot can hold; also the longest chunk."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RowOrder:
-    """The running slots in cache order, with the arrays that each step reads."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunningCall:
+    """State of a call from its arrival to its last chunk."""
 
-    slots: Int64Array  # [rows]
-    stops: Int64Array  # [rows, most stop ids], -1 where unused
-    common_stop: np.int64 | None
-    """Single stop id shared by every row, or None; compared without a second dimension."""
-    sampling: StepSampling
-    steps_left: int
-    """Steps until the next chunk is due or a budget ends."""
-    keys: UInt64Array  # [rows]
-    positions: Int64Array  # [rows], positions of the next tokens without ``noise``
-    noise: list[torch.Tensor] = field(default_factory=list)
-    """Uniform numbers of the next steps, the last step first, float64 [rows, 1] each."""
-    device: torch.device
+    request: GenerationCall
+    deliver: Callable[[Chunk | Exception], None]
+    """Function that passes a chunk or the final error to the caller; runs in the asyncio thread."""
+    budget: int
+    """Maximum number of tokens to sample: the call's limit, or the room left in the context."""
+    noise_key: int = field(init=False)
+    backlog: Backlog = field(init=False)
+    arrival: int = 0
+    slot: int = -1
+    """Slot of a running call; -1 while waiting."""
+    written: list[Int32Array] = field(default_factory=list)
+    """Delivered tokens, for a new prefill after a preemption."""
+    written_count: int = 0
+    adapter_version: int | None = None
+    """Version of the adapter that the call began with and finishes on; None before that, and without adapters."""
+    kv_min_version: int = 0
+    newest_version: int = -1
+    """Newest policy version of the call's tokens and cache; later tokens never have an older version."""
+    cached_token_count: int = 0
+    """Prompt tokens copied from another call's cache, reported with the next chunk."""
 
-    def next_noise(self) -> torch.Tensor:
-        """Return the uniform numbers of the next step, float64 [rows, 1]."""
-        if not self.noise:
-            ahead = np.arange(_NOISE_STEPS)[::-1, None]
-            numbers = torch.from_numpy(uniforms(self.keys, self.positions + ahead)).unsqueeze(2)
-            self.noise = list(numbers.to(self.device).unbind())
-            self.positions = self.positions + _NOISE_STEPS
-        return self.noise.pop()
+    def __post_init__(self) -> None:
+        self.noise_key = noise_key(self.request.sampling.seed, self.request.trajectory_id)
+        self.backlog = Backlog.of(self.request)
 
-    def stopped(self, tokens: Int64Array) -> BoolArray:
-        """Return a mask of the rows that drew one of their stop ids, [rows]."""
-        if self.common_stop is not None:
-            found: BoolArray = tokens == self.common_stop
-        else:
-            found = (self.stops == tokens[:, None]).any(axis=1)
-        return found
+    @property
+    def started(self) -> bool:
+        """True once the caller has received tokens."""
+        return self.written_count > 0
+
+    @property
+    def position(self) -> int:
+        """Number of response tokens so far, including those of earlier calls."""
+        return len(self.request.context_ids) - self.request.prompt_token_count + self.written_count
+
+    def context_ids(self) -> Int32Array:
+        """Return all tokens before the next one, int32 [tokens]."""
+        return np.concatenate((self.request.context_ids, *self.written)) if self.written else self.request.context_ids
 
 
 class SlotTable:
@@ -88,7 +95,6 @@ class SlotTable:
         """Places of the calls' adapters in the stack."""
 
     def running(self) -> list[RunningCall]:
-        """Return the running calls in slot order."""
         return [c for c in self.calls if c is not None]
 
     def occupy(self, call: RunningCall, last_token: int, cached: int, place: int = BASE) -> int:
@@ -107,14 +113,17 @@ class SlotTable:
         self._temperatures[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k
-        self._set_stops(slot, sampling.stop_token_ids)
+        stops = sampling.stop_token_ids
+        if (missing := len(stops) - self._stops.shape[1]) > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
+        self._stops[slot] = -1
+        self._stops[slot, : len(stops)] = stops
         self._delivered[slot] = 0
         self._budgets[slot] = call.budget - call.written_count
         self.schedule_chunk(call)
         return slot
 
     def vacate(self, slot: int) -> None:
-        """Release a slot."""
         call = self.calls[slot]
         assert call is not None
         call.slot = -1
@@ -171,7 +180,9 @@ class SlotTable:
             slots=slots,
             stops=stops,
             common_stop=stops[0, 0] if stops.shape[1] == 1 and (stops == stops[0, 0]).all() else None,
-            sampling=self._step_sampling(slots),
+            sampling=StepSampling.of_rows(
+                self._temperatures[slots], self._top_p[slots], self._top_k[slots], self._vocab_size, self._device
+            ),
             steps_left=self.steps_left(slots),
             keys=self._keys[slots],
             positions=self._positions[slots] + self._sampled.counts(slots),
@@ -193,36 +204,54 @@ class SlotTable:
         counts = self._sampled.counts(slots)
         return self._prefilled[slots] + counts, self._positions[slots] + counts, self._budgets[slots] - counts
 
-    def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
-        width = self._stops.shape[1]
-        if len(stops) > width:
-            wider = np.full((len(self._stops), len(stops) - width), -1, np.int64)
-            self._stops = np.concatenate((self._stops, wider), axis=1)
-        self._stops[slot] = -1
-        self._stops[slot, : len(stops)] = stops
 
-    def _step_sampling(self, slots: Int64Array) -> StepSampling:
-        temperature = self._temperatures[slots]
-        greedy = temperature == 0
-        inverse = None
-        if (temperature != 1.0).any():
-            factors = 1.0 / np.where(greedy, 1.0, temperature)
-            inverse = self._column(factors.astype(np.float32))
-        top_p, top_k = self._top_p[slots], self._top_k[slots]
-        restricted = np.flatnonzero((top_p < 1.0) | (top_k > 0))
-        restriction = None
-        if len(restricted):
-            keep = np.where(top_k > 0, top_k, self._vocab_size)[restricted]
-            restriction = Restriction(
-                rows=torch.from_numpy(restricted).to(self._device),
-                top_p=self._column(top_p[restricted]),
-                top_k=self._column(keep),
-            )
-        return StepSampling(
-            inverse_temperature=inverse,
-            greedy=self._column(greedy) if greedy.any() else None,
-            restriction=restriction,
-        )
+class SampledTokens:
+    """Token count and latest tokens of every slot.
 
-    def _column(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).unsqueeze(1).to(self._device)
+    A decode step only appends its tokens to a list. They move to the slots when a count or a token is read, so many
+    steps cost little more than one. No other class knows how many tokens a step samples for a row.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self._counts = np.zeros(slot_count, np.int64)
+        self._tokens = np.zeros((slot_count, CAPACITY), np.int32)
+        self._logprobs = np.zeros((slot_count, CAPACITY), np.float32)
+        self._rows = np.zeros(0, np.int64)
+        """Slot of each row of a step."""
+        self._steps: list[tuple[Int64Array, Float32Array]] = []
+        """Token ids and log-probabilities of the steps that the slots do not have yet, [rows] each."""
+
+    def arrange(self, slots: Int64Array) -> None:
+        """Set the slot of each row of the next steps; slots without a row sample no token."""
+        self._store()
+        self._rows = slots
+
+    def append(self, tokens: Int64Array, logprobs: Float32Array) -> None:
+        self._steps.append((tokens, logprobs))
+
+    def reset(self, slot: int) -> None:
+        self._store()
+        self._counts[slot] = 0
+
+    def counts(self, slots: int | Int64Array) -> Int64Array:
+        """Return the number of tokens sampled for these slots, int64 [slots]."""
+        self._store()
+        found: Int64Array = self._counts[slots]
+        return found
+
+    def since(self, slot: int, start: int) -> tuple[Int32Array, Float32Array]:
+        """Return the token ids and log-probabilities of a slot after its first ``start`` tokens."""
+        self._store()
+        columns = np.arange(start, self._counts[slot]) % CAPACITY
+        return self._tokens[slot, columns], self._logprobs[slot, columns]
+
+    def _store(self) -> None:
+        if not self._steps:
+            return
+        tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._steps, strict=True))
+        numbers = self._counts[self._rows][:, None] + np.arange(len(self._steps))
+        place = (self._rows[:, None], numbers % CAPACITY)
+        self._tokens[place] = tokens
+        self._logprobs[place] = logprobs
+        self._counts[self._rows] += len(self._steps)
+        self._steps.clear()

@@ -8,29 +8,29 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from rollmesh.config.generator import GeneratorConfig
-from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.adapter_folder import AdapterSettings
-from rollmesh.generator.engines.call_checks import check_call, check_ids
+from rollmesh.errors import ConfigError, EngineError, GenerationRefused
+from rollmesh.generator.engines.call_limits import check_call, check_context_length, check_mode, check_sequences
 from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersion
-from rollmesh.generator.engines.torch.adapter_stack import BASE, AdapterStack
-from rollmesh.generator.engines.torch.adapter_weights import AdapterReader
+from rollmesh.generator.engines.policy_folders import AdapterSettings
+from rollmesh.generator.engines.torch.adapters import BASE, AdapterReader, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel
+from rollmesh.generator.engines.torch.decode_step import make_stepper
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
 from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_widths, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
-from rollmesh.generator.engines.torch.running_call import RunningCall
-from rollmesh.generator.engines.torch.sequence_scores import score_sequences
-from rollmesh.generator.engines.torch.staged_weights import StagedWeights
-from rollmesh.generator.engines.torch.stepper import make_stepper
-from rollmesh.generator.engines.torch.torch_options import TORCH_DTYPES, forward_tokens, torch_device
-from rollmesh.generator.engines.torch.weights import Weights, load_weights
+from rollmesh.generator.engines.torch.slots import RunningCall
+from rollmesh.generator.engines.torch.weights import StagedWeights, Weights, load_weights
 from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
 
 T = TypeVar("T")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Compute dtype by ``model.dtype``."""
 
 
 class TorchEngine:
@@ -45,8 +45,8 @@ class TorchEngine:
         self._adapter = adapter
         self._adapter_reader: AdapterReader | None = None
         self._base_version = -1
-        self._device = torch_device(config.device)
-        self._dtype = TORCH_DTYPES[dtype]
+        self._device = _device(config.device)
+        self._dtype = _DTYPES[dtype]
         self._thread: ModelThread | None = None
         self._closed = False
         self._load_lock = asyncio.Lock()
@@ -60,11 +60,7 @@ class TorchEngine:
         if self._thread is not None:
             raise EngineError("the engine has been started already")
         arch = await asyncio.to_thread(read_architecture, folder)
-        if self._config.max_context_tokens > arch.max_positions:
-            raise ConfigError(
-                f"generator.max_context_tokens={self._config.max_context_tokens} is more than the model's "
-                f"max_position_embeddings={arch.max_positions}"
-            )
+        check_context_length(self._config.max_context_tokens, arch.max_positions)
         weights = await asyncio.to_thread(load_weights, folder, arch, self._dtype, self._device)
         self._base_version = policy_version
         if self._adapter is not None:
@@ -84,29 +80,23 @@ class TorchEngine:
             device=self._device,
             widths=coarse_tier_widths if graphs else tier_widths,
         )
+        stack = None
+        if self._adapter is not None and self._adapter_reader is not None:
+            stack = AdapterStack(
+                self._adapter_reader.shapes(),
+                self._dtype,
+                self._device,
+                base_version=policy_version,
+                rows=2 * config.slots,  # padding less than doubles the rows of a step
+                static=graphs,
+            )
+            stack.reserve(self._adapter.kept_versions + 1)
         in_place = graphs or self._device.type != "cpu"
         model = DecoderModel(
-            arch,
-            weights,
-            config.max_context_tokens,
-            self._device,
-            swap_in_place=in_place,
-            adapters=self._make_stack(),
+            arch, weights, config.max_context_tokens, self._device, swap_in_place=in_place, adapters=stack
         )
         stepper = make_stepper(model, cache, config.slots, graphs=graphs)
-        return RunningBatch(model, cache, stepper, config.slots, forward_tokens(self._device), policy_version)
-
-    def _make_stack(self) -> AdapterStack | None:
-        if self._adapter is None or self._adapter_reader is None:
-            return None
-        # Padding less than doubles the rows of a step.
-        rows = 2 * self._config.slots
-        shapes, static = self._adapter_reader.shapes(), self._config.cuda_graphs
-        stack = AdapterStack(
-            shapes, self._dtype, self._device, base_version=self._base_version, rows=rows, static=static
-        )
-        stack.reserve(self._adapter.kept_versions + 1)
-        return stack
+        return RunningBatch(model, cache, stepper, config.slots, policy_version)
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         thread = self._serving()
@@ -149,11 +139,7 @@ class TorchEngine:
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; unless it is staged, its weights are read while calls run."""
         thread = self._serving()
-        if (mode is OnNewVersion.NEXT_SLICE) != (self._adapter is not None):
-            raise EngineError(
-                f"generator.on_new_version={mode}: an engine {'with' if self._adapter else 'without'} model.adapter "
-                "cannot; leave it out"
-            )
+        check_mode(mode, with_adapter=self._adapter is not None)
         async with self._load_lock:
             if self._adapter is not None and self._adapter_reader is not None:
                 if not self._is_loaded(policy_version):
@@ -189,15 +175,12 @@ class TorchEngine:
 
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._serving().batch.model.arch.vocab_size, self._config.max_context_tokens
-        for number, ids in enumerate(sequences):
-            if not 1 <= len(ids) <= longest:
-                raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
-            check_ids(ids, vocab_size, f"sequences[{number}]")
+        check_sequences(sequences, vocab_size=vocab_size, longest=longest)
         staged = self._staged
         if staged is not None and staged.policy_version == policy_version and staged.scorable_on(self._device):
             # In a thread of its own, while the model thread decodes with the weights in use.
             model = self._serving().batch.model.with_weights(staged.weights)
-            return await asyncio.to_thread(score_sequences, model, sequences)
+            return await asyncio.to_thread(_score, model, sequences)
         if policy_version is not None and not self._is_loaded(policy_version):
             raise EngineError(f"policy version {policy_version} is not loaded; stage it before it is scored")
         return await self._call(lambda thread: _score_in_use(thread.batch, sequences, policy_version))
@@ -283,10 +266,36 @@ class TorchEngine:
         return await asyncio.wrap_future(done)
 
 
+def _device(name: str) -> torch.device:
+    """Return the device for ``generator.device``, CUDA for ``auto`` if available; ConfigError if CUDA is absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"generator.device={name}: this machine or this build of torch has no CUDA; set cpu or auto")
+    return torch.device(name)
+
+
 def _score_in_use(
     batch: RunningBatch, sequences: Sequence[Int32Array], policy_version: int | None
 ) -> list[Float32Array]:
     place = BASE
     if batch.adapters is not None:
         place = batch.adapters.place_of(batch.policy_version if policy_version is None else policy_version)
-    return score_sequences(batch.model, sequences, place)
+    return _score(batch.model, sequences, place)
+
+
+@torch.inference_mode()
+def _score(model: DecoderModel, sequences: Sequence[Int32Array], place: int = BASE) -> list[Float32Array]:
+    """Score sequences under the adapter in ``place``, [tokens - 1] per sequence."""
+    results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
+    for batch in prefill_batches([len(ids) for ids in sequences], model.forward_tokens):
+        width = len(sequences[batch[0]])
+        if width < 2:
+            continue
+        tokens = np.zeros((len(batch), width), np.int64)
+        for row, index in enumerate(batch):
+            tokens[row, : len(sequences[index])] = sequences[index]
+        logprobs = model.score(torch.from_numpy(tokens).to(model.device), place).cpu().numpy()
+        for row, index in enumerate(batch):
+            results[index] = logprobs[row, : len(sequences[index]) - 1].copy()
+    return results

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollmesh.errors import EngineError, UnsupportedModel
 from rollmesh.generator.engines.torch.architecture import Architecture
-from rollmesh.generator.engines.torch.rope import pair_order
+from rollmesh.generator.engines.torch.kernels import pair_order
 
 _THREADS = 4
 """Layers that are packed at once; torch and the copy from the file release the interpreter's lock."""
@@ -173,3 +173,16 @@ def _shard_of_each_tensor(folder: Path) -> dict[str, str] | None:
     if foreign:
         raise EngineError(f"{index}: shard names must be files in the folder: {sorted(foreign)}")
     return shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """Weights in host memory that were read, and that one swap puts in use."""
+
+    folder: Path
+    policy_version: int
+    weights: Weights
+
+    def scorable_on(self, device: torch.device) -> bool:
+        """Tell whether ``device`` can compute with the weights before the swap, which copies them to a GPU."""
+        return self.weights.embedding.device.type == device.type

@@ -1,23 +1,62 @@
-"""A PEFT adapter folder, read without torch and held to the run's ``model.adapter`` and to the base's layers.
-
-An engine would load most of what is refused here without an error: SGLang ignores ``use_rslora`` and unknown tensors.
-"""
+"""JSON objects and safetensors headers of a policy folder, read without torch."""
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rollmesh.checkpoints.adapter_settings import read_adapter_settings
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from rollmesh.config import RunConfig
 from rollmesh.config.adapter import AdapterConfig
-from rollmesh.errors import CheckpointError, ConfigError, EngineError
-from rollmesh.generator.engines.stored_tensors import read_header
+from rollmesh.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
 from rollmesh.scheduling.resolved_schedule import Schedule
+
+_LONGEST_HEADER_BYTES = 100_000_000
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; EngineError if the file cannot be read, UnsupportedModel if it is no object."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise UnsupportedModel(f"{file}: expected a JSON object")
+    return data
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shape of every tensor in the folder's safetensors files, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedModel(f"{folder}: no *.safetensors file")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes.update(read_header(file))
+    return shapes
+
+
+def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Read shapes by name from a safetensors header, which must account for every byte of the file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _LONGEST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if (size := file.stat().st_size) != 8 + length + end:
+            raise ValueError(f"{size} bytes, its header describes {8 + length + end}")
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise EngineError(f"{file} cannot be read: {error}") from error
+
 
 PREFIX = "base_model.model."
 """Prefix of PEFT in front of the base's name of a layer."""
@@ -143,3 +182,87 @@ def _check_config(folder: Path, layers: AdaptedLayers) -> None:
 def _shown(layers: AdaptedLayers) -> str:
     target, names = layers.config.target, ", ".join(layers.names)
     return f"all_linear ({names})" if target == "all_linear" else f"[{names}]"
+
+
+_ARCHITECTURE_KEYS = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "rms_norm_eps",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "hidden_act",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFolder:
+    """One verified Hugging Face folder."""
+
+    path: Path
+    vocab_size: int
+    max_positions: int
+    architecture: Mapping[str, Any]
+    """Fields of config.json that determine the shape of the computation."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Shape of every stored tensor, by name."""
+
+
+def read_folder(path: Path) -> PolicyFolder:
+    """Read config.json and the headers of the weight files; EngineError names the invalid file or field."""
+    config = read_object(path / "config.json")
+    _refuse_ambiguous(config, path)
+    tensors = read_shapes(path)
+    try:
+        vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{path / 'config.json'}: vocab_size and max_position_embeddings must be integers"
+        ) from error
+    return PolicyFolder(
+        path=path,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},
+        tensors=tensors,
+    )
+
+
+def _refuse_ambiguous(config: Mapping[str, Any], path: Path) -> None:
+    """Raise UnsupportedModel if the two rotary embedding keys differ: libraries disagree on their precedence."""
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        raise UnsupportedModel(
+            f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
+            "trainer uses rope_scaling"
+        )
+
+
+def difference(running: PolicyFolder, other: PolicyFolder) -> str:
+    """Describe the first difference of ``other`` from the running architecture; empty if it fits."""
+    for key in _ARCHITECTURE_KEYS:
+        mine, theirs = running.architecture.get(key), other.architecture.get(key)
+        if mine != theirs:
+            return f"{key} is {theirs}, the running policy has {mine}"
+    for name, shape in running.tensors.items():
+        if name not in other.tensors:
+            return f"no tensor {name}"
+        if other.tensors[name] != shape:
+            return f"{name} has shape {list(other.tensors[name])}, the running policy has {list(shape)}"
+    surplus = sorted(set(other.tensors) - set(running.tensors))
+    return f"tensor {surplus[0]}, which the running policy does not have" if surplus else ""
