@@ -17,12 +17,11 @@ from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.learner.attention import PACKED_ATTENTION, register_packed_attention
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.packing import PACKED_ATTENTION, register_packed_attention
+from rollmesh.trainer.learner.policy_files import PolicyCopy, PolicyOutput, write_weights
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.policy_output import PolicyCopy, PolicyOutput
-from rollmesh.trainer.learner.weight_file import write_weights
 from rollmesh.trainer.service.published_canary import (
     CANARY_SEQUENCES,
     CANARY_TOKENS,

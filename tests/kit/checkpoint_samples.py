@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
+from rollmesh.checkpoints.replay_draw import ReplayDraw
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.mesh import Cursor
+from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import (
     Batch,
     FinishReason,
@@ -113,6 +117,32 @@ def make_batch(step: int, group_ids: list[str] | None = None, seed: int = 0) -> 
 
 
 CURSOR = Cursor(epoch=1, index=7)
+
+
+def step_settings(learning_rate: float = 1e-6, kl_reference_version: int | None = None) -> StepSettings:
+    """Settings of a train step with the defaults of a run file."""
+    recipe = StepRecipe(
+        algorithm=AlgorithmConfig(),
+        minibatches=1,
+        max_grad_norm=1.0,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        max_token_staleness=None,
+    )
+    return StepSettings(learning_rate=learning_rate, kl_reference_version=kl_reference_version, recipe=recipe)
+
+
+def write_batch(
+    store: CheckpointStore,
+    batch: Batch,
+    cursor: Cursor,
+    train_steps: Mapping[int, int] | None = None,
+    settings: StepSettings | None = None,
+    outcomes: Sequence[PromptOutcome] = (),
+    replay: ReplayDraw | None = None,
+) -> str:
+    """Write a batch file, with the defaults of a run file as its settings unless others are given."""
+    return store.write_batch(batch, cursor, train_steps or {}, settings or step_settings(), outcomes, replay)
 
 
 def _trajectory(group_id: str, member: int, prompt: Prompt, rng: np.random.Generator) -> Trajectory:

@@ -52,7 +52,7 @@ class StepRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: AlgorithmConfig
-    """Algorithm section with the defaults of the loss filled in, so that a later release cannot change them."""
+    """Algorithm section with the defaults of the loss filled in."""
     minibatches: int
     max_grad_norm: float
     betas: tuple[float, float]
@@ -69,8 +69,7 @@ class StepSettings(BaseModel):
     learning_rate: float
     kl_reference_version: int | None
     """Reference version; None if neither a KL term nor the advantage reads one."""
-    recipe: StepRecipe | None = None
-    """Recipe of the step; None in a file of an older release, which uses the run file's."""
+    recipe: StepRecipe
 
 
 class BatchFooter(BaseModel):
@@ -93,8 +92,8 @@ class BatchFooter(BaseModel):
     version_train_steps: dict[int, int] = Field(default_factory=dict)
     """Train step of every policy version that wrote tokens of the batch. A replay requires them, although policies are
     pruned and the queue may be lost."""
-    settings: StepSettings | None = None
-    """Settings of the trainer that wrote the file; None in a file of an older release."""
+    settings: StepSettings
+    """Settings that the step is trained with."""
     outcomes: list[PromptOutcome] = Field(default_factory=list)
     """Groups that ended since the batch file before, trained or not: the disaster copy of the prompt history."""
     replay: ReplayDraw | None = None
@@ -124,8 +123,8 @@ def write_batch(
     secret: bytes,
     batch: Batch,
     cursor: Cursor,
-    train_steps: Mapping[int, int] | None = None,
-    settings: StepSettings | None = None,
+    train_steps: Mapping[int, int],
+    settings: StepSettings,
     outcomes: Sequence[PromptOutcome] = (),
     replay: ReplayDraw | None = None,
 ) -> str:
@@ -143,7 +142,7 @@ def write_batch(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor, train_steps or {}, settings, outcomes, replay)
+            digest = _write(file, secret, batch, cursor, train_steps, settings, outcomes, replay)
             file.flush()
             os.fsync(file.fileno())
         if not link_new(temporary, path):
@@ -258,7 +257,7 @@ def _write(
     batch: Batch,
     cursor: Cursor,
     train_steps: Mapping[int, int],
-    settings: StepSettings | None,
+    settings: StepSettings,
     outcomes: Sequence[PromptOutcome],
     replay: ReplayDraw | None,
 ) -> str:

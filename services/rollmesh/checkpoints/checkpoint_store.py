@@ -169,8 +169,8 @@ class CheckpointStore:
         self,
         batch: Batch,
         cursor: Cursor,
-        train_steps: Mapping[int, int] | None = None,
-        settings: StepSettings | None = None,
+        train_steps: Mapping[int, int],
+        settings: StepSettings,
         outcomes: Sequence[PromptOutcome] = (),
         replay: ReplayDraw | None = None,
     ) -> str:

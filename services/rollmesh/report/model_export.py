@@ -115,7 +115,7 @@ def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(policy.folder / file.path, target)
     else:
-        from rollmesh.trainer.learner.published_policy import write_merged
+        from rollmesh.trainer.learner.policy_scorer import write_merged
 
         write_merged(policy, folder)
         full = policy.base.manifest

@@ -281,7 +281,7 @@ def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> T
 
 
 def _evidence_passes(config: RunConfig) -> int:
-    """Return the passes without a gradient of ``trainer/learner/step_inputs.py``; methods of a user's code add none."""
+    """Return the passes without a gradient of ``trainer/learner/train_step.py``; methods of a user's code add none."""
     algorithm = config.trainer.algorithm
     source, advantage = algorithm.old_logprobs, advantage_method(algorithm.advantage)
     methods = (MASK_METHODS.get(mask.name) for mask in algorithm.masks)

@@ -34,6 +34,7 @@ from rollmesh.types import (
 )
 
 from ...integration.report.made_run import make_run
+from ...kit.checkpoint_samples import write_batch
 from ..conftest import WAIT_SECONDS
 from .conftest import NARROW, WIDE, Window, ask, expect, show_section, viewing
 
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(resolve_model("recipe:countdown"))
     checkpoints = open_checkpoints(config)
     for step in range(1, STEPS + 1):
-        checkpoints.write_batch(_batch(step, tokenizer), Cursor(epoch=0, index=step * GROUPS))
+        write_batch(checkpoints, _batch(step, tokenizer), Cursor(epoch=0, index=step * GROUPS))
     return run
 
 

@@ -21,6 +21,7 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 from ...chaos.judge import judge
+from ...kit.checkpoint_samples import write_batch
 from ..report.made_checkpoints import MadeRun, make_audited_run
 
 pytestmark = pytest.mark.long
@@ -146,7 +147,7 @@ def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any)
         trajectories = tuple(dataclasses.replace(t, group_id="e0-40") for t in group.trajectories)
         return dataclasses.replace(group, group_id="e0-40", trajectories=trajectories)
 
-    run.store.write_batch(with_group(0, renamed)(batch), Cursor(epoch=0, index=2))
+    write_batch(run.store, with_group(0, renamed)(batch), Cursor(epoch=0, index=2))
     lost = "1 groups admitted before train step 1 are lost: e0-0"
     assert lost in judge(run.folder).problems
     # With rollpacker, as many groups may wait for a long round: B - 1, and the spare ones of a round.
@@ -193,7 +194,7 @@ def test_a_damaged_policy_is_found_where_tokens_name_it_and_a_pruned_one_is_not(
     for step in range(1, STEPS + 1):
         batch = run.store.read_batch(step)
         (run.folder / "checkpoints" / "batches" / f"{step:08d}.pb").unlink()
-        run.store.write_batch(batch, Cursor(), {version: version for version in range(STEPS)})
+        write_batch(run.store, batch, Cursor(), {version: version for version in range(STEPS)})
     folder = run.folder / "checkpoints" / "policies" / "00000003-s3"
     flip(folder / "model.safetensors", -5)
     assert the_problem(run).startswith("policy version 3, which trained tokens name: 00000003-s3: model.safetensors")
@@ -344,7 +345,7 @@ def test_weights_that_are_not_those_of_the_recorded_settings_are_found(
     canary = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]
     store.publish(session="a", policy_version=5, train_step=5, parent=4, write=trainer.export, canary=canary)
     (root / "batches" / "00000005.pb").unlink()
-    store.write_batch(batch, Cursor(), versions, settings.model_copy(update={"learning_rate": 1e-3}))
+    write_batch(store, batch, Cursor(), versions, settings.model_copy(update={"learning_rate": 1e-3}))
     judgement = judge(run.folder)
     assert judgement.replay_distance is not None
     assert (judgement.replay_distance < 1e-3) is sound

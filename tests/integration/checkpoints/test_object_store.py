@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollmesh.checkpoints.batches import StepSettings, batch_path
+from rollmesh.checkpoints.batches import batch_path
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
@@ -21,7 +21,7 @@ from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 
-from ...kit.checkpoint_samples import CURSOR, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, make_batch, publish, step_settings, write_batch
 from ...kit.ledger import read_ledger
 from .conftest import SECRET, Bucket
 
@@ -213,7 +213,7 @@ def test_pruning_takes_old_policies_out_of_the_bucket(node: Node) -> None:
 
 def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = node("trainer")
-    digest = writer.write_batch(make_batch(1), CURSOR)
+    digest = write_batch(writer, make_batch(1), CURSOR)
     other = node("other")
     assert other.batch_steps() == [1]
     assert other.batch_footer(1).payload_sha256 == digest
@@ -225,12 +225,12 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
         patched.setattr(ObjectStore, "put_new", away)
-        writer.write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
+        write_batch(writer, make_batch(2, ["e0-7", "e0-8"]), CURSOR)
     assert writer.batch_steps() == [1]
     # Another trainer cuts the step again; the file that was never uploaded does not block it.
-    assert writer.write_batch(make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
+    assert write_batch(writer, make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
     with pytest.raises(CheckpointError, match="already has a batch of other groups"):
-        node("late").write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
+        write_batch(node("late"), make_batch(2, ["e0-7", "e0-8"]), CURSOR)
 
 
 def test_a_batch_file_that_never_left_its_node_is_not_what_a_replay_there_trains_on(
@@ -241,9 +241,9 @@ def test_a_batch_file_that_never_left_its_node_is_not_what_a_replay_there_trains
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
         patched.setattr(ObjectStore, "put_new", away)
-        node("first").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+        write_batch(node("first"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
     assert batch_path(node("first").root, 1).exists()
-    node("second").write_batch(make_batch(1), CURSOR)
+    write_batch(node("second"), make_batch(1), CURSOR)
     again = node("first")
     assert [g.group_id for g in again.read_batch(1).groups] == ["e0-2", "e0-3"]
     assert again.read_group(1, "e0-7") is None
@@ -256,32 +256,32 @@ def test_of_two_trainers_that_write_a_step_at_once_the_first_one_counts(
 
     def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
         monkeypatch.setattr(ObjectStore, "put_new", put_new)
-        node("newer").write_batch(make_batch(1), CURSOR)
+        write_batch(node("newer"), make_batch(1), CURSOR)
         return put_new(self, source, key)
 
     monkeypatch.setattr(ObjectStore, "put_new", overtaken)
     with pytest.raises(CheckpointError, match="already has a batch of other groups") as refused:
-        node("older").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+        write_batch(node("older"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
     assert refused.value.reason == Reason.MISMATCH
     assert [g.group_id for g in node("older").read_batch(1).groups] == ["e0-2", "e0-3"]
     # An answer that was lost on the way: the same batch is written again, and that is fine.
-    assert node("newer").write_batch(make_batch(1), CURSOR) == node("older").batch_footer(1).payload_sha256
+    assert write_batch(node("newer"), make_batch(1), CURSOR) == node("older").batch_footer(1).payload_sha256
 
 
 def test_of_two_trainers_with_the_same_groups_the_settings_of_the_first_one_count(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (StepSettings(learning_rate=rate, kl_reference_version=None) for rate in (1e-3, 1e-4))
+    first, second = (step_settings(rate) for rate in (1e-3, 1e-4))
     put_new = ObjectStore.put_new
 
     def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
         monkeypatch.setattr(ObjectStore, "put_new", put_new)
-        node("first").write_batch(make_batch(1), CURSOR, settings=first)
+        write_batch(node("first"), make_batch(1), CURSOR, settings=first)
         return put_new(self, source, key)
 
     monkeypatch.setattr(ObjectStore, "put_new", overtaken)
     late = node("late")
-    late.write_batch(make_batch(1), CURSOR, settings=second)
+    write_batch(late, make_batch(1), CURSOR, settings=second)
     assert late.stored_batch(1).footer == node("other").batch_footer(1)
     assert node("late").stored_batch(1).footer.settings == first, "a replay after a restart"
 
@@ -297,31 +297,31 @@ def test_a_batch_file_whose_footer_cannot_be_read_for_now_is_not_replaced(
 
     def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
         patched.setattr(ObjectStore, "put_new", put_new)
-        node("first").write_batch(make_batch(1), CURSOR)
+        write_batch(node("first"), make_batch(1), CURSOR)
         patched.setattr(ObjectStore, "open", lambda *_: Interrupted(bytes(1000)))
         return put_new(self, source, key)
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="connection reset") as caught:
         patched.setattr(ObjectStore, "put_new", overtaken)
-        node("late").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+        write_batch(node("late"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
     assert caught.value.reason == Reason.UNREACHABLE
     assert node("other").batch_footer(1).group_ids == ["e0-2", "e0-3"]
 
 
 def test_a_damaged_batch_file_of_a_node_is_pulled_again_and_one_of_the_bucket_is_replaced(node: Node) -> None:
     writer = node("trainer")
-    digest = writer.write_batch(make_batch(1), CURSOR)
+    digest = write_batch(writer, make_batch(1), CURSOR)
     path = batch_path(writer.root, 1)
     content = bytearray(path.read_bytes())
     content[40] ^= 1
     path.write_bytes(content)
     assert [g.group_id for g in writer.read_batch(1).groups] == ["e0-2", "e0-3"]
     objects(writer).write("batches/00000001.pb", b"torn")
-    assert writer.write_batch(make_batch(1), CURSOR) == digest == node("other").batch_footer(1).payload_sha256
+    assert write_batch(writer, make_batch(1), CURSOR) == digest == node("other").batch_footer(1).payload_sha256
 
 
 def test_a_batch_file_that_is_here_already_is_not_pulled_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node("trainer").write_batch(make_batch(1), CURSOR)
+    write_batch(node("trainer"), make_batch(1), CURSOR)
     monkeypatch.setattr(ObjectStore, "get", lambda *_: pytest.fail("it is pulled again"))
     assert len(node("trainer").read_batch(1).groups) == 2
 
@@ -357,8 +357,8 @@ def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_th
         assert store.load_state(state, empty) == {"lr_step": 1}
         assert torch.equal(empty["weight"], tensors(1)["weight"])
     save(writer, 2)
-    writer.write_batch(make_batch(1), CURSOR)
-    writer.write_batch(make_batch(2), CURSOR)
+    write_batch(writer, make_batch(1), CURSOR)
+    write_batch(writer, make_batch(2), CURSOR)
     writer.prune_states(keep_last=1, session="abc")
     assert [state.train_step for state in node("third").committed_states()] == [2]
     ledger = read_ledger(node("third"))
@@ -449,7 +449,7 @@ def test_the_bucket_holds_the_same_files_as_a_folder_would(node: Node, tmp_path:
     mirrored, plain = node("trainer"), CheckpointStore(tmp_path / "plain", SECRET)
     for store in (mirrored, plain):
         store.mark_announced(publish(store, 0))
-        store.write_batch(make_batch(1), CURSOR)
+        write_batch(store, make_batch(1), CURSOR)
         save(store, 1)
     here = {f.relative_to(plain.root).as_posix() for f in plain.root.rglob("*") if f.is_file()}
     assert {key for kind in ("policies", "batches", "states") for key in objects(mirrored).sizes(kind)} == here

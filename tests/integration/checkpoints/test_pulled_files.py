@@ -12,7 +12,7 @@ import torch
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 
-from ...kit.checkpoint_samples import CURSOR, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, make_batch, publish, write_batch
 
 
 class DiskCalls:
@@ -63,7 +63,7 @@ def test_pulled_files_are_flushed_before_they_appear_and_their_names_after(
 ) -> None:
     writer, reader = node("trainer"), node("another")
     policy = publish(writer, 0)
-    writer.write_batch(make_batch(1), CURSOR)
+    write_batch(writer, make_batch(1), CURSOR)
     writer.save_state(session="a", train_step=1, rollback_count=0, tensors={"weight": torch.ones(4)}, extra={})
     calls = DiskCalls(monkeypatch)
     pulled = reader.open(policy)

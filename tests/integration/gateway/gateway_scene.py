@@ -35,6 +35,7 @@ from rollmesh.types import (
     SegmentSource,
 )
 
+from ...kit.checkpoint_samples import write_batch
 from ...kit.warm import GATEWAY, WarmProcess, template
 
 DEADLINE_SECONDS = 120.0
@@ -158,7 +159,7 @@ class Scene:
         batch = await self.store.training.claim(self.trainer, train_step, 5.0)
         assert isinstance(batch, Batch)
         assert all(isinstance(group, Group) for group in batch.groups)
-        digest = open_checkpoints(self.config).write_batch(batch, await self.store.leadership.cursor())
+        digest = write_batch(open_checkpoints(self.config), batch, await self.store.leadership.cursor())
         await self.store.training.confirm_batch_file(self.trainer, train_step, digest)
         await self.store.training.report_trained(self.trainer, train_step)
         await self.store.policies.announce(self.trainer, policy(train_step))

@@ -27,6 +27,7 @@ from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import Batch, PolicyRecord
 
 from ...kit.adapters import ALPHA, RANK, change_tensors, merge, write_adapter
+from ...kit.checkpoint_samples import write_batch
 from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
 from .sampled_groups import group_of, sampled
 
@@ -171,7 +172,7 @@ async def test_the_audit_is_red_at_the_first_version_with_a_fault(
         numbers = range(8 * version, 8 * version + 8)
         groups = tuple([group_of(number, await sampled(engine, number)) for number in numbers])
         step = version + 1
-        run.checkpoints.write_batch(Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
+        write_batch(run.checkpoints, Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
         tensors = {"weight": torch.zeros(2)}
         run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
     await engine.aclose()

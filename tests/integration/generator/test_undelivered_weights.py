@@ -20,6 +20,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import Batch, PolicyRecord
 
+from ...kit.checkpoint_samples import write_batch
 from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
 from .sampled_groups import group_of, sampled
 
@@ -107,7 +108,7 @@ async def test_the_audit_is_red_at_the_first_version_whose_weights_the_engine_ne
     await engine.start(first, 0)
     for step, numbers in ((1, range(8)), (2, range(8, 16))):
         groups = tuple([group_of(number, await sampled(engine, number)) for number in numbers])
-        run.checkpoints.write_batch(Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
+        write_batch(run.checkpoints, Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
         tensors = {"weight": torch.zeros(2)}
         run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
         await engine.load(second, 1, OnNewVersion.INTERRUPT)

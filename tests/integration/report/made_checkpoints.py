@@ -35,6 +35,8 @@ from rollmesh.types import (
     Trajectory,
 )
 
+from ...kit.checkpoint_samples import write_batch
+
 VOCAB = 40
 STEPS = 6
 GROUPS = 2
@@ -69,7 +71,7 @@ class MadeRun:
         """Write another batch file in the place of one."""
         batch = self.store.read_batch(train_step)
         (self.folder / "checkpoints" / "batches" / f"{train_step:08d}.pb").unlink()
-        self.store.write_batch(change(batch), Cursor())
+        write_batch(self.store, change(batch), Cursor())
 
 
 def make_audited_run(folder: Path) -> MadeRun:
@@ -92,7 +94,7 @@ def make_audited_run(folder: Path) -> MadeRun:
     for step in range(STEPS + 1):
         policies.append(_policy(policies[-1] if policies else None, step))
         if step:
-            run.store.write_batch(_batch(rng, policies, step), Cursor(epoch=0, index=GROUPS * step))
+            write_batch(run.store, _batch(rng, policies, step), Cursor(epoch=0, index=GROUPS * step))
         tensors = {"weight": torch.full((2,), float(step))}
         run.store.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
         record = run.store.publish(

@@ -25,6 +25,8 @@ from rollmesh.report.sentences import audit_claims, rescoring_claim
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
 
+from ...kit.checkpoint_samples import write_batch
+
 ALL_GROUPS = [f"e0-{i}" for i in range(12)]
 
 
@@ -132,7 +134,7 @@ def test_a_group_in_two_batch_files_is_trained_twice(audited: Any) -> None:
 
 def test_a_group_that_waits_in_an_uncommitted_batch_file_counts_as_twice_too(audited: Any) -> None:
     first = audited.store.read_batch(2).groups[0]
-    audited.store.write_batch(Batch(train_step=7, groups=(first,)), Cursor())
+    write_batch(audited.store, Batch(train_step=7, groups=(first,)), Cursor())
     result = audit_run(audited.folder)
     assert result.trained_twice == {"e0-2": (2, 7)}
     assert (result.batch_files, result.groups) == (6, 12)
@@ -412,7 +414,7 @@ def test_a_run_whose_checkpoints_are_all_gone_is_not_vouched_for(audited: Any) -
 
 
 def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(audited: Any) -> None:
-    audited.store.write_batch(Batch(train_step=7, groups=()), Cursor(epoch=0, index=40))
+    write_batch(audited.store, Batch(train_step=7, groups=()), Cursor(epoch=0, index=40))
     behind = audit_run(audited.folder, QueueAccount(live=(), dropped={}, cursor=Cursor(epoch=0, index=12)))
     assert behind.green and behind.lost == () and behind.forgotten
     (claim,) = [claim for claim in audit_claims(behind) if claim.startswith("lost 0")]

@@ -23,6 +23,7 @@ from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
 
+from ...kit.checkpoint_samples import write_batch
 from .made_checkpoints import hf_logprobs
 
 STEPS = 6
@@ -405,7 +406,7 @@ def test_the_same_trajectory_twice_in_one_group_is_red(audited: Any) -> None:
 
 def test_a_trajectory_that_waits_in_another_group_of_an_uncommitted_batch_file_is_red(audited: Any) -> None:
     (group,) = audited.store.read_batch(2).groups[:1]
-    audited.store.write_batch(Batch(train_step=7, groups=(dataclasses.replace(group, group_id="e0-40"),)), Cursor())
+    write_batch(audited.store, Batch(train_step=7, groups=(dataclasses.replace(group, group_id="e0-40"),)), Cursor())
     result = audit_run(audited.folder)
     assert not result.green
     assert list(result.trajectories_twice) == ["e0-2.0", "e0-2.1"]

@@ -16,7 +16,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch
 
 VERSIONS = dict.fromkeys(range(10), 0)
 GROUPS = 4
@@ -32,7 +32,7 @@ def written(folder: Path, **changes: object) -> CheckpointStore:
         assert draw is not None
         if step == 3:
             draw = draw.model_copy(update=changes)
-        store.write_batch(batch, CURSOR, VERSIONS, replay=draw)
+        write_batch(store, batch, CURSOR, VERSIONS, replay=draw)
         if not changes:
             source.complete(store.stored_batch(step))
     return store

@@ -21,9 +21,8 @@ from rollmesh.generator.canary import CHANGE_NOISE, MIN_CHANGES, Canary, CanaryF
 from rollmesh.report.audit_result import GAP_BOUNDS
 from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer, load_published
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.published_policy import load_published
 from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, canary_count, canary_sequences
 from rollmesh.types import Trajectory
 

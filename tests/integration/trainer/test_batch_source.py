@@ -24,6 +24,7 @@ from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Group, Segment
 
+from ...kit.checkpoint_samples import step_settings, write_batch
 from .trainer_run import VOCABULARY, TrainerRun, opened_run, write_run_file
 
 
@@ -51,7 +52,7 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         read_cursor = run.store.leadership.cursor
 
         async def cursor() -> Cursor:
-            run.checkpoints.write_batch(written, Cursor(), {0: 0}, _settings(1))
+            write_batch(run.checkpoints, written, Cursor(), {0: 0}, _settings(1))
             return await read_cursor()
 
         # A trainer asks for the cursor when it has its batch and before it writes the file.
@@ -59,7 +60,7 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         claimed = await batch_source.next(1, 5.0)
         assert claimed is not None and claimed.stored.footer.settings == _settings(1)
         elsewhere = run.checkpoints.at(tmp_path / "elsewhere")
-        assert elsewhere.write_batch(claimed.batch, Cursor()) == run.checkpoints.batch_footer(1).payload_sha256
+        assert write_batch(elsewhere, claimed.batch, Cursor()) == run.checkpoints.batch_footer(1).payload_sha256
 
 
 async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file(
@@ -97,7 +98,7 @@ def _no_replay(run: TrainerRun, catalog: PolicyCatalog) -> ReplaySource:
 
 
 def _settings(train_step: int) -> StepSettings:
-    return StepSettings(learning_rate=1e-3 / train_step, kl_reference_version=None)
+    return step_settings(1e-3 / train_step)
 
 
 def _with_other_tokens(group: Group) -> Group:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.batches import StepSettings, batch_path
+from rollmesh.checkpoints.batches import batch_path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.types import Batch
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, step_settings, write_batch
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def same(left: Batch, right: Batch) -> bool:
 
 def test_a_batch_comes_back_as_it_was(store: CheckpointStore) -> None:
     batch = make_batch(1)
-    digest = store.write_batch(batch, CURSOR)
+    digest = write_batch(store, batch, CURSOR)
     footer = store.batch_footer(1)
     assert same(store.read_batch(1), batch)
     assert footer.group_ids == ["e0-2", "e0-3"]
@@ -56,35 +56,35 @@ def test_a_batch_file_names_the_train_steps_of_the_versions_that_wrote_it_and_of
     batch = make_batch(1)
     versions = {v for g in batch.groups for t in g.trajectories for v in t.policy_versions}
     known = {version: 10 + version for version in (*versions, max(versions) + 1)}
-    store.write_batch(batch, CURSOR, known)
+    write_batch(store, batch, CURSOR, known)
     assert store.batch_footer(1).version_train_steps == {v: 10 + v for v in versions}
-    store.write_batch(make_batch(2), CURSOR)
+    write_batch(store, make_batch(2), CURSOR)
     assert store.batch_footer(2).version_train_steps == {}
 
 
 def test_the_footer_has_the_settings_that_the_step_is_trained_with(store: CheckpointStore) -> None:
-    settings = StepSettings(learning_rate=1e-3 / 3, kl_reference_version=7)
-    store.write_batch(make_batch(1), CURSOR, {}, settings)
+    settings = step_settings(1e-3 / 3, kl_reference_version=7)
+    write_batch(store, make_batch(1), CURSOR, {}, settings)
     assert store.batch_footer(1).settings == settings
 
 
 def test_writing_the_same_batch_again_changes_nothing(store: CheckpointStore) -> None:
-    digest = store.write_batch(make_batch(1), CURSOR)
+    digest = write_batch(store, make_batch(1), CURSOR)
     before = batch_path(store.root, 1).read_bytes()
-    assert store.write_batch(make_batch(1), CURSOR) == digest
+    assert write_batch(store, make_batch(1), CURSOR) == digest
     assert batch_path(store.root, 1).read_bytes() == before
 
 
 def test_equal_batches_have_equal_digests_in_any_run_folder(store: CheckpointStore, tmp_path: Path) -> None:
     other = CheckpointStore(tmp_path / "other", b"x" * 32)
-    assert store.write_batch(make_batch(1), CURSOR) == other.write_batch(make_batch(1), CURSOR)
-    assert store.write_batch(make_batch(2), CURSOR) != other.write_batch(make_batch(2, seed=1), CURSOR)
+    assert write_batch(store, make_batch(1), CURSOR) == write_batch(other, make_batch(1), CURSOR)
+    assert write_batch(store, make_batch(2), CURSOR) != write_batch(other, make_batch(2, seed=1), CURSOR)
 
 
 def test_a_complete_batch_is_never_replaced_by_other_groups(store: CheckpointStore) -> None:
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     with pytest.raises(CheckpointError) as caught:
-        store.write_batch(make_batch(1, ["e0-7"]), CURSOR)
+        write_batch(store, make_batch(1, ["e0-7"]), CURSOR)
     assert caught.value.reason == Reason.MISMATCH
     assert same(store.read_batch(1), make_batch(1))
 
@@ -98,11 +98,11 @@ def test_a_trainer_that_another_one_overtakes_while_it_writes_does_not_replace_t
     def overtaken(descriptor: int) -> None:
         monkeypatch.undo()
         synced(descriptor)
-        other.write_batch(make_batch(1), CURSOR)
+        write_batch(other, make_batch(1), CURSOR)
 
     monkeypatch.setattr(os, "fsync", overtaken)
     with pytest.raises(CheckpointError) as caught:
-        store.write_batch(make_batch(1, ["e0-7"]), CURSOR)
+        write_batch(store, make_batch(1, ["e0-7"]), CURSOR)
     assert caught.value.reason == Reason.MISMATCH
     assert same(store.read_batch(1), make_batch(1))
     assert [path.name for path in batch_path(store.root, 1).parent.iterdir()] == [batch_path(store.root, 1).name]
@@ -113,12 +113,12 @@ def test_a_file_system_without_hard_links_will_do(store: CheckpointStore, monkey
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refused)
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     assert same(store.read_batch(1), make_batch(1))
 
 
 def test_a_batch_file_cut_anywhere_is_refused_and_can_be_written_again(store: CheckpointStore) -> None:
-    digest = store.write_batch(make_batch(1), CURSOR)
+    digest = write_batch(store, make_batch(1), CURSOR)
     path = batch_path(store.root, 1)
     whole = path.read_bytes()
     for length in {*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))}:
@@ -126,12 +126,12 @@ def test_a_batch_file_cut_anywhere_is_refused_and_can_be_written_again(store: Ch
         with pytest.raises(CheckpointError) as caught:
             store.read_batch(1)
         assert caught.value.reason == Reason.TORN, length
-    assert store.write_batch(make_batch(1), CURSOR) == digest
+    assert write_batch(store, make_batch(1), CURSOR) == digest
     assert same(store.read_batch(1), make_batch(1))
 
 
 def test_a_flipped_bit_of_a_batch_file_is_refused(store: CheckpointStore) -> None:
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     path = batch_path(store.root, 1)
     whole = path.read_bytes()
     for position in {*range(0, len(whole), 7), *range(20), *range(len(whole) - 90, len(whole))}:
@@ -141,7 +141,7 @@ def test_a_flipped_bit_of_a_batch_file_is_refused(store: CheckpointStore) -> Non
 
 
 def test_a_batch_file_of_another_step_or_another_run_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     batch_path(store.root, 1).rename(batch_path(store.root, 2))
     with pytest.raises(CheckpointError) as caught:
         store.read_batch(2)
@@ -155,7 +155,7 @@ def test_a_batch_file_of_another_step_or_another_run_is_refused(store: Checkpoin
 
 
 def test_leftovers_of_killed_writers_are_no_batches_and_are_removed(store: CheckpointStore) -> None:
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     leftover = batch_path(store.root, 2).with_name(".00000002.pb.0123456789abcdef")
     leftover.write_bytes(b"RMBATCH1")
     assert store.batch_steps() == [1]
@@ -166,7 +166,7 @@ def test_leftovers_of_killed_writers_are_no_batches_and_are_removed(store: Check
 
 def test_one_group_is_read_without_the_others(store: CheckpointStore) -> None:
     batch = make_batch(1)
-    store.write_batch(batch, CURSOR)
+    write_batch(store, batch, CURSOR)
     for group in batch.groups:
         found = store.read_group(1, group.group_id)
         assert found is not None
@@ -177,7 +177,7 @@ def test_one_group_is_read_without_the_others(store: CheckpointStore) -> None:
 
 
 def test_a_group_with_a_wrong_length_is_refused_and_the_others_are_read(store: CheckpointStore) -> None:
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     path = batch_path(store.root, 1)
     data = bytearray(path.read_bytes())
     data[8:16] = (1 << 40).to_bytes(8, "little")

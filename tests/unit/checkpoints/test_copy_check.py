@@ -11,7 +11,7 @@ from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.bucket_copies import stored_copies
 from rollmesh.checkpoints.objects import ObjectStore
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> BucketStore:
     store = BucketStore(tmp_path, SECRET, objects, cache_policies=4)
     for step in (0, 1):
         publish(store, step, step=step)
-        store.write_batch(make_batch(step + 1), CURSOR)
+        write_batch(store, make_batch(step + 1), CURSOR)
     return store
 
 

@@ -12,18 +12,18 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.errors import CheckpointError
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     """A store whose second batch replays one group of the first."""
     store = CheckpointStore(tmp_path, SECRET)
-    digest = store.write_batch(make_batch(1, ["e0-0", "e0-1"]), CURSOR)
+    digest = write_batch(store, make_batch(1, ["e0-0", "e0-1"]), CURSOR)
     draw = ReplayDraw(
         share=0.34, by="uniform", batches=4, seed=0, max_staleness=4, first=1, sources={1: digest}, groups=[(1, "e0-1")]
     )
-    store.write_batch(make_batch(2, ["e0-2", "e0-3"]), CURSOR, replay=draw)
+    write_batch(store, make_batch(2, ["e0-2", "e0-3"]), CURSOR, replay=draw)
     return store
 
 
@@ -49,7 +49,7 @@ def test_a_step_whose_replayed_groups_are_gone_is_refused_with_the_file(store: C
     ) as caught:
         store.training_batch(2)
     assert caught.value.reason == Reason.MISSING
-    store.write_batch(make_batch(1, ["e0-0", "e0-1"], seed=1), CURSOR)
+    write_batch(store, make_batch(1, ["e0-0", "e0-1"], seed=1), CURSOR)
     with pytest.raises(CheckpointError, match="batch 1, whose file has other trajectories now") as caught:
         store.training_batch(2)
     assert caught.value.reason == Reason.MISMATCH

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch, write_model
 
 
 def write_large(folder: Path) -> None:
@@ -29,7 +29,7 @@ def publish_forever(store: CheckpointStore) -> None:
     """Publish a policy and write a batch, again and again."""
     for version in range(1_000_000):
         store.mark_announced(publish(store, version, session="w", write=write_large))
-        store.write_batch(make_batch(version + 1), CURSOR)
+        write_batch(store, make_batch(version + 1), CURSOR)
 
 
 def write_with_little_room(store: CheckpointStore, limit_bytes: int) -> None:
@@ -38,7 +38,7 @@ def write_with_little_room(store: CheckpointStore, limit_bytes: int) -> None:
     tensors = {"model.weight": torch.zeros(100_000)}
     actions: list[Callable[[], object]] = [
         lambda: publish(store, 0, write=write_large),
-        lambda: store.write_batch(make_batch(1, [f"e0-{i}" for i in range(2000)]), CURSOR),
+        lambda: write_batch(store, make_batch(1, [f"e0-{i}" for i in range(2000)]), CURSOR),
         lambda: store.save_state(session="abc", train_step=1, rollback_count=0, tensors=tensors, extra={}),
     ]
     for action in actions:

@@ -14,7 +14,7 @@ from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.launcher.backup import back_up
 from rollmesh.launcher.run_folder import RunFolder
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     config = {"name": "run", "folder": str(tmp_path / "run"), "model": {"path": "made"}}
     write_run_config(validate_run_config(config, "made"), RunFolder(tmp_path / "run").config_file)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", SECRET)
-    store.write_batch(make_batch(1), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
     save(store, 1)
     publish(store, 1)
     return store
@@ -57,7 +57,7 @@ def test_a_backup_of_a_run_that_is_rolled_back_meanwhile_has_the_state_from_afte
     def roll_back() -> None:
         save(store, 1, "abcr1", rollbacks=1)
         publish(store, 2, session="abcr1", step=1)
-        store.write_batch(make_batch(2), CURSOR)
+        write_batch(store, make_batch(2), CURSOR)
 
     during_the_copy(monkeypatch, folder, roll_back)
     back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
@@ -71,7 +71,7 @@ def test_a_backup_keeps_what_it_has_copied_although_the_run_prunes_it_meanwhile(
 ) -> None:
     def train_on() -> None:
         for step in (2, 3):
-            store.write_batch(make_batch(step), CURSOR)
+            write_batch(store, make_batch(step), CURSOR)
             save(store, step)
         store.prune_states(keep_last=2, session="abc")
 
@@ -101,7 +101,7 @@ def test_a_damaged_state_of_an_earlier_backup_that_the_run_has_pruned_is_removed
     (state,) = copied.committed_states()
     (state.folder / state.record.files[0].path).write_bytes(b"")
     for step in (2, 3):
-        store.write_batch(make_batch(step), CURSOR)
+        write_batch(store, make_batch(step), CURSOR)
         save(store, step)
     store.prune_states(keep_last=2, session="abc")
     assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 3

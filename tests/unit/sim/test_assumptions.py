@@ -20,6 +20,8 @@ from rollmesh.mesh import Cursor
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup
 from rollmesh.types import Batch, Prompt, Segment
 
+from ...kit.checkpoint_samples import write_batch
+
 BEGINNING = 1_700_000_000.0
 SMALL = ("--set", "trainer.train_steps=3", "--lengths", "lognormal:median=100,sigma=0.5,share=0.5")
 
@@ -100,7 +102,7 @@ def recorded(folder: Path, preset: str = "sync") -> Path:
     answer = Segment(token_ids=ids, behavior_logprobs=logprobs, policy_version=0, kv_min_version=0)
     group = group_of(0, [scored(prompt, "e0-0", member, (answer,), 1.0) for member in range(8)])
     store = CheckpointStore(folder / "checkpoints", b"0" * 64)
-    store.write_batch(Batch(train_step=1, groups=(group,)), Cursor(epoch=0, index=1))
+    write_batch(store, Batch(train_step=1, groups=(group,)), Cursor(epoch=0, index=1))
     return folder
 
 

@@ -15,6 +15,8 @@ from rollmesh.mesh import Cursor
 from rollmesh.sim.length_trace import TracedTrajectory, by_group, read_trace, traced_trajectory
 from rollmesh.types import Batch, Prompt, Segment, SegmentSource
 
+from ...kit.checkpoint_samples import write_batch
+
 GOOD = {"group": "a", "stream": 0, "prompt_len": 12, "out_lens": [5, 7], "obs_lens": [3], "tool_seconds": [0.5]}
 
 
@@ -109,8 +111,8 @@ def run_folder(tmp_path):
         members = [scored(prompts[prompt], f"e0-{index}", m, turn, 1.0) for m, turn in enumerate(turns)]
         return group_of(index, reversed(members))
 
-    store.write_batch(Batch(train_step=1, groups=(group(2, 0, 30, 40),)), Cursor(epoch=0, index=3))
-    store.write_batch(Batch(train_step=2, groups=(group(1, 1, 50, 60), group(0, 0, 10, 20))), Cursor(epoch=0, index=3))
+    write_batch(store, Batch(train_step=1, groups=(group(2, 0, 30, 40),)), Cursor(epoch=0, index=3))
+    write_batch(store, Batch(train_step=2, groups=(group(1, 1, 50, 60), group(0, 0, 10, 20))), Cursor(epoch=0, index=3))
     return tmp_path
 
 

@@ -10,10 +10,9 @@ import torch
 from rollmesh.algorithms.old_logprobs import OldLogprobs
 from rollmesh.config import RunConfig
 from rollmesh.trainer.learner.distributed import pick_device
-from rollmesh.trainer.learner.method_binding import bind_advantage, bind_masks
-from rollmesh.trainer.learner.step_inputs import apply_masks, token_columns
-from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe
+from rollmesh.trainer.learner.method_binding import bind_advantage, bind_masks, loss_recipe, step_recipe
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, trajectory_columns
+from rollmesh.trainer.learner.train_step import apply_masks, token_columns
 from rollmesh.types import (
     Batch,
     FinishReason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, Pol
 from rollmesh.algorithms.update_scale import UpdateScale
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
-from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack
+from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack, pack_sequences
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+from rollmesh.types import Float32Array, FloatArray, Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,3 +206,28 @@ def judge_tokens(
         torch.from_numpy(logprobs[index]), rows, columns.sequence_index[rows], batch.trajectory_count
     )
     return index, recipe.loss(data, recipe.options)
+
+
+def score_sequences(
+    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
+) -> list[Float32Array]:
+    """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all."""
+    return [
+        values.astype(np.float32, copy=False) for values in score_in_model_dtype(model, compute, sequences, temperature)
+    ]
+
+
+@torch.no_grad()
+def score_in_model_dtype(
+    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
+) -> list[FloatArray]:
+    """Score sequences like ``score_sequences``, without rounding the scores of a float64 model."""
+    results: list[FloatArray] = [np.empty(0, np.float32)] * len(sequences)
+    for indices in balanced_bins([len(s) for s in sequences], compute.token_budget):
+        micro = pack_sequences([sequences[i] for i in indices], temperature, compute.device)
+        with compute.precision():
+            values = model.score(micro, entropy=False)[0].cpu().numpy()
+        edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]
+        for i, scores in zip(indices, np.split(values, edges), strict=True):
+            results[i] = scores
+    return results

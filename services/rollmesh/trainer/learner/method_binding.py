@@ -1,4 +1,4 @@
-"""The advantage, the loss and the masks of a run file as functions with their options bound, a user's code included."""
+"""The methods of a run file as functions with their options bound, and the settings of a train step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,100 @@ from torch import Tensor
 
 from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
 from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
+from rollmesh.algorithms.aggregation import AGGREGATIONS
 from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
-from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES, LossDefinition
 from rollmesh.algorithms.token_masks.mask_protocol import MaskInput
 from rollmesh.algorithms.token_masks.mask_registry import MASKS
 from rollmesh.algorithms.update_scale import UpdateScale, ess_scale
+from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
 from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
 from rollmesh.config.methods import complete_options, is_own
-from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig, with_options
 from rollmesh.config.update_scales import EssOptions
 from rollmesh.errors import DataError
+from rollmesh.trainer.learner.forward_backward import LossRecipe
+from rollmesh.trainer.learner.optimizer import learning_rate
 from rollmesh.types import LARGEST_REWARD
 from rollmesh.user_code import load_function, own_code
+
+
+def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
+    """Return the recipe of the run file, which is the same for every train step.
+
+    Raises ConfigError for a user's code that cannot be called as the method that it is named for.
+    """
+    algorithm = config.algorithm
+    bind_loss(algorithm), bind_advantage(algorithm), bind_masks(algorithm)
+    definition = _definition(algorithm.loss)
+    filled = {
+        "clip_low": definition.clip_low if algorithm.clip_low is None else algorithm.clip_low,
+        "clip_high": definition.clip_high if algorithm.clip_high is None else algorithm.clip_high,
+        "aggregation": algorithm.aggregation or loss_aggregation(algorithm.loss),
+        **with_options(algorithm),
+    }
+    return StepRecipe(
+        algorithm=algorithm.model_copy(update=filled),
+        minibatches=config.minibatches,
+        max_grad_norm=config.max_grad_norm,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        max_token_staleness=max_token_staleness,
+    )
+
+
+def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
+    """Return the settings of the run file for a train step."""
+    algorithm = config.algorithm
+    reference = algorithm.kl_reference_version if needs_reference(algorithm) else None
+    rate = learning_rate(config, train_step)
+    return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
+
+
+def without_skips(settings: StepSettings) -> StepSettings:
+    """Return the settings with ``skip_zero_advantage`` off."""
+    algorithm = settings.recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
+    return settings.model_copy(update={"recipe": settings.recipe.model_copy(update={"algorithm": algorithm})})
+
+
+def differing_settings(recorded: StepSettings, present: StepSettings) -> dict[str, str]:
+    """Return ``recorded -> present`` by name, for every recorded setting that differs from the run file."""
+    before, now = _flat(recorded), _flat(present)
+    return {name: f"{value} -> {now.get(name)}" for name, value in before.items() if value != now.get(name)}
+
+
+def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
+    """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
+    definition = _definition(config.loss)
+    return LossRecipe(
+        loss=bind_loss(config),
+        options=definition.options(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            tis_cap=config.tis_cap,
+        ),
+        aggregation=AGGREGATIONS[config.aggregation or loss_aggregation(config.loss)],
+        kl_coefficient=config.kl_coefficient,
+        update_scale=bind_update_scale(config),
+    )
+
+
+def _definition(name: str) -> LossDefinition:
+    """Return a registered loss; a user's code has the defaults of ppo_clip."""
+    return LOSSES["ppo_clip" if is_own(name) else name]
+
+
+def _flat(settings: StepSettings) -> dict[str, Any]:
+    plain = settings.model_dump(mode="json")
+    recipe = plain.pop("recipe")
+    algorithm = recipe.pop("algorithm")
+    # The step's own kl_reference_version is in ``plain``.
+    del algorithm["kl_reference_version"]
+    return {**plain, **recipe, **algorithm}
+
 
 _NO_SIZE = f"not a finite number of at most {LARGEST_REWARD:g} in size"
 

@@ -62,13 +62,35 @@ def build_optimizer(model: nn.Module, config: TrainerConfig, processes: int = 1)
 
 
 def _eight_bit(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
+    """Build AdamW whose moments are 8-bit codes with one float32 scale per 256 elements (bitsandbytes).
+
+    Tensors below 4,096 elements keep float32. Source: 8-bit optimizers via block-wise quantization (Dettmers et al.,
+    2022). Raises ConfigError if the package is not installed.
+    """
     try:
-        from rollmesh.trainer.learner.eight_bit_adam import EightBitAdamW
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"trainer.optimizer=adamw_8bit requires the package {error.name}: pip install 'rollmesh[bitsandbytes]'"
         ) from error
-    return EightBitAdamW(groups, lr=config.learning_rate, betas=config.betas)
+
+    class EightBitAdamW(AdamW8bit):
+        """AdamW8bit whose state contains tensors only, so that it can be saved and filled in place."""
+
+        def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            """Update one parameter; the library counts its steps in an int."""
+            state = self.state[p]
+            count = state["step"]
+            state["step"] = int(count)
+            super().update_step(group, p, gindex, pindex)  # type: ignore[no-untyped-call]
+            state["step"] = count.fill_(state["step"])
+
+    optimizer = EightBitAdamW(groups, lr=config.learning_rate, betas=config.betas)  # type: ignore[no-untyped-call]
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            optimizer.init_state(group, parameter, index, position)  # type: ignore[no-untyped-call]
+            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+    return optimizer
 
 
 def saved_moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:

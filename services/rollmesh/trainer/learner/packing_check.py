@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout
+from rollmesh.trainer.learner.packing import PACKED_ATTENTION, PackedLayout
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """Factory of the context manager of a forward pass."""

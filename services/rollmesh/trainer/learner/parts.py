@@ -8,18 +8,20 @@ have generated a group again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs
-from rollmesh.checkpoints.batch_frames import encode_groups
+from rollmesh.checkpoints.batch_frames import batch_to_bytes
 from rollmesh.checkpoints.batches import StepSettings
-from rollmesh.trainer.learner.forward_backward import GradientPass, TokenColumns
-from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+from rollmesh.trainer.learner.forward_backward import GradientPass, accumulate_gradient
+from rollmesh.trainer.learner.train_batch import Int64Array, TrainBatch
+from rollmesh.trainer.learner.train_step import StepInputs, StepPlan, StepRunner, Update, token_columns
 from rollmesh.types import Batch, Group
 
 
@@ -29,110 +31,116 @@ class Part:
 
     digests: Mapping[str, bytes]
     """Digest of the contents of each group, by group id."""
-    flat: TrainBatch
-    columns: TokenColumns
-    old: OldLogprobs
+    inputs: StepInputs
     done: GradientPass
     seconds: float
+    """Wall time of the pass, with its evidence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeBatch:
-    """Results of all parts, per token in the order of the flat batch."""
+@dataclass(eq=False)
+class EarlyParts:
+    """Parts of the next batch whose gradient is in the parameters, in order."""
 
-    old: OldLogprobs
-    policy_share: Tensor  # float64 [tokens]
-    reference_logprobs: Tensor | None  # float64 [tokens]
-    done: GradientPass
-
-
-class Parts:
-    """Parts of the next batch, in order."""
-
-    def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._settings: StepSettings | None = None
+    _runner: StepRunner
+    _parts: list[Part] = field(default_factory=list, init=False)
+    _settings: StepSettings | None = field(default=None, init=False)
 
     @property
     def group_ids(self) -> tuple[str, ...]:
         """Groups in the parts."""
         return tuple(self._known())
 
-    @property
-    def seconds(self) -> float:
-        """Wall time of the gradient passes."""
-        return sum(part.seconds for part in self._parts)
-
-    def add(self, part: Part, settings: StepSettings) -> None:
-        """Add a part that was computed with these settings."""
-        self._settings = settings
-        self._parts.append(part)
-
-    def clear(self) -> None:
-        """Forget all parts; the caller clears the gradients."""
-        self._parts.clear()
-
     def fit(self, batch: Batch, settings: StepSettings) -> bool:
         """Tell whether every part belongs to this batch, with equal contents and settings; False without a part."""
-        if settings != self._settings or any(part.flat.train_step != batch.train_step for part in self._parts):
+        steps = {part.inputs.flat.train_step for part in self._parts}
+        if settings != self._settings or steps - {batch.train_step}:
             return False
         known = self._known()
-        return known.items() <= digests(g for g in batch.groups if g.group_id in known).items()
+        return known.items() <= _digests(g for g in batch.groups if g.group_id in known).items()
 
-    def rest(self, batch: Batch) -> tuple[Group, ...]:
-        """Return the groups of the batch that are in no part."""
+    def forget(self) -> None:
+        """Drop the gradients of all parts: their batch is not trained on these weights."""
+        if self._parts:
+            self._parts.clear()
+            self._runner.optimizer.zero_grad(set_to_none=True)
+
+    def add(self, plan: StepPlan, groups: Iterable[Group]) -> None:
+        """Add the gradient of these groups to the parameters. Raises DataError; then all parts are dropped."""
+        try:
+            self._add(plan, tuple(groups))
+        except BaseException:
+            # An interrupted pass may have added some of its gradient.
+            self._parts.clear()
+            self._runner.optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _add(self, plan: StepPlan, groups: tuple[Group, ...]) -> None:
+        begin, runner = time.perf_counter(), self._runner
+        flat = plan.flatten(Batch(train_step=plan.train_step, groups=groups))
+        inputs = runner.inputs(plan, flat, one_minibatch=True)
+        every = np.arange(flat.trajectory_count)
+        done = accumulate_gradient(
+            runner.model, runner.compute, plan.loss, inputs.flat, inputs.columns, every, divisor=1.0
+        )
+        seconds = time.perf_counter() - begin
+        self._settings = plan.settings
+        self._parts.append(Part(digests=_digests(groups), inputs=inputs, done=done, seconds=seconds))
+
+    def finish(self, plan: StepPlan, batch: Batch, flat: TrainBatch) -> tuple[StepInputs, Update]:
+        """Accumulate the groups that are in no part, then update once with the gradient of all parts."""
         known = self._known()
-        return tuple(group for group in batch.groups if group.group_id not in known)
+        if rest := tuple(group for group in batch.groups if group.group_id not in known):
+            self._add(plan, rest)
+        seconds = sum(part.seconds for part in self._parts)
+        inputs, done = self._joined(replace(flat, passed=plan.passed(flat)))
+        self._parts.clear()
+        for parameter in self._runner.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(1.0, done.weight))
+        return inputs, self._runner.update(plan, inputs.flat, done, np.arange(flat.trajectory_count), seconds)
 
-    def whole(self, flat: TrainBatch) -> WholeBatch:
+    def _joined(self, flat: TrainBatch) -> tuple[StepInputs, GradientPass]:
         """Join the results of the parts, which together are this batch. The loss is divided, the gradient is not."""
-        places = [_places(flat, part.flat) for part in self._parts]
-        passes = [part.done for part in self._parts]
-        weight = sum(done.weight for done in passes)
-        references = [part.columns.reference_logprobs for part in self._parts]
+        parts = self._parts
+        inputs, passes = [part.inputs for part in parts], [part.done for part in parts]
+        places = [_places(flat, each.flat) for each in inputs]
 
-        def join(columns: Sequence[Tensor]) -> Tensor:
-            joined = torch.zeros(len(flat.token_ids), dtype=columns[0].dtype)
-            for place, column in zip(places, columns, strict=True):
+        def join(columns: Iterable[Tensor]) -> Tensor:
+            found = list(columns)
+            joined = torch.zeros(len(flat.token_ids), dtype=found[0].dtype)
+            for place, column in zip(places, found, strict=True):
                 joined[place] = column
             return joined
 
-        def join_floats(columns: Iterable[Float64Array]) -> Float64Array:
-            return join([torch.from_numpy(column) for column in columns]).numpy()
-
-        return WholeBatch(
-            old=OldLogprobs(
-                values=join([part.old.values for part in self._parts]),
-                from_trainer=join([part.old.from_trainer for part in self._parts]),
-                fell_back={
-                    reason: join([part.old.fell_back[reason] for part in self._parts])
-                    for reason in self._parts[0].old.fell_back
-                },
-            ),
-            policy_share=join([part.columns.policy_share for part in self._parts]),
-            reference_logprobs=join([r for r in references if r is not None]) if references[0] is not None else None,
-            done=GradientPass(
-                loss=sum(done.loss for done in passes) / max(1.0, weight),
-                weight=weight,
-                logprobs=join_floats(done.logprobs for done in passes),
-                entropy=join_floats(done.entropy for done in passes),
-                microbatches=sum(done.microbatches for done in passes),
-                forward_tokens=sum(done.forward_tokens for done in passes),
-            ),
+        old = OldLogprobs(
+            values=join(each.old.values for each in inputs),
+            from_trainer=join(each.old.from_trainer for each in inputs),
+            fell_back={
+                reason: join(each.old.fell_back[reason] for each in inputs) for reason in inputs[0].old.fell_back
+            },
         )
+        share = join(each.columns.policy_share for each in inputs)
+        references = [each.columns.reference_logprobs for each in inputs]
+        reference = None if references[0] is None else join(r for r in references if r is not None)
+        weight = sum(done.weight for done in passes)
+        whole = GradientPass(
+            loss=sum(done.loss for done in passes) / max(1.0, weight),
+            weight=weight,
+            logprobs=join(torch.from_numpy(done.logprobs) for done in passes).numpy(),
+            entropy=join(torch.from_numpy(done.entropy) for done in passes).numpy(),
+            microbatches=sum(done.microbatches for done in passes),
+            forward_tokens=sum(done.forward_tokens for done in passes),
+        )
+        return StepInputs(flat=flat, columns=token_columns(flat, old, share, reference), old=old), whole
 
     def _known(self) -> dict[str, bytes]:
         return {group_id: digest for part in self._parts for group_id, digest in part.digests.items()}
 
 
-def digests(groups: Iterable[Group]) -> dict[str, bytes]:
+def _digests(groups: Iterable[Group]) -> dict[str, bytes]:
     """Return a digest of the contents of each group, by group id."""
-
-    def digest(group: Group) -> bytes:
-        contents = b"".join(encode_groups(Batch(train_step=0, groups=(group,))))
-        return hashlib.blake2b(contents, digest_size=16).digest()
-
-    return {group.group_id: digest(group) for group in groups}
+    contents = {group.group_id: batch_to_bytes(Batch(train_step=0, groups=(group,))) for group in groups}
+    return {group_id: hashlib.blake2b(data, digest_size=16).digest() for group_id, data in contents.items()}
 
 
 def _places(flat: TrainBatch, part: TrainBatch) -> Int64Array:

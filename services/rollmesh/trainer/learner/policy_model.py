@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, reject_quantised
-from rollmesh.checkpoints.manifest import MANIFEST_FILE
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
@@ -30,24 +27,8 @@ from rollmesh.trainer.learner.adapter_layers import (
     base_parameters,
     halve_base,
 )
-from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
-from rollmesh.trainer.learner.packing import MicroBatch
+from rollmesh.trainer.learner.packing import PACKED_ATTENTION, MicroBatch, PackedLayout, register_packed_attention
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
-from rollmesh.trainer.learner.token_scores import score_logits, score_tokens
-from rollmesh.trainer.learner.weight_file import write_weights
-
-_REPLACED_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "config.json",
-    MANIFEST_FILE,
-    ANNOUNCED_FILE,
-)
 
 
 class PolicyModel(nn.Module):
@@ -265,27 +246,6 @@ def _describe_head(causal_lm: PreTrainedModel) -> None:
         causal_lm.config.tie_word_embeddings = head.weight is embedding.weight
 
 
-def write_policy_folder(
-    folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, source: Path, model: PretrainedConfig
-) -> Mapping[str, str]:
-    """Write a folder for ``from_pretrained``: weights in ``dtype``, all other files from ``source``.
-
-    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once. ``model`` is the config of
-    the loaded model, which decides whether they are tied. Returns the digest of the weights, by path.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in _REPLACED_FILES):
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config["tie_word_embeddings"] = model.tie_word_embeddings
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    return write_weights(folder, tensors)
-
-
 def _enable_checkpointing(causal_lm: Any) -> None:
     options = {"use_reentrant": False}
     if hasattr(causal_lm, "activation_checkpointing_enable"):
@@ -315,3 +275,62 @@ def _disable_dropout(config: PretrainedConfig) -> None:
     for field, value in config.to_dict().items():
         if "drop" in field and isinstance(value, float):
             setattr(config, field, 0.0)
+
+
+LOGIT_ELEMENTS = 1 << 24
+"""Logits in memory at once. More are computed in chunks, and recomputed in the backward pass."""
+
+
+def score_tokens(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperatures: Tensor | None,
+    vocab_size: int,
+    *,
+    entropy: bool,
+    limit: int = LOGIT_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
+
+    ``hidden`` float [tokens, width], ``targets`` int64 [tokens], ``temperatures`` float [tokens] or None for T = 1.
+    Returns (logprobs [tokens], entropy [tokens]), float32 unless the logits are float64. The entropy has no gradient,
+    and is 0 unless ``entropy`` is set.
+    """
+    rows = max(1, limit // vocab_size)
+    if len(targets) <= rows:
+        return _score(hidden, targets, temperatures, head, entropy)
+    scores: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, len(targets), rows):
+        stop = start + rows
+        chunk = (
+            hidden[start:stop],
+            targets[start:stop],
+            None if temperatures is None else temperatures[start:stop],
+            head,
+            entropy,
+        )
+        recompute = torch.is_grad_enabled()
+        scores.append(checkpoint(_score, *chunk, use_reentrant=False) if recompute else _score(*chunk))
+    return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
+
+
+def _score(
+    hidden: Tensor, targets: Tensor, temperatures: Tensor | None, head: Callable[[Tensor], Tensor], entropy: bool
+) -> tuple[Tensor, Tensor]:
+    return score_logits(head(hidden), targets, temperatures, entropy=entropy)
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores of ``score_tokens`` from logits [tokens, vocab]."""
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    if temperatures is not None:
+        scaled = scaled / temperatures[:, None].to(scaled.dtype)
+    distribution = scaled.log_softmax(-1)
+    logprobs = distribution.gather(-1, targets[:, None])[:, 0]
+    if not entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    with torch.no_grad():
+        return logprobs, torch.special.entr(distribution.exp()).sum(-1)

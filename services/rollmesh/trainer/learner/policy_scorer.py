@@ -1,24 +1,30 @@
-"""Log-probabilities under a published policy, without an optimizer: for audits and comparisons."""
+"""Published policies as models, and log-probabilities under them without an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rollmesh.checkpoints.adapter_settings import read_adapter_settings
+from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE
 from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.states import load_weights
+from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.trainer.learner.adapter_layers import merge_adapter
 from rollmesh.trainer.learner.distributed import World, pick_device
-from rollmesh.trainer.learner.forward_backward import Compute
-from rollmesh.trainer.learner.packing import balanced_bins, pack_sequences
-from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
-from rollmesh.trainer.learner.published_policy import load_published
-from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array
+from rollmesh.trainer.learner.forward_backward import Compute, score_in_model_dtype
+from rollmesh.trainer.learner.policy_files import write_policy_folder
+from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel, load_policy_model
+from rollmesh.types import Float64Array, FloatArray, Int32Array
 
 _RESOLUTION_DRAWS = 6
 _TOKENS_PER_MICROBATCH = 4096
@@ -65,7 +71,7 @@ class PolicyScorer:
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
         """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""
         with self._float64 or nullcontext():
-            return _scores(self._model, self._compute, sequences, temperature)
+            return score_in_model_dtype(self._model, self._compute, sequences, temperature)
 
     def resolution(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float64Array]:
         """Measure the effect of the last float32 bit of the weights on each log-probability.
@@ -148,23 +154,44 @@ class _Float64(TorchFunctionMode):
         self._in_table = False
 
 
-def score_sequences(
-    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
-) -> list[Float32Array]:
-    """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all."""
-    return [values.astype(np.float32, copy=False) for values in _scores(model, compute, sequences, temperature)]
+_DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-@torch.no_grad()
-def _scores(
-    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
-) -> list[FloatArray]:
-    results: list[FloatArray] = [np.empty(0, np.float32)] * len(sequences)
-    for indices in balanced_bins([len(s) for s in sequences], compute.token_budget):
-        micro = pack_sequences([sequences[i] for i in indices], temperature, compute.device)
-        with compute.precision():
-            values = model.score(micro, entropy=False)[0].cpu().numpy()
-        edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]
-        for i, scores in zip(indices, np.split(values, edges), strict=True):
-            results[i] = scores
-    return results
+def load_published(policy: VerifiedPolicy, *, dtype: torch.dtype, device: torch.device) -> PolicyModel:
+    """Load a published policy in ``dtype``, with its adapter applied in the forward pass.
+
+    Raises CheckpointError if the policy cannot be read, or if its adapter does not fit its base.
+    """
+    if policy.base is None:
+        return load_policy_model(policy.folder, dtype=dtype, device=device)
+    adapter = read_adapter_settings(policy.folder)
+    try:
+        model = ModelSource(folder=policy.base.folder, adapter=adapter).load(dtype=dtype, device=device)
+    except ConfigError as error:
+        problem = f"{policy.folder}: the adapter does not fit its base: {error}"
+        raise CheckpointError(problem, reason=Reason.FOREIGN_ARCHITECTURE) from error
+    tensors = {name: parameter.detach() for name, parameter in model.trained_parameters().items()}
+    with safe_open(policy.folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+        different = sorted(set(file.keys()) ^ tensors.keys())
+    if different:
+        raise CheckpointError(
+            f"{policy.folder / ADAPTER_WEIGHTS_FILE}: its tensors are not A and B of the adapted layers: "
+            f"{different[0]} ({len(different)} in total)",
+            reason=Reason.FOREIGN_ARCHITECTURE,
+        )
+    load_weights(policy.folder, tensors)
+    return model
+
+
+def write_merged(policy: VerifiedPolicy, folder: Path) -> None:
+    """Write an adapter and its base as one Hugging Face folder, in the dtype of the base.
+
+    The sum is computed in float32. Raises CheckpointError as ``load_published`` does.
+    """
+    if policy.base is None:
+        raise ValueError(f"{policy.folder}: full weights have no adapter to merge")
+    model = load_published(policy, dtype=torch.float32, device=torch.device("cpu"))
+    merge_adapter(model.causal_lm)
+    weights = {name: parameter.detach() for name, parameter in model.base_parameters().items()}
+    dtype = _DTYPES.get(policy.base.manifest.dtype, torch.float32)
+    write_policy_folder(folder, weights, dtype, policy.base.folder, model.config)

@@ -17,10 +17,10 @@ from rollmesh.checkpoints.states import load_weights
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
+from rollmesh.trainer.learner.frozen_policies import WeightAverage
+from rollmesh.trainer.learner.old_logprob_scores import StageRecord
 from rollmesh.trainer.learner.optimizer import saved_moments
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.stage_logprobs import StageRecord
-from rollmesh.trainer.learner.weight_average import WeightAverage
 
 _STAGE_TENSOR, _STAGE_LAYOUT, _ADAPTER = "stage.logprobs", "stage", "adapter"
 

@@ -19,31 +19,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World, shard
-from rollmesh.trainer.learner.early_parts import EarlyParts
-from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, compute_of, judge_tokens, score_batch
-from rollmesh.trainer.learner.fp32_copy import Fp32Copy
-from rollmesh.trainer.learner.minibatches import Updates, run_minibatches, token_results
-from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer
+from rollmesh.trainer.learner.forward_backward import Compute, compute_of, judge_tokens, score_batch, score_sequences
+from rollmesh.trainer.learner.frozen_policies import Fp32Copy, PolicyFolder, PolicyVersions, WeightAverage
+from rollmesh.trainer.learner.method_binding import step_recipe, step_settings, without_skips
+from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, StageRecord, current_version
 from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.parts import EarlyParts
+from rollmesh.trainer.learner.policy_files import PolicyCopy, PolicyOutput
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
-from rollmesh.trainer.learner.policy_output import PolicyCopy, PolicyOutput
-from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_state import PolicyState
-from rollmesh.trainer.learner.policy_versions import PolicyFolder, PolicyVersions
-from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
-from rollmesh.trainer.learner.step_inputs import StepInputs, flatten, step_inputs
-from rollmesh.trainer.learner.step_report import StepReport
-from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings, without_skips
-from rollmesh.trainer.learner.step_statistics import TokenResults, active_token_share, batch_stats, policy_stats
+from rollmesh.trainer.learner.step_report import StepReport, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
-from rollmesh.trainer.learner.train_batch import TrainBatch, split_minibatches
-from rollmesh.trainer.learner.weight_average import WeightAverage
+from rollmesh.trainer.learner.train_step import (
+    StepInputs,
+    StepPlan,
+    StepRunner,
+    Update,
+    token_results,
+    trailing_skipped,
+)
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, Trajectory
 
 _NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -78,7 +78,8 @@ class PolicyTrainer:
         self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)
         versions = PolicyVersions(model, compute, policy_folder)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
-        self._parts = EarlyParts(model, self._optimizer, compute, self._old_logprob_scorer)
+        self._runner = StepRunner(model, self._optimizer, compute, self._old_logprob_scorer)
+        self._parts = EarlyParts(self._runner)
 
     @classmethod
     def from_folder(
@@ -159,62 +160,79 @@ class PolicyTrainer:
         """
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
-        settings = settings or self.settings(batch.train_step)
-        recipe = settings.recipe or self._recipe
-        loss = loss_recipe(recipe.algorithm)
-        flat = flatten(batch, train_step_of_version, recipe)
-        self._apply_settings(batch, settings, recipe)
-        early = len(self._parts.group_ids)
-        update = self._parts.update if early else self._update
-        inputs, done, scoring_seconds = update(batch, flat, train_step_of_version, settings, recipe, loss)
-        flat, columns, old = inputs.flat, inputs.columns, inputs.old
-        clock = time.perf_counter()
+        plan = self._plan(train_step_of_version, settings)
+        flat = plan.flatten(batch)
+        self._set_hyperparameters(plan)
+        if not self._parts.fit(batch, plan.settings):
+            self.forget_parts()  # they were accumulated under other settings, or are of another batch
+        self._begin_pass(plan)
+        early, scoring_seconds = len(self._parts.group_ids), 0.0
+        if early:
+            inputs, update = self._parts.finish(plan, batch, flat)
+            updates = [update]
+        else:
+            inputs, updates, scoring_seconds = self._runner.run(plan, flat)
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
-        results = token_results(loss, flat, columns, done)
-        reset = self._average_weights(recipe, flat, results)
-        again = np.array([group.group_id in replayed for group in batch.groups])[flat.group_index]
+        report = self._report(plan, inputs, updates, [group.group_id in replayed for group in batch.groups])
+        return replace(report, groups_before_cut=early, seconds={"evidence": scoring_seconds, **report.seconds})
+
+    def _plan(self, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None) -> StepPlan:
+        """Return the plan of the next step, with the run file's settings unless others are given."""
+        step = self.train_step + 1
+        return StepPlan.of(step, settings or self.settings(step), train_step_of_version)
+
+    def _set_hyperparameters(self, plan: StepPlan) -> None:
+        recipe, rate = plan.recipe, plan.settings.learning_rate
+        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
+
+    def _begin_pass(self, plan: StepPlan) -> None:
+        """Begin the average that the step needs, or drop one that it does not, and seed the adapter's dropout.
+
+        A replayed step drops the same inputs.
+        """
+        if plan.algorithm.old_logprobs == "ewma":
+            self._average.start()
+        else:
+            self._average.drop()
+        if self._model.has_dropout:
+            torch.manual_seed(plan.train_step << 16 | len(self._parts.group_ids))
+
+    def _report(
+        self, plan: StepPlan, inputs: StepInputs, updates: Sequence[Update], replayed: Sequence[bool]
+    ) -> StepReport:
+        """Report a step and add its weights to the average, if there is one; ``replayed`` is [groups]."""
+        begin, flat = time.perf_counter(), inputs.flat
+        results = token_results(plan, inputs, updates, dropout=self._model.has_dropout)
+        average_reset = False
+        if plan.algorithm.old_logprobs == "ewma":
+            options = EwmaOptions.model_validate(plan.algorithm.old_logprobs_options)
+            average_reset = self._average.update(options, active_token_share(flat, results.active))
+        again = np.array(replayed)[flat.group_index]
+        applied = [update.applied for update in updates]
         return StepReport(
-            train_step=batch.train_step,
-            loss=done.loss,
-            learning_rate=settings.learning_rate,
-            rate_factor=done.rate_factor,
-            grad_norm=done.grad_norm,
-            updates=done.applied.count(True),
-            skipped_updates=done.applied.count(False),
-            trailing_skipped_updates=done.trailing_skipped,
-            microbatches=done.microbatches,
-            forward_tokens=done.forward_tokens,
-            groups_before_cut=early,
-            average_reset=reset,
+            train_step=plan.train_step,
+            loss=float(np.mean([update.done.loss for update in updates])),
+            learning_rate=plan.settings.learning_rate,
+            rate_factor=float(np.mean([update.rate_factor for update in updates])),
+            grad_norm=float(np.mean([update.grad_norm for update in updates])),
+            updates=applied.count(True),
+            skipped_updates=applied.count(False),
+            trailing_skipped_updates=trailing_skipped(applied),
+            microbatches=sum(update.done.microbatches for update in updates),
+            forward_tokens=sum(update.done.forward_tokens for update in updates),
+            groups_before_cut=0,
+            average_reset=average_reset,
             replayed_share=float(again.mean()),
             batch=batch_stats(flat.subset(~again)),
             replay=batch_stats(flat.subset(again)) if again.any() else None,
-            policy=policy_stats(
-                flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
-            ),
+            policy=policy_stats(flat, results, plan.current_version, inputs.old.fallbacks),
             seconds={
-                "evidence": scoring_seconds,
-                "gradient": done.gradient_seconds,
-                "update": done.update_seconds,
-                "statistics": time.perf_counter() - clock,
+                "gradient": sum(update.gradient_seconds for update in updates),
+                "update": sum(update.update_seconds for update in updates),
+                "statistics": time.perf_counter() - begin,
             },
         )
-
-    def _apply_settings(self, batch: Batch, settings: StepSettings, recipe: StepRecipe) -> None:
-        """Set the hyperparameters of the step, and forget gradients that were accumulated under other settings."""
-        set_hyperparameters(
-            self._optimizer, rate=settings.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
-        )
-        if not self._parts.fit(batch, settings):
-            self.forget_parts()
-        self._keep_average(recipe)
-        self._seed_dropout(batch.train_step, len(self._parts.group_ids))
-
-    def _seed_dropout(self, train_step: int, early_groups: int) -> None:
-        """Seed the dropout of the adapter, if it has one: a replayed step drops the same inputs."""
-        if self._model.has_dropout:
-            torch.manual_seed(train_step << 16 | early_groups)
 
     @property
     def accumulated_group_ids(self) -> frozenset[str]:
@@ -228,12 +246,9 @@ class PolicyTrainer:
         otherwise it computes the whole batch. Not for several minibatches: the weights must stay fixed. Raises
         DataError; then all parts are dropped.
         """
-        step = self.train_step + 1
-        settings = self.settings(step)
-        recipe = settings.recipe or self._recipe
-        self._keep_average(recipe)
-        self._seed_dropout(step, len(self._parts.group_ids))
-        self._parts.add(step, groups, train_step_of_version, settings, recipe)
+        plan = self._plan(train_step_of_version)
+        self._begin_pass(plan)
+        self._parts.add(plan, groups)
 
     def forget_parts(self) -> None:
         """Drop the gradients of all parts: their batch is not trained on these weights."""
@@ -261,19 +276,9 @@ class PolicyTrainer:
         recorded.
         """
         self._stage.keep([*kept, *(t.trajectory_id for t in trajectories)])
-        fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
-        current = current_version(train_step_of_version, self.train_step)
-        by_temperature: dict[float, list[Trajectory]] = {}
-        for trajectory in fresh:
-            by_temperature.setdefault(trajectory.segments[-1].temperature, []).append(trajectory)
-        for temperature, members in by_temperature.items():
-            ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
-            # Same precision as the gradient pass, so that on-policy ratios are 1.
-            scored = score_sequences(self._model, self._compute, ids, temperature)
-            for trajectory, values in zip(members, scored, strict=True):
-                tail = values[len(trajectory.prompt.token_ids) - 1 :]
-                self._stage.append(trajectory, tail, current)
-        return len(fresh)
+        return self._old_logprob_scorer.record_stage(
+            trajectories, current_version(train_step_of_version, self.train_step)
+        )
 
     def explain(
         self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
@@ -283,15 +288,15 @@ class PolicyTrainer:
         ``settings`` as in ``train``. All minibatches are evaluated like the first one, without the updates between
         them, and ``skip_zero_advantage`` leaves out nothing, so that every token has an old log-probability.
         """
-        recipe = without_skips((settings and settings.recipe) or self._recipe)
-        flat = flatten(batch, train_step_of_version, recipe)
-        inputs = self._inputs(flat, train_step_of_version, recipe, None, one_minibatch=True)
-        flat, columns, denominator = inputs.flat, inputs.columns, inputs.old
+        settings = without_skips(settings or self.settings(batch.train_step))
+        plan = StepPlan.of(batch.train_step, settings, train_step_of_version)
+        inputs = self._runner.inputs(plan, plan.flatten(batch), one_minibatch=True)
+        flat, columns = inputs.flat, inputs.columns
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
-        index, judged = judge_tokens(loss_recipe(recipe.algorithm), flat, columns, logprobs)
+        index, judged = judge_tokens(plan.loss, flat, columns, logprobs)
         share = columns.policy_share.numpy()
         old = share * logprobs + (1 - share) * columns.old_logprobs.numpy()
-        return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
+        return explain_tokens(flat, logprobs, old, inputs.old.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> Mapping[str, str]:
         """Write the policy to a folder. Rank 0 writes; every rank must call it.
@@ -337,63 +342,3 @@ class PolicyTrainer:
         self._stage.keep(())
         self._average.drop()
         self.forget_parts()
-
-    def _keep_average(self, recipe: StepRecipe) -> None:
-        """Begin the average that the recipe needs, or drop one that it does not."""
-        if recipe.algorithm.old_logprobs == "ewma":
-            self._average.start()
-        else:
-            self._average.drop()
-
-    def _average_weights(self, recipe: StepRecipe, flat: TrainBatch, results: TokenResults) -> bool:
-        """Add the weights after the step to the average; return True if it began again with them."""
-        if recipe.algorithm.old_logprobs != "ewma":
-            return False
-        options = EwmaOptions.model_validate(recipe.algorithm.old_logprobs_options)
-        return self._average.update(options, active_token_share(flat, results.active))
-
-    def _update(
-        self,
-        batch: Batch,
-        flat: TrainBatch,
-        train_step_of_version: Mapping[int, int],
-        settings: StepSettings,
-        recipe: StepRecipe,
-        loss: LossRecipe,
-    ) -> tuple[StepInputs, Updates, float]:
-        """Compute old and reference logprobs of a batch, then its updates; the last result is the scoring time."""
-        begin = time.perf_counter()
-        minibatches = split_minibatches(flat, recipe.minibatches)
-        inputs = self._inputs(
-            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
-        )
-        scored = time.perf_counter()
-        done = run_minibatches(
-            self._model,
-            self._optimizer,
-            self._compute,
-            loss,
-            inputs.flat,
-            inputs.columns,
-            minibatches,
-            max_grad_norm=recipe.max_grad_norm,
-        )
-        return inputs, done, scored - begin
-
-    def _inputs(
-        self,
-        flat: TrainBatch,
-        train_step_of_version: Mapping[int, int],
-        recipe: StepRecipe,
-        reference_version: int | None,
-        *,
-        one_minibatch: bool,
-    ) -> StepInputs:
-        return step_inputs(
-            flat,
-            train_step_of_version,
-            recipe,
-            self._old_logprob_scorer,
-            reference_version=reference_version,
-            one_minibatch=one_minibatch,
-        )

@@ -1,10 +1,19 @@
-"""The report of one train step: numbers only, ready for JSON."""
+"""The report of one train step: statistics from flat columns in float64, as numbers ready for JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollmesh.algorithms.kl import k1, k3
+from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +168,173 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenResults:
+    """Results of the gradient pass for each token of a ``TrainBatch``; valid where a policy wrote the token."""
+
+    logprobs: Float64Array  # [tokens], at the start of the token's minibatch
+    entropy: Float64Array  # [tokens]
+    ratio: Float64Array  # [tokens]
+    clip: npt.NDArray[np.int8]  # [tokens], ClipReason
+    active: BoolArray  # [tokens], True where the loss has a gradient: its weight is not 0
+    as_served: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step, without dropout
+    reference_logprobs: Float64Array | None = None  # [tokens]
+
+
+def batch_stats(batch: TrainBatch) -> BatchStats:
+    """Describe a batch. Trajectories without a token in the loss have no staleness and no version span."""
+    mask = batch.loss_mask
+    tokens = int(mask.sum())
+    original = int(batch.policy_mask.sum())
+    in_loss = np.unique(batch.sequence_index[mask])
+    lengths = batch.response_lengths
+    right, wrong = _uniform_groups(batch)
+    verdicts = batch.outcome_values[~np.isnan(batch.outcome_values)]
+    return BatchStats(
+        groups=len(np.unique(batch.group_index)),
+        trajectories=batch.trajectory_count,
+        unscored_trajectories=batch.unscored_trajectories,
+        rollouts_per_group=_spread(np.unique(batch.group_index, return_counts=True)[1]),
+        original_tokens=original,
+        trained_tokens=tokens,
+        masked_fraction=1 - tokens / original if original else 0.0,
+        skipped_trajectories=int((~batch.passed).sum()),
+        masked_tokens={mask: int(column.sum()) for mask, column in batch.masked_by.items()},
+        reward_mean=float(batch.rewards.mean()),
+        reward_std=float(batch.rewards.std()),
+        reward_by_domain=_reward_by_domain(batch),
+        outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
+        advantage_abs_mean=float(np.abs(batch.advantages).mean()),
+        all_right_groups=right,
+        all_wrong_groups=wrong,
+        truncated_share=float(batch.truncated.mean()),
+        off_policy_token_share=_mean(batch.staleness[mask] > 0),
+        mixed_cache_token_share=_mean(~batch.pure[mask]),
+        version_span=_spread(_version_span(batch)),
+        token_staleness=_spread(batch.staleness[mask].astype(np.int64)),
+        trajectory_staleness=_spread(batch.loss_staleness()[in_loss]),
+        response_length_mean=float(lengths.mean()),
+        response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
+    )
+
+
+def _reward_by_domain(batch: TrainBatch) -> dict[str, float]:
+    domains = np.array(batch.group_domains)[batch.group_index]
+    return {name: float(batch.rewards[domains == name].mean()) for name in sorted(set(domains.tolist()) - {""})}
+
+
+def policy_stats(
+    batch: TrainBatch, results: TokenResults, current_version: int, fallbacks: Mapping[str, int]
+) -> PolicyStats:
+    """Compare the policy with the behavior policies of the batch, over the tokens in the loss that had a pass.
+
+    ``current_version`` is the version of the weights at the start of the step.
+    """
+    mask = batch.loss_mask & batch.passed_mask
+    behavior = batch.behavior_logprobs.astype(np.float64)
+    policy = torch.from_numpy(results.logprobs[mask])
+    sampler = torch.from_numpy(behavior[mask])
+    size = effective_sample_size((results.logprobs - behavior)[mask], batch.sequence_index[mask])
+    in_loss = len(np.unique(batch.sequence_index[mask]))
+    fresh = mask & results.as_served & (batch.versions == current_version)
+    gap = np.abs(results.logprobs - behavior)
+    staleness = batch.staleness[mask]
+    ratio, clip = results.ratio[mask], results.clip[mask]
+    reference = None
+    if results.reference_logprobs is not None:
+        reference = _mean(k3(policy, torch.from_numpy(results.reference_logprobs[mask])).numpy())
+    return PolicyStats(
+        ratio=ratio_stats(ratio, clip),
+        ratio_by_staleness={
+            int(s): ratio_stats(ratio[staleness == s], clip[staleness == s]) for s in np.unique(staleness)
+        },
+        kl_behavior_k1=_mean(k1(sampler, policy).numpy()),
+        kl_behavior_k3=_mean(k3(sampler, policy).numpy()),
+        effective_sample_size=size,
+        effective_sample_share=size / in_loss if in_loss else 0.0,
+        entropy=_mean(results.entropy[mask]),
+        logprob_gap_pure=_gap(gap[fresh & batch.pure]),
+        logprob_gap_mixed_cache=_gap(gap[fresh & ~batch.pure]),
+        old_logprob_fallbacks=dict(fallbacks),
+        kl_reference=reference,
+    )
+
+
+def active_token_share(batch: TrainBatch, active: BoolArray) -> float:
+    """Return the share of the sampled tokens that are in the loss and ``active`` [tokens]; 1 without tokens.
+
+    Trajectories that have no pass because their advantage is 0 count: they are in the loss, and no loss clips them.
+    """
+    sampled = batch.policy_mask
+    return float((batch.loss_mask & active)[sampled].mean()) if sampled.any() else 1.0
+
+
+def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) -> float:
+    """Compute ``(sum w)^2 / sum w^2`` with ``w_i = exp(sum_t log_ratio_t)``, unclipped (VCPO, arXiv 2602.17616).
+
+    ``log_ratios`` and ``sequence_index`` are [tokens]. Log-weights are shifted by their maximum to avoid overflow.
+    """
+    if not len(log_ratios):
+        return 0.0
+    _, compact = np.unique(sequence_index, return_inverse=True)
+    log_weights = np.bincount(compact, weights=log_ratios)
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / np.square(weights).sum())
+
+
+def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
+    """Summarize ratios and clip reasons, [tokens] each. Without tokens mean, min and max are 1 and the rest is 0."""
+    if not len(ratio):
+        return RatioStats(
+            tokens=0, mean=1, std=0, min=1, max=1, clipped_high=0, clipped_low=0, clipped_dual=0, truncated=0
+        )
+    return RatioStats(
+        tokens=len(ratio),
+        mean=float(ratio.mean()),
+        std=float(ratio.std()),
+        min=float(ratio.min()),
+        max=float(ratio.max()),
+        clipped_high=_mean(clip == ClipReason.HIGH),
+        clipped_low=_mean(clip == ClipReason.LOW),
+        clipped_dual=_mean(clip == ClipReason.DUAL),
+        truncated=_mean(clip == ClipReason.TRUNCATED),
+    )
+
+
+def _version_span(batch: TrainBatch) -> Int64Array:
+    index, versions = batch.sequence_index[batch.loss_mask], batch.versions[batch.loss_mask].astype(np.int64)
+    newest = np.full(batch.trajectory_count, np.iinfo(np.int64).min)
+    oldest = np.full(batch.trajectory_count, np.iinfo(np.int64).max)
+    np.maximum.at(newest, index, versions)
+    np.minimum.at(oldest, index, versions)
+    seen = np.unique(index)
+    spans: Int64Array = newest[seen] - oldest[seen]
+    return spans
+
+
+def _uniform_groups(batch: TrainBatch) -> tuple[int, int]:
+    right = wrong = 0
+    for g in np.unique(batch.group_index):
+        member = batch.group_index == g
+        if member.sum() > 1 and np.ptp(batch.rewards[member]) == 0:
+            right += int((batch.outcome_values[member] > 0).all())
+            wrong += int(not (batch.outcome_values[member] > 0).any())
+    return right, wrong
+
+
+def _spread(values: Int64Array) -> SpreadStats:
+    if not len(values):
+        return SpreadStats(mean=0.0, max=0, histogram={})
+    found, counts = np.unique(values, return_counts=True)
+    histogram = {int(v): int(c) for v, c in zip(found, counts, strict=True)}
+    return SpreadStats(mean=float(values.mean()), max=int(values.max()), histogram=histogram)
+
+
+def _gap(values: Float64Array) -> GapStats:
+    return GapStats(tokens=len(values), mean=_mean(values), max=float(values.max()) if len(values) else 0.0)
+
+
+def _mean(values: BoolArray | Float64Array) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -11,7 +11,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.trainer.learner.policy_versions import BASE_VERSION
+from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
 

@@ -14,7 +14,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.segments import join_group
-from rollmesh.trainer.learner.step_settings import differing_settings
+from rollmesh.trainer.learner.method_binding import differing_settings
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.training_session import TrainingSession
@@ -111,18 +111,13 @@ class BatchSource:
             return None
         await self._session.learn_policies()
         self._catalog.remember(stored.footer.version_train_steps)
-        self._log_other_settings(train_step, stored.footer.settings)
+        if differing := differing_settings(stored.footer.settings, self._settings(train_step)):
+            self._log.warning("replay_keeps_its_settings", train_step=train_step, differing=differing)
         training = await self._complete(stored)
         return ClaimedBatch(stored=stored, replayed=True, training=training)
 
     async def _complete(self, stored: StoredBatch) -> Batch:
         return await self._retry.run("read_replayed_groups", lambda: asyncio.to_thread(self._replay.complete, stored))
-
-    def _log_other_settings(self, train_step: int, recorded: StepSettings | None) -> None:
-        if recorded is None or recorded.recipe is None:
-            self._log.warning("replay_without_recorded_settings", train_step=train_step)
-        if differing := differing_settings(recorded, self._settings(train_step)):
-            self._log.warning("replay_keeps_its_settings", train_step=train_step, differing=differing)
 
     async def _claim(self, train_step: int, timeout: float) -> Batch | None:
         started_ns, traceparent = time.time_ns(), tracer().train_step(train_step)

@@ -31,7 +31,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
-from rollmesh.trainer.learner.policy_output import ScoreSequences
+from rollmesh.trainer.learner.policy_files import ScoreSequences
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.published_canary import scored_canary

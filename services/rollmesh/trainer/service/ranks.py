@@ -23,9 +23,9 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes
-from rollmesh.trainer.learner.policy_output import PolicyCopy
+from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
+from rollmesh.trainer.learner.policy_files import PolicyCopy
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.policy_versions import BASE_VERSION
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.service.adapter_base import damaged_base
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
@@ -44,15 +44,11 @@ class RankCoordinator:
     catalog: PolicyCatalog
     _known_to_peers: set[int] = field(default_factory=set, init=False)
 
-    def train(self, batch: Batch, settings: StepSettings | None = None, replayed: Collection[str] = ()) -> StepReport:
-        """Run one train step on all ranks, with ``settings`` or else the run file's.
-
-        ``replayed`` are the groups of earlier batches, which the report counts apart.
-        """
+    def train(self, batch: Batch, settings: StepSettings, replayed: Collection[str] = ()) -> StepReport:
+        """Run one train step on all ranks. The report counts ``replayed``, groups of earlier batches, apart."""
         remembered = sorted(self.catalog.remembered.items())
         train_steps, policies = self._policies()
-        sent = settings and settings.model_dump(mode="json")
-        details = {"policies": policies, "remembered": remembered, "settings": sent}
+        details = {"policies": policies, "remembered": remembered, "settings": settings.model_dump(mode="json")}
         self._order({"do": "train", "train_step": batch.train_step, **details})
         if self.world.size > 1:
             broadcast_bytes(batch_to_bytes(batch), self.world)
@@ -143,7 +139,7 @@ class RankCoordinator:
                 self.catalog.update(PolicyRecord(**record) for record in order["policies"])
                 self.catalog.remember(dict(order["remembered"]))
                 batch = batch_from_bytes(order["train_step"], broadcast_bytes(None, self.world))
-                settings = order["settings"] and StepSettings(**order["settings"])
+                settings = StepSettings(**order["settings"])
                 self.trainer.train(batch, self.catalog.train_steps, settings)
             case "accumulate":
                 self.catalog.update(PolicyRecord(**record) for record in order["policies"])

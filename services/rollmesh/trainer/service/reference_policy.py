@@ -49,9 +49,9 @@ def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, 
 
 def _reference_of_step(checkpoints: CheckpointStore, train_step: int) -> set[int]:
     try:
-        settings = checkpoints.batch_footer(train_step).settings
+        version = checkpoints.batch_footer(train_step).settings.kl_reference_version
     except CheckpointError as error:
         if error.outside:  # the reference of this step would be pruned
             raise
         return set()  # the training loop rejects or rewrites the file when it reaches this step
-    return set() if settings is None or settings.kl_reference_version is None else {settings.kl_reference_version}
+    return set() if version is None else {version}

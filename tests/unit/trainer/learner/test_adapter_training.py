@@ -183,7 +183,7 @@ def one_model_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a second model is loaded")
 
     with monkeypatch.context() as context:
-        context.setattr("rollmesh.trainer.learner.policy_versions.load_policy_model", refuse)
+        context.setattr("rollmesh.trainer.learner.frozen_policies.load_policy_model", refuse)
         context.setattr("rollmesh.trainer.learner.policy_model.load_policy_model", refuse)
         yield
 

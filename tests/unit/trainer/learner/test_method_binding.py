@@ -15,8 +15,8 @@ from rollmesh.config.mask_methods import MaskConfig
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks
-from rollmesh.trainer.learner.step_inputs import apply_masks
 from rollmesh.trainer.learner.train_batch import build_train_batch
+from rollmesh.trainer.learner.train_step import apply_masks
 from rollmesh.types import FinishReason
 
 from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory

@@ -29,9 +29,8 @@ from transformers import (
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.forward_backward import Compute, score_sequences
 from rollmesh.trainer.learner.policy_model import load_policy_model
-from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 from ....kit.made_batches import SHAPE, random_batch

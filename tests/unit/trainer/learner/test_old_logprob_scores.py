@@ -15,9 +15,9 @@ import torch
 from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import CheckpointError
+from rollmesh.trainer.learner.method_binding import differing_settings
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.step_settings import differing_settings
 from rollmesh.trainer.learner.token_explanation import TokenExplanation
 from rollmesh.types import Batch, Trajectory
 
@@ -197,11 +197,11 @@ def test_kl_to_a_pinned_version_pulls_the_policy_back(run: Run) -> None:
 
 
 def test_a_step_that_is_trained_again_takes_rate_and_reference_from_its_batch_file(run: Run) -> None:
-    settings = StepSettings(learning_rate=3e-3, kl_reference_version=1)
     same = {"kl_coefficient": 1.0}
     first = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 1})
     again = run.trainer("current", learning_rate=0.5, algorithm=same | {"kl_reference_version": 0})
     other = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 0})
+    settings = first.settings(3)
     first.train(run.batch, VERSIONS)
     assert again.train(run.batch, VERSIONS, settings).learning_rate == 3e-3
     other.train(run.batch, VERSIONS)

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig, OPTConfig, PretrainedConfig
 
 from rollmesh.config.trainer import TrainerConfig
+from rollmesh.trainer.learner.policy_model import score_tokens
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.token_scores import score_tokens
 from rollmesh.types import Int32Array
 
 from ....kit.made_batches import CONFIGS, SHAPE, VOCAB

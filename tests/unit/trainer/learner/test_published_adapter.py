@@ -20,10 +20,9 @@ from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
-from rollmesh.trainer.learner.policy_output import WriteWeights
-from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_files import WriteWeights
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer, write_merged
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.published_policy import write_merged
 
 from ....kit.made_batches import VOCAB, random_batch
 from .conftest import ModelMaker

@@ -10,7 +10,7 @@ from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.config.mask_methods import MaskConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe
+from rollmesh.trainer.learner.method_binding import loss_recipe, step_recipe
 
 
 def test_a_users_loss_has_the_defaults_of_ppo_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

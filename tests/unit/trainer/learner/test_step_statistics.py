@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.algorithms.losses.loss_protocol import ClipReason
-from rollmesh.trainer.learner.step_statistics import (
+from rollmesh.trainer.learner.step_report import (
     TokenResults,
     batch_stats,
     effective_sample_size,

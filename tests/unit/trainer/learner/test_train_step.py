@@ -15,9 +15,8 @@ import torch
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.forward_backward import Compute, score_sequences
 from rollmesh.trainer.learner.policy_model import ModelSource, load_policy_model
-from rollmesh.trainer.learner.policy_scorer import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.weight_copy import WeightCopy
+from rollmesh.trainer.learner.policy_files import WeightCopy
 
 
 def tied_model() -> nn.Module:

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollmesh.checkpoints.describe import describe_folder
-from rollmesh.trainer.learner import weight_file
-from rollmesh.trainer.learner.weight_file import INDEX_FILE, WEIGHT_FILE, write_weight_file, write_weights
+from rollmesh.trainer.learner import policy_files
+from rollmesh.trainer.learner.policy_files import INDEX_FILE, WEIGHT_FILE, write_weight_file, write_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_library_reads_what_was_written_and_the_digest_is_that_of_the_file(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_file, "_BLOCK_BYTES", 1000)  # several blocks per tensor
+    monkeypatch.setattr(policy_files, "_BLOCK_BYTES", 1000)  # several blocks per tensor
     torch.manual_seed(0)
     shapes = {"matrix": (33, 17), "vector": (5,), "scalar": (), "empty": (0, 4)}
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
@@ -39,7 +39,7 @@ def test_the_library_reads_what_was_written_and_the_digest_is_that_of_the_file(
 def test_large_weights_are_written_as_shards_that_the_library_finds_by_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_file, "_SHARD_BYTES", 400)
+    monkeypatch.setattr(policy_files, "_SHARD_BYTES", 400)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=16,
@@ -67,6 +67,6 @@ def test_large_weights_are_written_as_shards_that_the_library_finds_by_the_index
 
 
 def test_a_model_never_has_more_than_about_32_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_file, "_SHARD_BYTES", 4)
+    monkeypatch.setattr(policy_files, "_SHARD_BYTES", 4)
     tensors = {str(number): torch.zeros(10) for number in range(640)}
     assert len(write_weights(tmp_path, tensors)) == 32

@@ -15,7 +15,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
 
-from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch
+from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch
 
 VERSIONS = dict.fromkeys(range(10), 0)
 
@@ -35,7 +35,7 @@ class AwayStore(CheckpointStore):
 def store(tmp_path: Path) -> AwayStore:
     store = AwayStore(tmp_path, SECRET)
     for step in (1, 2):
-        store.write_batch(make_batch(step, [f"e0-{2 * step}", f"e0-{2 * step + 1}"]), CURSOR, VERSIONS)
+        write_batch(store, make_batch(step, [f"e0-{2 * step}", f"e0-{2 * step + 1}"]), CURSOR, VERSIONS)
     return store
 
 
@@ -56,7 +56,7 @@ def test_a_store_that_cannot_be_reached_ends_the_draw_and_never_changes_it(store
 
 def test_replayed_groups_that_cannot_be_reached_are_read_at_the_next_attempt(store: AwayStore) -> None:
     fresh = make_batch(3, ["e0-6", "e0-7"])
-    store.write_batch(fresh, CURSOR, VERSIONS, replay=source(store).draw(fresh))
+    write_batch(store, fresh, CURSOR, VERSIONS, replay=source(store).draw(fresh))
     stored, replay = store.stored_batch(3), source(store)
     store.away = True
     with pytest.raises(CheckpointError) as caught:

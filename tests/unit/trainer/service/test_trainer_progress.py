@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -18,13 +17,13 @@ from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.minibatches import Updates
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.train_step import trailing_skipped
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
 
-from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish
+from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
 from ....kit.made_batches import SHAPE, write_random_model
 
 
@@ -53,7 +52,7 @@ def saved(config: RunConfig, store: CheckpointStore, *steps: int, rollbacks: int
     saving = ranks(config, store)
     states = []
     for step in steps:
-        store.write_batch(make_batch(step), CURSOR)
+        write_batch(store, make_batch(step), CURSOR)
         saving.trainer.train_step = step
         states.append(saving.save(f"abc{step}", rollbacks, Progress(trained_token_total=step).to_extra()))
     return states
@@ -133,8 +132,8 @@ def test_a_state_of_before_a_rollback_never_takes_the_place_of_a_damaged_one(con
 def test_a_new_run_and_one_without_a_state_begin_with_the_initial_model(config: RunConfig, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, SECRET)
     assert load_newest_state(ranks(config, store), store, config) == Progress()
-    store.write_batch(make_batch(1), CURSOR)
-    store.write_batch(make_batch(2), CURSOR)
+    write_batch(store, make_batch(1), CURSOR)
+    write_batch(store, make_batch(2), CURSOR)
     (tmp_path / "batches" / "00000002.pb").write_bytes(b"half of the newest one")
     assert load_newest_state(ranks(config, store), store, config) == Progress()
     (tmp_path / "batches" / "00000001.pb").write_bytes(b"half of one that was trained")
@@ -150,37 +149,18 @@ def test_another_secret_is_named_and_is_no_reason_to_start_again(config: RunConf
     assert caught.value.final, "the process ends as with a wrong setting"
 
 
-def updates(*made: bool) -> Updates:
-    nothing = np.zeros(0)
-    return Updates(
-        logprobs=nothing,
-        entropy=nothing,
-        as_served=nothing.astype(np.bool_),
-        loss=0.0,
-        grad_norm=0.0,
-        rate_factor=1.0,
-        applied=made,
-        microbatches=1,
-        forward_tokens=1,
-        gradient_seconds=0.0,
-        update_seconds=0.0,
-    )
-
-
 @pytest.mark.parametrize(
     ("made", "trailing"), [([True], 0), ([False, True], 0), ([True, False, False], 2), ([False, False], 2)]
 )
 def test_updates_after_the_last_one_that_was_made_are_counted(made: list[bool], trailing: int) -> None:
-    assert updates(*made).trailing_skipped == trailing
+    assert trailing_skipped(made) == trailing
 
 
 def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_with_an_update() -> None:
     progress = Progress()
     for step in ([True, False], [False, False], [False]):
-        done = updates(*step)
         progress = Progress.from_extra(progress.to_extra())
-        progress.count_updates(done.applied.count(True), done.trailing_skipped)
+        progress.count_updates(step.count(True), trailing_skipped(step))
     assert progress.nonfinite_updates_in_a_row == 4
-    done = updates(True, False)
-    progress.count_updates(done.applied.count(True), done.trailing_skipped)
+    progress.count_updates(1, trailing_skipped([True, False]))
     assert progress.nonfinite_updates_in_a_row == 1

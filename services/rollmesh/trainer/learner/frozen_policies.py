@@ -1,0 +1,279 @@
+"""Other weights than the current ones, to score with: an earlier version, an average, a copy in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from rollmesh.checkpoints.states import load_weights
+from rollmesh.config.old_logprob_methods import EwmaOptions
+from rollmesh.errors import CheckpointError
+from rollmesh.trainer.learner.distributed import local_part, shard, sum_over_ranks
+from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel, load_policy_model
+
+PolicyFolder = Callable[[int], Path | None]
+"""Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank.
+
+It raises CheckpointError if the folder cannot be read at the moment.
+"""
+BASE_VERSION = 0
+"""Policy version that is the base of all adapters of a run."""
+
+
+@dataclass(eq=False)
+class PolicyVersions:
+    """Published versions of the policy in training."""
+
+    _model: PolicyModel
+    _compute: Compute
+    _folder: PolicyFolder | None
+    _reference: tuple[int, FrozenPolicy] | None = field(default=None, init=False)
+
+    def reference(self, version: int) -> FrozenPolicy:
+        """Return a pinned version and keep it in memory. Raises CheckpointError if the version is not kept."""
+        if self._reference is None or self._reference[0] != version:
+            found = self.load(version)
+            if found is None:
+                raise CheckpointError(f"policy_version {version}: kl_reference_version is not kept; pin this version")
+            self._reference = (version, found)
+        return self._reference[1]
+
+    def load(self, version: int) -> FrozenPolicy | None:
+        """Load a version: a second model, or the values of its adapter. None on every rank if any cannot load it."""
+        if self._model.adapter is None:
+            model = self._read_model(version)
+            found = self._on_every_rank(model is not None)
+            return FrozenModel(model, self._compute) if model is not None and found else None
+        if version == BASE_VERSION:
+            return AdapterOff(self._model)
+        return self._read_adapter(version)
+
+    def _read_model(self, version: int) -> PolicyModel | None:
+        folder = self._find(version)
+        if folder is None:
+            return None
+        dtype = next(self._model.parameters()).dtype
+        try:
+            return load_policy_model(folder, dtype=dtype, device=self._compute.device)
+        except CheckpointError as error:
+            _log_missing(version, error)
+            return None
+
+    def _read_adapter(self, version: int) -> FrozenAdapter | None:
+        folder = self._find(version)
+        if not self._on_every_rank(folder is not None) or folder is None:
+            return None
+        adapter = FrozenAdapter(self._model)
+        try:
+            load_weights(folder, adapter.tensors)  # fails on all ranks together
+        except CheckpointError as error:
+            _log_missing(version, error)
+            return None
+        return adapter
+
+    def _find(self, version: int) -> Path | None:
+        return None if self._folder is None else self._folder(version)
+
+    def _on_every_rank(self, found: bool) -> bool:
+        ranks = sum_over_ranks(torch.tensor([float(found)]), self._compute.world)
+        return int(ranks) == self._compute.world.size
+
+
+def _log_missing(version: int, error: CheckpointError) -> None:
+    """Log a version that was pruned between the look-up and the read; the source falls back and counts the tokens."""
+    log = structlog.get_logger(component="old_logprob_scores")
+    log.warning("policy_not_loaded", policy_version=version, message=str(error))
+
+
+class FrozenPolicy(Protocol):
+    """Weights of a policy that is not in training."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live (possibly sharded) tensors, with the names of ``PolicyModel.trained_parameters``."""
+
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        """Yield a model with these weights, for passes without a gradient within the block."""
+
+
+class FrozenModel:
+    """Full weights: a second model."""
+
+    def __init__(self, model: PolicyModel, compute: Compute) -> None:
+        """Freeze and shard the model."""
+        model.requires_grad_(False)
+        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
+        self._model = model
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: p.detach() for name, p in self._model.trained_parameters().items()}
+
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        yield self._model
+
+
+class FrozenAdapter:
+    """Values of an adapter, for the policy model that has the base."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
+        self._values = {name: torch.zeros_like(p) for name, p in model.trained_parameters().items()}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._values
+
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        live = {name: local_part(p.detach()) for name, p in self._model.trained_parameters().items()}
+        current = {name: value.clone() for name, value in live.items()}
+        try:
+            for name, value in self._values.items():
+                live[name].copy_(local_part(value))
+            yield self._model
+        finally:
+            for name, value in current.items():
+                live[name].copy_(value)
+
+
+class AdapterOff:
+    """The base: the policy model with its adapter switched off."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        with self._model.base_only() as model:
+            yield model
+
+
+def frozen_like(model: PolicyModel, source: ModelSource, compute: Compute) -> FrozenPolicy:
+    """Return frozen weights of the same layout as ``model``; the caller fills ``tensors``."""
+    if model.adapter is not None:
+        return FrozenAdapter(model)
+    dtype = next(model.parameters()).dtype
+    return FrozenModel(source.load(dtype=dtype, device=compute.device), compute)
+
+
+_PREFIX, _WEIGHT = "ewma.", "ewma_weight"
+
+
+@dataclass(eq=False)
+class WeightAverage:
+    """Average of the weights of ``_model``; every rank must make the same calls."""
+
+    _model: PolicyModel
+    _source: ModelSource
+    _compute: Compute
+    _average: FrozenPolicy | None = field(default=None, init=False)
+    _weight: float = field(default=0.0, init=False)
+    """Z, the sum of the powers of beta; 0 without an average."""
+
+    @property
+    def policy(self) -> FrozenPolicy | None:
+        """The averaged weights; None until ``start``, and after ``drop``."""
+        return self._average if self._weight else None
+
+    @property
+    def is_current(self) -> bool:
+        """True if the average has the weights of the policy: after a start and after a reset."""
+        return self._weight == 1.0
+
+    def start(self) -> None:
+        """Begin with the current weights, unless there is an average."""
+        if not self._weight:
+            self._reset()
+
+    def drop(self) -> None:
+        """Free the average: the next ``start`` begins with the weights of that moment."""
+        self._average, self._weight = None, 0.0
+
+    @torch.no_grad()
+    def update(self, options: EwmaOptions, active_share: float) -> bool:
+        """Add the weights after a train step; return True if the average was reset to them.
+
+        ``active_share`` is the share of the step's tokens whose gradient no mask and no clip has removed. A reset
+        follows when it is below ``reset_below``, as the policy has then left the region around the average.
+        """
+        if not active_share >= options.reset_below:
+            self._reset()
+            return True
+        self._weight = options.beta * self._weight + 1
+        for mean, current in self._pairs():
+            mean.add_((current - mean) / self._weight)
+        return False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live (possibly sharded) average by name; empty without one."""
+        if self.policy is None:
+            return {}
+        return {f"{_PREFIX}{name}": tensor for name, tensor in self.policy.tensors.items()}
+
+    def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors to load the average of a state with this ``extra`` into; empty if it has none."""
+        if _WEIGHT not in extra:
+            return {}
+        return {f"{_PREFIX}{name}": tensor for name, tensor in self._copy().tensors.items()}
+
+    def extra(self) -> dict[str, Any]:
+        """Return the rest of the average, as JSON values."""
+        return {_WEIGHT: self._weight} if self._weight else {}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Restore ``extra`` after its ``tensors_to_fill`` are filled."""
+        self._weight = float(extra.get(_WEIGHT, 0.0))
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        for mean, current in self._pairs():
+            mean.copy_(current)
+        self._weight = 1.0
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        current = self._model.trained_parameters()
+        return [(local_part(mean), local_part(current[name])) for name, mean in self._copy().tensors.items()]
+
+    def _copy(self) -> FrozenPolicy:
+        if self._average is None:
+            self._average = frozen_like(self._model, self._source, self._compute)
+        return self._average
+
+
+class Fp32Copy:
+    """Copy of ``model`` that is refreshed on each use. Every rank must make the same calls."""
+
+    def __init__(self, model: PolicyModel, source: ModelSource, compute: Compute) -> None:
+        self._model = model
+        self._source = source
+        self.compute: Final = replace(compute, autocast=False, mixed_shards=False)
+        """Compute settings for scoring with ``current``."""
+        self._copy: PolicyModel | None = None
+
+    @torch.no_grad()
+    def current(self) -> PolicyModel:
+        """Copy the current weights and return the copy. The first call loads it."""
+        if self._copy is None:
+            dtype = next(self._model.parameters()).dtype
+            self._copy = self._source.load(dtype=dtype, device=self.compute.device)
+            self._copy.requires_grad_(False)
+            shard(self._copy, self._copy.causal_lm, self.compute.world, mixed=False)
+        current = self._model.trained_parameters()
+        for name, target in self._copy.trained_parameters().items():
+            local_part(target).copy_(local_part(current[name]))
+        return self._copy
