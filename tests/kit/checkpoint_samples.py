@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -119,10 +120,12 @@ def make_batch(step: int, group_ids: list[str] | None = None, seed: int = 0) -> 
 CURSOR = Cursor(epoch=1, index=7)
 
 
-def step_settings(learning_rate: float = 1e-6, kl_reference_version: int | None = None) -> StepSettings:
-    """Settings of a train step with the defaults of a run file."""
+def step_settings(
+    learning_rate: float = 1e-6, kl_reference_version: int | None = None, **algorithm: Any
+) -> StepSettings:
+    """Settings of a train step with the defaults of a run file, but for these."""
     recipe = StepRecipe(
-        algorithm=AlgorithmConfig(),
+        algorithm=AlgorithmConfig(**algorithm),
         minibatches=1,
         max_grad_norm=1.0,
         betas=(0.9, 0.95),

@@ -17,6 +17,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.load import validate_run_config, write_run_config
@@ -67,11 +68,13 @@ class MadeRun:
                 data[section][name] = {**inner, **value} if isinstance(inner, dict) else value
         write_run_config(validate_run_config(data, "changed"), file)
 
-    def replace_batch(self, train_step: int, change: Callable[[Batch], Batch]) -> None:
+    def replace_batch(
+        self, train_step: int, change: Callable[[Batch], Batch], settings: StepSettings | None = None
+    ) -> None:
         """Write another batch file in the place of one."""
         batch = self.store.read_batch(train_step)
         (self.folder / "checkpoints" / "batches" / f"{train_step:08d}.pb").unlink()
-        write_batch(self.store, change(batch), Cursor())
+        write_batch(self.store, change(batch), Cursor(), settings=settings)
 
 
 def make_audited_run(folder: Path) -> MadeRun:

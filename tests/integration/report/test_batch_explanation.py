@@ -12,6 +12,8 @@ from rich.console import Console
 from rollmesh.errors import DataError
 from rollmesh.report.batch_explanation import explain_batch, explained_batch
 
+from ...kit.checkpoint_samples import step_settings
+
 
 def printed(folder: Any, step: int, **options: Any) -> str:
     out = io.StringIO()
@@ -95,6 +97,7 @@ def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_
         trainer={"algorithm": {"old_logprobs": "stage_end"}},
         schedule={"preset": "copris_paper"},
     )
+    audited.replace_batch(4, lambda batch: batch, step_settings(old_logprobs="stage_end"))
     data = json.loads(printed(audited.folder, 4, trajectory_id="e0-6.1", as_json=True))
     tokens = data["trajectories"][0]["tokens"]
     assert [t["old_logprob_fallback"] for t in tokens] == ["stage_not_recorded"] * 5 + [""] * 5
