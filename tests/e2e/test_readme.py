@@ -1,4 +1,4 @@
-"""The blocks and commands of the README work as written."""
+"""The blocks and commands of the README, and of the pages that it begins with, work as written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rollmesh.user_code import CODE_FOLDER
 from .conftest import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+COMMAND_PAGE = ROOT / "docs" / "commands.md"
+TEXT = "\n".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "own-model.md", COMMAND_PAGE))
 SHELL_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_BLOCK = re.compile(r"^`([\w.]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TASK = ("data.jsonl", "my_task.py", "run.yaml")
@@ -51,11 +52,11 @@ def typed(block: str, folder: Path, **environment: str) -> subprocess.CompletedP
 
 
 def shell_blocks(words: str) -> list[str]:
-    return [block for block in SHELL_BLOCK.findall(README.read_text()) if words in block]
+    return [block for block in SHELL_BLOCK.findall(TEXT) if words in block]
 
 
 def named_blocks() -> dict[str, str]:
-    blocks = dict(NAMED_BLOCK.findall(README.read_text()))
+    blocks = dict(NAMED_BLOCK.findall(TEXT))
     assert set(blocks) == {*OWN_TASK, GPU_RUN}
     return blocks
 
@@ -104,9 +105,7 @@ def test_the_run_on_a_gpu_reads_what_its_commands_download(tmp_path: Path) -> No
 
 
 def test_the_table_of_memory_adds_up() -> None:
-    rows = re.findall(
-        r"^\| ([\d.]+) billion \| ([\d.]+) GB \| ([\d.]+) GB \| (\d+) MB \|$", README.read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| ([\d.]+) billion \| ([\d.]+) GB \| ([\d.]+) GB \| (\d+) MB \|$", TEXT, re.MULTILINE)
     # Qwen3: layers of the 0.6B, 1.7B, 4B and 8B; all have 8 key-value heads of 128.
     for (count, trainer, weights, cache), layers in zip(rows, (28, 28, 36, 36), strict=True):
         assert float(trainer) == pytest.approx(16 * float(count), rel=0.02)
@@ -115,18 +114,17 @@ def test_the_table_of_memory_adds_up() -> None:
 
 
 def test_version_extras_and_targets_of_the_readme_exist() -> None:
-    text = README.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"Version {project['version']}," in text and f"[{project['license']}](LICENSE)" in text
-    extras = {extra for group in re.findall(r"\.\[([\w,]+)\]", text) for extra in group.split(",")}
+    assert f"Version {project['version']}," in TEXT and f"[{project['license']}](LICENSE)" in TEXT
+    extras = {extra for group in re.findall(r"\.\[([\w,]+)\]", TEXT) for extra in group.split(",")}
     assert "local" in extras and extras <= set(project["optional-dependencies"])
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"\bmake ([a-z-]+)", "".join(SHELL_BLOCK.findall(text)))) <= set(targets)
+    assert set(re.findall(r"\bmake ([a-z-]+)", "".join(SHELL_BLOCK.findall(TEXT)))) <= set(targets)
 
 
-def test_every_command_of_the_readme_exists_and_every_command_is_in_the_readme() -> None:
-    table = README.read_text().partition("## Commands")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(?:rollmesh )?([a-z-]+)", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
+def test_the_page_of_commands_has_every_command_and_no_other() -> None:
+    rows = "".join(re.findall(r"^\| (.*?) \|", COMMAND_PAGE.read_text(), re.MULTILINE))
+    named = set(re.findall(r"`(?:rollmesh )?([a-z-]+)", rows))
     assert named == {name for name, command in COMMANDS.items() if not command.hidden}
 
 
@@ -145,7 +143,6 @@ def test_every_option_that_the_readme_types_exists() -> None:
 
 def typed_commands() -> Iterator[list[str]]:
     """The words after ``rollmesh`` of every command in code."""
-    text = README.read_text()
-    lines = "".join(SHELL_BLOCK.findall(text)).splitlines()
-    for code in (*re.findall(r"`(rollmesh [^`]+)`", text), *(line for line in lines if line.startswith("rollmesh "))):
+    lines = "".join(SHELL_BLOCK.findall(TEXT)).splitlines()
+    for code in (*re.findall(r"`(rollmesh [^`]+)`", TEXT), *(line for line in lines if line.startswith("rollmesh "))):
         yield code.split("#")[0].split()[1:]

@@ -1,4 +1,4 @@
-"""A Redis of one's own: restored from an older dump, then emptied, by the commands of docs/operations.md."""
+"""A Redis of one's own: restored from an older dump, then emptied, by the commands of docs/backup.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import WAIT_SECONDS
 
 pytestmark = pytest.mark.long
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "backup.md"
 RUN = "small"
 STEPS = 40
 """More than it gets to before its last start, at the pace of the first ones."""

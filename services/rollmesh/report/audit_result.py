@@ -54,7 +54,7 @@ GAP_BOUNDS: Mapping[str, GapBounds] = {
 float32: the gap comes from summing the same products in another order. At 4,096 positions, a correct program was at
 most 7e-5 nats from float64, and 5e-6 in the mean. bfloat16: 8 significant bits resolve a logit of 16 to 32 to 1/16, and
 the error accumulates over the layers. Over 27 random models of 2 to 12 layers, a correct engine was at most 0.09 nats
-off in the mean and 0.57 at one token (docs/operations.md).
+off in the mean and 0.57 at one token (docs/audit.md).
 """
 LARGE_MEAN = 0.02
 """Mean gap of a bfloat16 version, in nats, over which its own rounding bounds it (``ROUNDING_FACTOR``)."""

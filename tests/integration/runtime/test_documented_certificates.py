@@ -1,4 +1,4 @@
-"""The openssl lines of docs/security.md make certificates that the ports take."""
+"""The openssl lines of docs/certificates.md make certificates that the ports take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rollmesh.config.security import SecurityConfig
 from rollmesh.runtime.port_security import PortSecurity
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "certificates.md"
 
 
 def test_the_documented_openssl_lines_make_certificates_that_the_mesh_accepts(tmp_path: Path) -> None:
