@@ -19,7 +19,7 @@ from benchmarks.processes import finished_train_steps
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
-from rollmesh.store.keys import Keys
+from rollmesh.store.scripts import Keys
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from redis import Redis
 
 from benchmarks.processes import finished_train_steps
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.store.keys import Keys
+from rollmesh.store.scripts import Keys
 
 from .attack import AttackedRun, random_process, send, sleep_while_running
 

@@ -17,7 +17,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
 from rollmesh.scheduling import run_limits
-from rollmesh.store.service_store import open_service_store
+from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.text import Tokenizer
 
 _RETRY_SECONDS = 5.0

@@ -16,7 +16,7 @@ from rollmesh.runtime.locks import started_by_launcher
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
-from rollmesh.store.service_store import open_service_store
+from rollmesh.store.trajectory_store import open_service_store
 
 _RETRY_SECONDS = 3.0
 """Time until a request reports that Redis is unreachable."""

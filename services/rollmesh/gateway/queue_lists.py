@@ -15,7 +15,7 @@ from rollmesh.gateway.token_runs import Pieces
 from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import SORTED, TrajectoryMark
-from rollmesh.store.response_ends import ResponseEnds
+from rollmesh.store.member_details import ResponseEnds
 
 MOST_SORTED = 20_000
 """Trajectories that are sorted, the oldest groups first."""

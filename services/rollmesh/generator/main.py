@@ -22,7 +22,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.scheduling.next_policy import ReloadRules
-from rollmesh.store.service_store import open_service_store
+from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 SERVICE_NAME = "rollmesh.v1.GenerationService"

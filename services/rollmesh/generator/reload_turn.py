@@ -12,7 +12,7 @@ from rollmesh.errors import StoreUnavailable
 from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.store.reload_leases import ReloadHolder, ReloadLeases
+from rollmesh.store.generator_registry import ReloadHolder, ReloadLeases
 
 _RENEWALS = 3
 """Renewals within one time to live."""

@@ -32,7 +32,7 @@ from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
-from rollmesh.store.service_store import begin_run
+from rollmesh.store.trajectory_store import begin_run
 from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import service_spec
 from rollmesh.launcher.supervisor import Supervisor
-from rollmesh.store.wanted_replicas import Scaling
+from rollmesh.store.operator_settings import Scaling
 
 _LEAVE_SECONDS = 2.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from rollmesh.store.deadletters import DeadLetters
+from rollmesh.store.drop_ledger import DeadLetters
 
 _NEWEST = 200
 _MOST_CHARACTERS = 400

@@ -27,7 +27,7 @@ from rollmesh.runtime.service_host import service_host
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.service_store import open_service_store
+from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.tasks.environments.environment_protocol import environment_factory
 from rollmesh.tasks.sources.derived import AgentPrompts, RepeatedPrompts
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource, build_prompt_source

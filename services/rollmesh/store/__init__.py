@@ -12,8 +12,8 @@ Every service but the reward service calls it; no other package talks to Redis. 
 happens: a script checks that a change is allowed, and applies it.
 """
 
-from rollmesh.store.digest import TokenDigest
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+from rollmesh.store.payload import TokenDigest
 from rollmesh.store.queue_types import (
     Append,
     EvalRequest,
@@ -29,7 +29,7 @@ from rollmesh.store.queue_types import (
     Score,
     StoreCounts,
 )
-from rollmesh.store.step_reports import KEPT_REPORTS
+from rollmesh.store.training import KEPT_REPORTS
 from rollmesh.store.trajectory_store import TrajectoryStore
 from rollmesh.store.unclaimed import SavedTokens
 from rollmesh.types import WriteStatus

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -31,7 +33,6 @@ from rollmesh.file_writes import write_text
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.locks import lock_file
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
 
 _SOCKET_PATH_LIMIT = 100
 _START_SECONDS = 30.0
@@ -109,13 +110,13 @@ class EmbeddedServer:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / "redis.log"
-        for repair in (cut, lambda files, _: set_aside(files)):
+        for repair in (_cut_damaged, _set_files_aside):
             logged = log.stat().st_size if log.exists() else 0
             try:
                 return self._start_once()
             except StoreUnavailable:
                 ended = self._process is not None and self._process.poll() is not None
-                if not (ended and reports_damage(_text_from(log, logged))):
+                if not (ended and _reports_damage(_text_from(log, logged))):
                     raise
                 self._repair(repair)
         return self._start_once()
@@ -310,3 +311,61 @@ def _text_from(file: Path, offset: int) -> str:
     with file.open("rb") as lines:
         lines.seek(offset)
         return lines.read().decode(errors="replace")
+
+
+_TOOL_SECONDS = 600.0
+_DAMAGED = re.compile(
+    r"(Bad file format|Unexpected end of file|Unknown command .*) reading the append only file"
+    r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|Internal error in RDB"
+    r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
+)
+"""Log lines of a server that exits because of damaged files; a full disk or an occupied port logs other lines."""
+
+
+def _reports_damage(log: str) -> bool:
+    """Tell whether the log of a failed start reports damaged files."""
+    return _DAMAGED.search(log) is not None
+
+
+def _cut_damaged(files: Path, binary: Path) -> str:
+    """Truncate the newest append-only file after its last whole record, and keep a copy of the damaged file.
+
+    Returns a description of the loss; empty when the tool found nothing to truncate. Raises OSError.
+    """
+    increments = sorted(files.glob("*.incr.aof"), key=lambda file: int(file.name.split(".")[-3]))
+    if not increments:
+        return ""
+    file = increments[-1]
+    kept = file.with_name(f"{file.name}.damaged-{time.time_ns()}")
+    shutil.copy2(file, kept)
+    before = file.stat().st_size
+    # One binary is both server and check tool, selected by argv[0]. The tool asks for confirmation.
+    name = binary.name.replace("server", "check-aof")
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [name, "--fix", str(file)],
+            executable=str(binary),
+            input=b"y\n",
+            capture_output=True,
+            timeout=_TOOL_SECONDS,
+            check=False,
+        )
+    lost = before - file.stat().st_size
+    if lost <= 0:
+        kept.unlink()
+        return ""
+    return (
+        f"the append-only file of the embedded Redis was damaged: its last {lost:,} of {before:,} bytes are lost, "
+        f"and with them the newest writes to the queue; the damaged file is kept as {kept}"
+    )
+
+
+def _set_files_aside(files: Path, binary: Path) -> str:
+    """Rename the folder of the append-only files; returns a description of the loss. Raises OSError."""
+    kept = files.with_name(f"{files.name}.damaged-{time.time_ns()}")
+    size = sum(file.stat().st_size for file in files.iterdir())
+    os.rename(files, kept)
+    return (
+        f"the append-only files of the embedded Redis cannot be repaired: the queue starts empty and its {size:,} "
+        f"bytes are kept in {kept}; trajectories that were in progress are generated again"
+    )

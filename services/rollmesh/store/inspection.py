@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 from rollmesh.errors import DataError
 from rollmesh.mesh import WasteReason
-from rollmesh.store.member_round import MemberRound, read_member_round
+from rollmesh.store.member_details import (
+    MemberRound,
+    ResponseEnds,
+    TrajectoryHistory,
+    read_member_round,
+    read_response_ends,
+)
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import Connection
-from rollmesh.store.response_ends import ResponseEnds, read_response_ends
 from rollmesh.store.trajectories import load_chunks, slices
-from rollmesh.store.trajectory_history import TrajectoryHistory
 from rollmesh.types import Trajectory, TrajectoryState
 
 _FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")

@@ -1,19 +1,22 @@
-"""Queue operations of the leader: the leadership lease, admission, cuts, evictions, desired state, reaping."""
+"""Queue operations of the leader: its lease, admission, cuts, evictions, restarts, rounds, desired state, reaping."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import takewhile
 
+from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store.cache_pool import decode_cache_pool, encode_cache_pool
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
-from rollmesh.store.redis_connection import Argument, Connection
-from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP, sweep_returning
+from rollmesh.store.redis_connection import Argument, Connection, Reply
 from rollmesh.store.trajectories import slices, with_uploads
+from rollmesh.store.view import decode_cache_pool, encode_cache_pool
 from rollmesh.store.worker_sessions import Sessions
+from rollmesh.types import FinishReason
+from rollmesh.v1 import trajectory_pb2 as pb
 
 _GROUPS_PER_ADMISSION = 128
 """Groups of one admit script; at most three keys each."""
@@ -206,3 +209,133 @@ async def sweep(connection: Connection, limits: Limits, train_step: int, first: 
     while first < groups:
         groups = int(await connection.run("sweep", train_step, first, first + size - 1))
         first += size
+
+
+MEMBERS_PER_SWEEP = 128
+"""Members of a large group that one script deletes or resets; at most three keys each."""
+_GROUPS_PER_RECALL = 128
+
+
+class RestartedGroups:
+    """Operations of the leader; each takes its token and raises SessionLost when it is not current.
+
+    Only open and ready groups over the staleness bound begin again; other ids are ignored, so a call may be repeated.
+    Members without a score stay dead or unscorable.
+    """
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._limits = limits
+
+    async def restart(self, leader: str, group_ids: Sequence[str]) -> int:
+        """Drop the tokens of groups (waste reason ``restarted``) and open them again; returns their number."""
+        return await self._begin_again("restart_groups", leader, group_ids)
+
+    async def set_aside(self, leader: str, group_ids: Sequence[str]) -> int:
+        """Drop the tokens of groups (waste reason ``set_aside``), which then wait for a recall; returns their number.
+
+        Spare members of a group that is set aside are deleted, except those before a dead or unscorable one.
+        """
+        return await self._begin_again("set_aside", leader, group_ids)
+
+    async def recall(self, leader: str, train_step: int, count: int) -> int:
+        """Open the oldest groups that were set aside, until ``count`` of them were recalled for the batch.
+
+        Returns the number of groups that this call opened. Raises Conflict unless the train step is the next one to
+        cut.
+        """
+        total, opened = 0, 0
+        while total < count:
+            total, new = await self._connection.run("recall", leader, train_step, count, _GROUPS_PER_RECALL)
+            opened += new
+            if not new:
+                break
+        return opened
+
+    async def _begin_again(self, script: str, leader: str, group_ids: Sequence[str]) -> int:
+        begun = 0
+        for part in slices(group_ids, await self._limits.groups_per_call()):
+            count, unfinished = await self._connection.run(script, leader, *part)
+            begun += int(count)
+            await sweep_returning(self._connection, unfinished)
+        return begun
+
+
+async def sweep_returning(connection: Connection, group_ids: Sequence[Reply]) -> None:
+    """Complete the reset of large groups, in slices."""
+    for group_id in group_ids:
+        while await connection.run("sweep_returning", group_id, MEMBERS_PER_SWEEP):
+            pass
+
+
+_MEMBERS_PER_READ = 384
+"""Members whose records one script reads, unless a single group has more."""
+
+
+class GroupRounds:
+    """Undecided groups: open groups whose round has ended.
+
+    Both writes name the round that they follow. A repeated call, and the call of a leader that was overtaken, find
+    another round and change nothing.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def undecided(self) -> list[GroupOutcome]:
+        """Return the oldest undecided groups, with at most 384 members or one group."""
+        trained_step, rows = await self._connection.run("undecided", _MEMBERS_PER_READ)
+        return [_outcome(int(trained_step), row) for row in rows]
+
+    async def extend(self, leader: str, group: GroupOutcome, needed: int, launched: int, plan: str) -> bool:
+        """Begin the next round of an undecided group; returns False if it was decided before.
+
+        ``needed`` scored members of the whole group end the round, ``launched`` new members are pending, and ``plan``
+        (JSON) travels with their leases. Raises Conflict if the group would exceed the most members of the run.
+        """
+        return bool(
+            await self._connection.run("extend_group", leader, group.group_id, group.round, needed, launched, plan)
+        )
+
+    async def close(
+        self,
+        leader: str,
+        group: GroupOutcome,
+        rewards: Sequence[float] | None = None,
+        kept_tokens: Sequence[int] | None = None,
+    ) -> bool:
+        """Close an undecided group, which is then ready or dropped; returns False if it was decided before.
+
+        ``rewards`` and ``kept_tokens`` are one value per scored member, in order; None leaves all as they are.
+        """
+        words: list[Argument] = []
+        if rewards is not None:
+            kept: Sequence[Argument] = [""] * len(group.members) if kept_tokens is None else kept_tokens
+            for member, reward, count in zip(group.members, rewards, kept, strict=True):
+                words += [member.member_index, repr(float(reward)), count]
+        return bool(await self._connection.run("close_group", leader, group.group_id, group.round, *words))
+
+
+def _outcome(train_step: int, row: Sequence[Reply]) -> GroupOutcome:
+    group_id, current, launched, prompt_id, domain, firsts, members = row
+    return GroupOutcome(
+        group_id=group_id.decode(),
+        prompt_id=prompt_id.decode(),
+        domain=domain.decode(),
+        train_step=train_step,
+        round=current,
+        launched=launched,
+        members=tuple(_member(firsts, member) for member in members),
+    )
+
+
+def _member(firsts: Sequence[int], row: Sequence[Reply]) -> MemberOutcome:
+    number, tokens, finish, outcome, reward = row
+    return MemberOutcome(
+        member_index=number,
+        round=sum(1 for _ in takewhile(lambda first: first <= number, firsts)) - 1,
+        outcome=pb.RewardOutcome.FromString(outcome).value,
+        shaped_reward=float(reward),
+        token_count=int(tokens),
+        truncated=finish == FinishReason.LENGTH.value.encode(),
+    )

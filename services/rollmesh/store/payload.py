@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rollmesh.errors import DataError
 from rollmesh.runtime.spans import traceparent_of
 from rollmesh.segments import keep_tokens
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.v1 import trajectory_pb2 as pb
-from rollmesh.wire.codec import (
-    outcome_from_pb,
-    prompt_from_pb,
-    prompt_to_pb,
-    segment_from_pb,
-    segment_to_pb,
-)
+from rollmesh.wire.codec import outcome_from_pb, prompt_from_pb, prompt_to_pb, segment_from_pb, segment_to_pb
 
 INLINE_LIMIT_BYTES = 64 * 1024
 """Size limit in a list element; larger segments and prompts are uploaded under a key first and linked by the script."""
@@ -163,3 +159,46 @@ def build_trajectory(
         traceparent=traceparent_of(run, trajectory_id) if run else "",
         cut_token_count=cut,
     )
+
+
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDigest:
+    """Digest of the first ``token_count`` tokens, their versions and logprobs; independent of the segment boundaries.
+
+    CRC-32 of the (id, version) pairs and of the logprobs. It protects against accidents, not against attacks.
+    """
+
+    token_count: int = 0
+    ids: int = 0
+    logprobs: int = 0
+
+    def extended(self, segments: Iterable[Segment]) -> TokenDigest:
+        """Return the digest of these tokens followed by the tokens of ``segments``."""
+        token_count, ids, logprobs = self.token_count, self.ids, self.logprobs
+        for segment in segments:
+            token_count += len(segment)
+            ids = zlib.crc32(_id_bytes(segment), ids)
+            logprobs = zlib.crc32(_logprob_bytes(segment), logprobs)
+        return TokenDigest(token_count, ids, logprobs)
+
+    def __str__(self) -> str:
+        return f"{self.ids:08x}{self.logprobs:08x}"
+
+
+NO_TOKENS = TokenDigest()
+
+
+def _id_bytes(segment: Segment) -> bytes:
+    pairs = np.empty((len(segment), 2), _INT32)
+    pairs[:, 0], pairs[:, 1] = segment.token_ids, segment.policy_version
+    return pairs.tobytes()
+
+
+def _logprob_bytes(segment: Segment) -> bytes:
+    if segment.behavior_logprobs is None:
+        return b"\xff" * (_FLOAT32.itemsize * len(segment))
+    return np.ascontiguousarray(segment.behavior_logprobs, _FLOAT32).tobytes()

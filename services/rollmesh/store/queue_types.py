@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypedDict
 
 from rollmesh.mesh import DropReason, WasteReason
-from rollmesh.store.digest import NO_TOKENS, TokenDigest
+from rollmesh.store.payload import NO_TOKENS, TokenDigest
 from rollmesh.types import FinishReason, ForkStatus, Prompt, RewardOutcome, Segment, Trajectory, WriteStatus
 
 WASTE_TOTALS = {

@@ -20,9 +20,9 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from rollmesh.errors import StoreError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff
-from rollmesh.store.keys import Keys
 from rollmesh.store.redis_client import tls_failure
 from rollmesh.store.scripts import (
+    Keys,
     RunUnknown,
     cannot_write,
     is_no_master,

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Self
 
 from rollmesh.config.store import StoreConfig
-from rollmesh.errors import ConfigError
-from rollmesh.store.deadletters import DeadLetters
-from rollmesh.store.drop_ledger import DropLedger
+from rollmesh.errors import ConfigError, StoreUnavailable, Unfinished
+from rollmesh.mesh import RunLimits
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.service_host import ServiceHost
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
+from rollmesh.store.drop_ledger import DeadLetters, DropLedger
 from rollmesh.store.evaluation_requests import Evaluations
-from rollmesh.store.generator_registry import GeneratorRegistry
-from rollmesh.store.group_rounds import GroupRounds
+from rollmesh.store.generator_registry import GeneratorRegistry, ReloadLeases
 from rollmesh.store.inspection import Inspection
-from rollmesh.store.leadership import Leadership
+from rollmesh.store.leadership import GroupRounds, Leadership, RestartedGroups
 from rollmesh.store.limits import Limits
-from rollmesh.store.operator_settings import Settings
+from rollmesh.store.operator_settings import Scaling, Settings
 from rollmesh.store.payload import PromptCache
 from rollmesh.store.policy_registry import PolicyRegistry, Rollbacks
 from rollmesh.store.prompt_records import PromptRecords
-from rollmesh.store.recovery import Recovery
 from rollmesh.store.redis_client import create_client
 from rollmesh.store.redis_connection import Connection
-from rollmesh.store.reload_leases import ReloadLeases
-from rollmesh.store.restarted_groups import RestartedGroups
-from rollmesh.store.step_reports import StepReports
-from rollmesh.store.store_metrics import StoreCallWaits
-from rollmesh.store.training import Training
+from rollmesh.store.scripts import cannot_write
+from rollmesh.store.store_metrics import StoreCallMetrics, StoreCallWaits
+from rollmesh.store.training import StepReports, Training
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.store.unclaimed import Unclaimed
 from rollmesh.store.view import MeshReader
-from rollmesh.store.wanted_replicas import Scaling
-from rollmesh.store.worker_sessions import Sessions
+from rollmesh.store.worker_sessions import Recovery, Sessions
 
 
 class TrajectoryStore:
@@ -100,3 +101,62 @@ class TrajectoryStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+START_SECONDS = 600.0
+"""Time for which a service waits for Redis: its image, its volume, room on a node, a large append-only file."""
+_LOG_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.1, longest_seconds=1.0)
+
+
+async def open_service_store(
+    host: ServiceHost, shutdown: Shutdown, retry_seconds: float = 20.0, limits: RunLimits | None = None
+) -> TrajectoryStore:
+    """Connect to the run's queue, which ``host`` closes, and write the ``limits`` of the run, if any.
+
+    Waits up to ``START_SECONDS`` for a server that is not there, and for one that cannot write yet. The log and
+    ``/readyz`` show the last error meanwhile. Raises StoreUnavailable after that time, and at once from a server that
+    refuses the password or cannot hold the queue; Unfinished at a shutdown meanwhile.
+    """
+    config, waits, start = host.config, host.health.waits, time.monotonic()
+
+    async def connect() -> TrajectoryStore:
+        store = await host.stack.enter_async_context(
+            await TrajectoryStore.connect(
+                config.store,
+                config.name,
+                retry_seconds=retry_seconds,
+                start_seconds=START_SECONDS,
+                observer=StoreCallMetrics(host.metrics, waits),
+            )
+        )
+        if limits is not None:
+            await begin_run(store, limits)
+        return store
+
+    connecting = asyncio.create_task(connect(), name="connect-store")
+    stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
+    try:
+        while not connecting.done():
+            await asyncio.wait({connecting, stopping}, timeout=_LOG_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and not connecting.done():
+                raise Unfinished(f"stopped while it waited for its store: {waits.text()}")
+            if not connecting.done():
+                left = START_SECONDS - (time.monotonic() - start)
+                get_logger("store").warning("waits_for_store", message=waits.text(), gives_up_in_seconds=round(left))
+        return connecting.result()
+    finally:
+        await cancel_and_wait(connecting, stopping)
+
+
+async def begin_run(store: TrajectoryStore, limits: RunLimits) -> None:
+    """Write the limits of a run; wait up to ``START_SECONDS`` for a server without its replicas or room on its disk."""
+    deadline = time.monotonic() + START_SECONDS
+
+    async def wait(error: StoreUnavailable, delay: float) -> None:
+        cause = error.__cause__
+        if not isinstance(cause, Exception) or not cannot_write(cause) or time.monotonic() > deadline:
+            raise error
+        await asyncio.sleep(delay)
+
+    await retry(lambda: store.limits.init_run(limits), StoreUnavailable, _BACKOFF, wait)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmesh.mesh import Desired, GroupView, MeshView
-from rollmesh.store.cache_pool import decode_cache_pool
+from rollmesh.mesh import CachePool, Desired, GroupView, MeshView
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.queue_types import StoreCounts
@@ -173,3 +172,16 @@ def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupVie
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, int]:
     return {flat[at].decode(): int(flat[at + 1]) for at in range(0, len(flat), 2)}
+
+
+def encode_cache_pool(pool: CachePool | None) -> str:
+    """Encode the state; empty without one."""
+    return "" if pool is None else f"{pool.size} {pool.since} {pool.preemptions}"
+
+
+def decode_cache_pool(text: bytes) -> CachePool | None:
+    """Decode the state; None for an empty text."""
+    if not text:
+        return None
+    size, since, preemptions = text.split()
+    return CachePool(size=int(size), since=float(since), preemptions=int(preemptions))

@@ -24,7 +24,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import ServiceHost, service_host
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import OnStale, Schedule, run_limits
-from rollmesh.store.service_store import open_service_store
+from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.trainer.learner.distributed import (
     World,
     broadcast_bytes,

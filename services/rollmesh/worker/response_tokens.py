@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from rollmesh.segments import join_segments, slice_segment
-from rollmesh.store.digest import TokenDigest
+from rollmesh.store.payload import TokenDigest
 from rollmesh.store.queue_types import HeldTokens
 from rollmesh.types import Int32Array, Segment, SegmentSource, Trajectory
 

@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 
 from rollmesh.store.embedded import EmbeddedServer
-from rollmesh.store.keys import Keys
+from rollmesh.store.scripts import Keys
 
 from ...chaos.attack import AttackedRun
 from ...chaos.faults_of_redis import fill_redis, stall_redis

@@ -25,8 +25,8 @@ from rollmesh.mesh import Cursor, Desired, ResumeOrder
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
 from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
+from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_prompt
-from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP
 
 from .dump import copy_of_keys, put_back
 from .queue_workers import PICK, QueueWorkers, segments

@@ -27,8 +27,8 @@ from rollmesh.store import (
     TrajectoryStore,
     WriteStatus,
 )
+from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_segments
-from rollmesh.store.restarted_groups import MEMBERS_PER_SWEEP
 from rollmesh.types import FinishReason, ForkStatus, Segment
 
 from .lost_uploads import Forgetful

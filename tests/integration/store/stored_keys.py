@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollmesh.store import TokenDigest, TrajectoryStore
-from rollmesh.store.digest import NO_TOKENS
-from rollmesh.store.payload import decode_segments
+from rollmesh.store.payload import NO_TOKENS, decode_segments
 from rollmesh.store.trajectories import load_chunks
 
 HELD = ("leased", "finished")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from rollmesh.errors import DataError
 from rollmesh.segments import join_segments, slice_segment
-from rollmesh.store.digest import TokenDigest
 from rollmesh.store.payload import (
     INLINE_LIMIT_BYTES,
     LINK_MARK,
+    TokenDigest,
     build_trajectory,
     decode_prompt,
     decode_segments,

@@ -9,8 +9,7 @@ import pytest
 
 from rollmesh.errors import StoreError
 from rollmesh.mesh import DropReason, WasteReason
-from rollmesh.store.keys import Keys, lua_preamble
-from rollmesh.store.scripts import compose, load_scripts
+from rollmesh.store.scripts import Keys, compose, load_scripts, lua_preamble
 from rollmesh.types import TrajectoryState
 
 from .lua_source import header_problem, split_functions
