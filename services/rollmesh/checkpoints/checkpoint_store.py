@@ -37,6 +37,7 @@ from rollmesh.checkpoints.policies import (
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import lineage
 from rollmesh.checkpoints.training_batch import training_batch
+from rollmesh.errors import ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group, PolicyRecord
@@ -53,6 +54,8 @@ class CheckpointStore:
             make_folder(root)
         except OSError as error:
             # A reader with a read-only mount may start before the writer creates the folder.
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM):
+                raise ConfigError(f"checkpoint folder {root}: {error.strerror}; name one that can be created") from error
             if error.errno != errno.EROFS:
                 raise
         self.root = root.resolve()

@@ -16,7 +16,7 @@ class TelemetryConfig(Section):
     """Minimum level of written lines."""
     log_format: Literal["console", "json"] = "json"
     """Format of the service logs."""
-    otlp_endpoint: str | None = None
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
     """Address of an OpenTelemetry collector (OTLP over HTTP), for example http://collector:4318; null disables tracing.
     Requires the extra ``tracing``."""
     trace_ratio: float = Field(default=1.0, ge=0, le=1)

@@ -31,6 +31,11 @@ def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_
     assert str(open_checkpoints(run_in(tmp_path, **sections)).root) == shared
 
 
+def test_a_folder_that_nobody_can_create_is_a_wrong_setting_and_no_crash_to_retry(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/proc/rollmesh/checkpoints"):
+        open_checkpoints(run_in(tmp_path, checkpoints={"folder": "/proc/rollmesh/checkpoints"}))
+
+
 @pytest.mark.parametrize(
     ("section", "text"),
     [
