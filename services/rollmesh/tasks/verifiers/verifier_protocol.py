@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -215,8 +214,8 @@ def _part(where: str, part: Mapping[str, Any]) -> tuple[float, Verifier]:
     if not isinstance(part, Mapping) or "verifier" not in part or not set(part) <= {"verifier", "weight", "options"}:
         raise ConfigError(f"{where}: expected verifier, and optionally weight and options, got {part!r}")
     weight = part.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{where}.weight: {weight!r} is not a finite number")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= LARGEST_REWARD:
+        raise ConfigError(f"{where}.weight: {short_repr(weight)} is not a number of at most {LARGEST_REWARD:g} in size")
     options = part.get("options") or {}
     if isinstance(options, Mapping) and str(options.get("api_key_env")).startswith(ENV_PREFIX):
         raise ConfigError(

@@ -429,6 +429,11 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("composite", {"parts": {}}, "reward.options.parts: expected a mapping"),
         ("composite", {"parts": {"a": {}}}, "reward.options.parts.a: expected verifier"),
         ("composite", {"parts": {"a": {"verifier": "exact", "weight": "1"}}}, "reward.options.parts.a.weight: '1'"),
+        (
+            "composite",
+            {"parts": {"a": {"verifier": "exact", "weight": 10**400}}},
+            "reward.options.parts.a.weight: 1000",
+        ),
         ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is not one of"),
         (
             "composite",
