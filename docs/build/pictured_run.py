@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollmesh.mesh import Decisions, RunLimits
+from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import CutOrder, OnStale, Schedule, decide
+from rollmesh.scheduling.application import Admit, BeginAgain, CutBatch, SetDesired, leader_steps
 from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.types import TrajectoryState
 
@@ -94,42 +95,42 @@ class PicturedRun:
             self._queue.now = float(self.ticks)
 
     def _lead(self) -> None:
-        queue = self._queue
-        decisions = decide(self.schedule, queue.view(shortest=self.schedule.cut_order is CutOrder.SHORTEST))
-        queue.set_desired(decisions.desired, decisions.blocked_by)
-        if decisions.desired.paused:
-            for member in self._leased():
-                queue.release(_WORKER, member.trajectory_id, free_attempt=True)
-        for eviction in decisions.evict:
-            queue.evict([eviction.group_id], eviction.reason)
-        self._begin_again(decisions)
-        if decisions.cut is not None:
-            self._cut(decisions.cut)
-        if decisions.recall:
-            queue.recall(queue.cut_step + 1, decisions.recall)
-        for _ in range(decisions.admit_groups):
-            rules = self.schedule
-            group = queue.admit(f"e0-{queue.admitted}", rules.group_size, spare=rules.spare_members)
+        queue, rules = self._queue, self.schedule
+        decisions = decide(rules, queue.view(shortest=rules.cut_order is CutOrder.SHORTEST))
+        for step in leader_steps(decisions):
+            if isinstance(step, Admit):
+                self._admit(step.count)
+                continue
+            queue.apply(step)
+            match step:
+                case SetDesired(desired) if desired.paused:
+                    for member in self._leased():
+                        queue.release(_WORKER, member.trajectory_id, free_attempt=True)
+                case BeginAgain(group_ids):
+                    for trajectory in self._trajectories_of(group_ids):
+                        trajectory.drop()
+                case CutBatch(group_ids):
+                    self._note_cut(group_ids)
+
+    def _admit(self, count: int) -> None:
+        for _ in range(count):
+            rules, admitted = self.schedule, self._queue.admitted
+            group = self._queue.admit(f"e0-{admitted}", rules.group_size, spare=rules.spare_members)
             for member in group.members:
                 self.trajectories[member.trajectory_id] = PicturedTrajectory(group.group_id)
 
-    def _begin_again(self, decisions: Decisions) -> None:
-        for group_ids, aside in ((decisions.restart, False), (decisions.set_aside, True)):
-            self._queue.begin_again(group_ids, aside=aside)
-            for trajectory in self.trajectories.values():
-                if trajectory.group_id in group_ids:
-                    trajectory.drop()
-
-    def _cut(self, group_ids: tuple[str, ...]) -> None:
-        queue = self._queue
-        queue.cut(queue.cut_step + 1, group_ids)
+    def _note_cut(self, group_ids: tuple[str, ...]) -> None:
+        trained = self._queue.trained_step
         self.cuts.append(self.ticks)
-        for trajectory in self.trajectories.values():
-            if trajectory.group_id in group_ids and trajectory.tokens:
+        for trajectory in self._trajectories_of(group_ids):
+            if trajectory.tokens:
                 if self.schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
-                    trajectory.mask(oldest=queue.trained_step - self.schedule.max_staleness)
-                ages = [queue.trained_step - version for version in trajectory.tokens.values()]
+                    trajectory.mask(oldest=trained - self.schedule.max_staleness)
+                ages = [trained - version for version in trajectory.tokens.values()]
                 trajectory.staleness, trajectory.off_policy = max(ages, default=0), sum(age > 0 for age in ages)
+
+    def _trajectories_of(self, group_ids: tuple[str, ...]) -> list[PicturedTrajectory]:
+        return [trajectory for trajectory in self.trajectories.values() if trajectory.group_id in group_ids]
 
     def _generate(self) -> None:
         queue, version = self._queue, self._queue.policy_version

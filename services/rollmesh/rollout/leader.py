@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
-from rollmesh.mesh import Cursor, Decisions, Desired, MeshView, WasteReason
+from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
 from rollmesh.rollout.dead_letter_reasons import commonest_reason
 from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 from rollmesh.rollout.pool_evidence import PoolEvidence
@@ -27,6 +27,16 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling import CutOrder, Schedule, decide, needs_groups
+from rollmesh.scheduling.application import (
+    Admit,
+    BeginAgain,
+    CutBatch,
+    Evict,
+    LeaderStep,
+    Recall,
+    SetDesired,
+    leader_steps,
+)
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import NewGroup
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -191,27 +201,41 @@ class MeshLeader:
             stop = Desired(pool_size=wanted.pool_size, cache_pool=wanted.cache_pool, paused=True, reason=failure)
             await self._write(token, view, stop)
             return False
-        # Write the desired state first: groups must never be leased under a version floor older than their admission.
-        await self._write(token, view, decisions.desired, decisions.blocked_by)
         self._explain(decisions.desired.waiting_for)
-        await self._evict(token, decisions)
-        await self._begin_again(token, decisions)
-        await self._cut(token, view, decisions)
-        if decisions.recall:
-            recalled = await self._store.restarted.recall(token, view.cut_step + 1, decisions.recall)
-            self._metrics.mesh.begun_again.labels(kind="recalled").inc(recalled)
-            self._log.info("groups_recalled", train_step=view.cut_step + 1, count=recalled)
-        if decisions.admit_groups:
-            await self._admit(token, decisions.admit_groups, view.trained_step)
+        steps = list(leader_steps(decisions))
+        for step in steps:
+            await self._apply(token, view, step)
         await self._evaluations.request_due(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
             reaped = await self._store.leadership.reap(token)
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
-        begins = decisions.restart or decisions.set_aside or decisions.recall
-        decides = await self._decide_rounds(token, view)
-        return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+        return await self._decide_rounds(token, view) or len(steps) > 1
+
+    async def _apply(self, token: str, view: MeshView, step: LeaderStep) -> None:
+        """Apply a step to the store, and count and log it."""
+        leadership, restarted, counters = self._store.leadership, self._store.restarted, self._metrics.mesh
+        match step:
+            case SetDesired(desired, blocked_by):
+                await self._write(token, view, desired, blocked_by)
+            case Evict(group_ids, reason):
+                count = await leadership.evict(token, group_ids, reason)
+                counters.evicted.labels(reason=reason).inc(count)
+                self._log.info("groups_evicted", reason=reason, count=count)
+            case BeginAgain(group_ids, reason):
+                begin = restarted.restart if reason is WasteReason.RESTARTED else restarted.set_aside
+                count = await begin(token, group_ids)
+                counters.begun_again.labels(kind=reason).inc(count)
+                self._log.info(f"groups_{reason}", count=count)
+            case CutBatch(group_ids):
+                await self._cut(token, view, group_ids)
+            case Recall(count):
+                recalled = await restarted.recall(token, view.cut_step + 1, count)
+                counters.begun_again.labels(kind="recalled").inc(recalled)
+                self._log.info("groups_recalled", train_step=view.cut_step + 1, count=recalled)
+            case Admit(count):
+                await self._admit(token, count, view.trained_step)
 
     async def _check_files(self) -> None:
         if self._files_checked:
@@ -261,34 +285,14 @@ class MeshLeader:
             self._wait_logged_at = now
             self._log.info("cut_waits", waiting_for=waiting_for, seconds=round(now - self._waits_since))
 
-    async def _evict(self, token: str, decisions: Decisions) -> None:
-        for reason in {eviction.reason for eviction in decisions.evict}:
-            ids = [eviction.group_id for eviction in decisions.evict if eviction.reason == reason]
-            dropped = await self._store.leadership.evict(token, ids, reason)
-            self._metrics.mesh.evicted.labels(reason=reason).inc(dropped)
-            self._log.info("groups_evicted", reason=reason, count=dropped)
-
-    async def _begin_again(self, token: str, decisions: Decisions) -> None:
-        restarted = self._store.restarted
-        for kind, ids, apply in (
-            (WasteReason.RESTARTED, decisions.restart, restarted.restart),
-            (WasteReason.SET_ASIDE, decisions.set_aside, restarted.set_aside),
-        ):
-            if ids:
-                count = await apply(token, ids)
-                self._metrics.mesh.begun_again.labels(kind=kind).inc(count)
-                self._log.info(f"groups_{kind}", count=count)
-
-    async def _cut(self, token: str, view: MeshView, decisions: Decisions) -> None:
-        if decisions.cut is None:
-            return
+    async def _cut(self, token: str, view: MeshView, group_ids: tuple[str, ...]) -> None:
         step = view.cut_step + 1
-        with tracer().span("cut", tracer().train_step(step), train_step=step, groups=len(decisions.cut)):
-            await self._store.leadership.cut(token, step, decisions.cut)
+        with tracer().span("cut", tracer().train_step(step), train_step=step, groups=len(group_ids)):
+            await self._store.leadership.cut(token, step, group_ids)
         steps = {group.group_id: group.min_train_step for group in view.ready}
-        staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
+        staleness = [view.cut_step - oldest for name in group_ids if (oldest := steps[name]) is not None]
         self._metrics.mesh.cut(staleness)
-        self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
+        self._log.info("batch_cut", train_step=step, groups=len(group_ids), max_staleness=max(staleness, default=0))
 
     def _forget_draws(self) -> None:
         if self._draws is not None:

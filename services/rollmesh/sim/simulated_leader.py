@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +9,18 @@ from dataclasses import replace
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
-from rollmesh.mesh import Decisions, EngineLoad, MeshView, WasteReason
+from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
+from rollmesh.scheduling.application import (
+    Admit,
+    BeginAgain,
+    CutBatch,
+    Evict,
+    LeaderStep,
+    Recall,
+    SetDesired,
+    leader_steps,
+)
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
@@ -141,7 +150,7 @@ class SimulatedLeader:
         decisions = decide(schedule, view)
         if decisions.fail:
             raise ConfigError(f"train step {queue.cut_step + 1}: {decisions.fail}")
-        if self._apply(decisions):
+        if self._apply_all(decisions):
             self.look_soon()
         elif queue.blocked_since is not None:
             self._alarm.set(max(self._timeout_at(), queue.now + LOOK_SECONDS))
@@ -158,40 +167,43 @@ class SimulatedLeader:
         since = self._queue.blocked_since
         return math.inf if since is None else since + self._schedule.straggler_timeout_seconds
 
-    def _apply(self, decisions: Decisions) -> bool:
+    def _apply_all(self, decisions: Decisions) -> bool:
         """Apply the decisions; returns True if more than the desired state has changed."""
-        queue = self._queue
-        was_paused = queue.desired.paused
-        queue.set_desired(decisions.desired, decisions.blocked_by)
-        if decisions.desired.paused and not was_paused:
-            self._worker.give_back_all()
-        self._fleet.require(max(queue.start_at_version, decisions.desired.interrupt_below_version))
-        self._worker.require_versions()
-        for reason, evictions in itertools.groupby(decisions.evict, key=lambda eviction: eviction.reason):
-            ids = [eviction.group_id for eviction in evictions]
-            held = self._save_groups(ids)
-            queue.evict(ids, reason)
-            self._worker.drop(held, reason)
-        for again, aside in ((decisions.restart, False), (decisions.set_aside, True)):
-            if again:
-                held = self._save_groups(again)
-                queue.begin_again(again, aside=aside)
-                self._worker.drop(held, WasteReason.SET_ASIDE if aside else WasteReason.RESTARTED)
-        if decisions.cut is not None:
-            if self._invariants is not None:
-                self._invariants.before_cut(decisions.cut)
-                self._invariants.whole_queue()
-            queue.cut(queue.cut_step + 1, decisions.cut)
-        recalled = queue.recall(queue.cut_step + 1, decisions.recall) if decisions.recall else 0
-        if decisions.admit_groups and self._draws is not None:
-            self._draws.refresh()
-        for _ in range(decisions.admit_groups):
-            self._admit()
+        changed = [self._apply(step) for step in leader_steps(decisions)]
         if self._invariants is not None:
             self._invariants.after_admission(decisions.admit_groups)
-        begins = decisions.restart or decisions.set_aside or recalled
-        decides = self._rounds is not None and decide_rounds(queue, self._schedule, self._rounds)
-        return decides or bool(decisions.evict or decisions.cut or decisions.admit_groups or begins)
+        if self._rounds is not None and decide_rounds(self._queue, self._schedule, self._rounds):
+            return True
+        return any(changed)
+
+    def _apply(self, step: LeaderStep) -> bool:
+        queue, worker = self._queue, self._worker
+        match step:
+            case SetDesired(desired):
+                pauses = desired.paused and not queue.desired.paused
+                queue.apply(step)
+                if pauses:
+                    worker.give_back_all()
+                self._fleet.require(max(queue.start_at_version, desired.interrupt_below_version))
+                worker.require_versions()
+                return False
+            case Evict(group_ids, reason) | BeginAgain(group_ids, reason):
+                held = self._save_groups(group_ids)
+                queue.apply(step)
+                worker.drop(held, reason)
+            case CutBatch(group_ids):
+                if self._invariants is not None:
+                    self._invariants.before_cut(group_ids)
+                    self._invariants.whole_queue()
+                queue.apply(step)
+            case Recall():
+                return queue.apply(step) > 0
+            case Admit(count):
+                if self._draws is not None:
+                    self._draws.refresh()
+                for _ in range(count):
+                    self._admit()
+        return True
 
     def _save_groups(self, group_ids: Sequence[str]) -> list[SimulatedTrajectory]:
         groups = [self._queue.find_group(group_id) for group_id in group_ids]

@@ -14,6 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
+from rollmesh.scheduling.application import (
+    Admit,
+    BeginAgain,
+    CutBatch,
+    Evict,
+    LeaderStep,
+    Recall,
+    SetDesired,
+    leader_steps,
+)
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.axes import StartOrder
 from rollmesh.scheduling.cutting import blocking_groups
@@ -151,17 +161,10 @@ class VirtualMesh:
             self.check_unlisted(view, decisions)
         assert not decisions.fail, decisions.fail
         self.trace.append((int(self.queue.now), decisions))
-        steps = [
-            self.apply_desired,
-            self.apply_evictions,
-            self.apply_fates,
-            self.apply_cut,
-            self.apply_recall,
-            self.apply_admission,
-        ]
+        steps = list(leader_steps(decisions))
         lives = self.rng.random() >= self.leader_crash_chance
         for step in steps if lives else steps[: self.rng.randrange(len(steps))]:
-            step(decisions)
+            self.apply(step)
         if not lives:
             self.deaths["leader"] += 1
             self.queue.change_leader()
@@ -196,60 +199,56 @@ class VirtualMesh:
     def tokens_in_flight(self) -> int:
         return sum(self.rollouts[member.trajectory_id].sampled for member in self.members("leased"))
 
-    def apply_desired(self, decisions: Decisions) -> None:
-        self.queue.set_desired(decisions.desired, decisions.blocked_by)
-        if decisions.desired.paused:
-            for member in self.members("leased"):
-                self.save(member, self.rollouts[member.trajectory_id])
-                self.park(member, free_attempt=True)
+    def apply(self, step: LeaderStep) -> None:
+        queue = self.queue
+        match step:
+            case SetDesired(desired):
+                queue.apply(step)
+                for member in self.members("leased") if desired.paused else ():
+                    self.save(member, self.rollouts[member.trajectory_id])
+                    self.park(member, free_attempt=True)
+            case Evict(group_ids, reason):
+                assert reason != "run_complete" or queue.cut_step >= self.schedule.train_steps
+                assert queue.apply(step) == len(group_ids)
+            case BeginAgain(group_ids):
+                assert queue.apply(step) == len(group_ids)
+                for gid in group_ids:
+                    self.begins_again(gid)
+            case CutBatch(group_ids):
+                self.cut(step, group_ids)
+            case Recall():
+                before = set(queue.groups[GroupState.OPEN])
+                self.recalled += queue.apply(step)
+                recalled = queue.groups[GroupState.OPEN].keys() - before
+                self.overtaking.after_recall(recalled)
+                self.long_round |= recalled
+            case Admit(count):
+                for _ in range(count):
+                    self.admit()
+                self.invariants.after_admission(count)
 
-    def apply_evictions(self, decisions: Decisions) -> None:
-        for eviction in decisions.evict:
-            assert eviction.reason != "run_complete" or self.queue.cut_step >= self.schedule.train_steps
-            assert self.queue.evict([eviction.group_id], eviction.reason) == 1
+    def begins_again(self, gid: str) -> None:
+        self.begun_again[gid] += 1
+        self.overtaking.begins_again(gid, self.begun_again[gid])
+        group = self.queue.find_group(gid)
+        for member in group.members if group else ():
+            rollout = self.rollouts[member.trajectory_id]
+            self.rollouts[member.trajectory_id] = replace(
+                rollout, sampled=0, generator=None, newest_version=0, in_segment=0, floor=0
+            )
 
-    def apply_fates(self, decisions: Decisions) -> None:
-        for ids, aside in ((decisions.restart, False), (decisions.set_aside, True)):
-            if not ids:
-                continue
-            assert set(self.queue.begin_again(ids, aside=aside)) == set(ids)
-            for gid in ids:
-                self.begun_again[gid] += 1
-                self.overtaking.begins_again(gid, self.begun_again[gid])
-                group = self.queue.find_group(gid)
-                for member in group.members if group else ():
-                    rollout = self.rollouts[member.trajectory_id]
-                    self.rollouts[member.trajectory_id] = replace(
-                        rollout, sampled=0, generator=None, newest_version=0, in_segment=0, floor=0
-                    )
-
-    def apply_recall(self, decisions: Decisions) -> None:
-        if decisions.recall:
-            before = set(self.queue.groups[GroupState.OPEN])
-            self.recalled += self.queue.recall(self.queue.cut_step + 1, decisions.recall)
-            recalled = self.queue.groups[GroupState.OPEN].keys() - before
-            self.overtaking.after_recall(recalled)
-            self.long_round |= recalled
-
-    def apply_cut(self, decisions: Decisions) -> None:
-        if decisions.cut is None:
-            return
-        self.invariants.before_cut(decisions.cut)
+    def cut(self, step: CutBatch, group_ids: tuple[str, ...]) -> None:
+        self.invariants.before_cut(group_ids)
         self.invariants.whole_queue()
-        steps = [self.queue.groups[GroupState.READY][gid].step for gid in decisions.cut]
-        self.queue.cut(self.queue.cut_step + 1, decisions.cut)
-        for step in steps:
-            assert step is not None
-            self.staleness_seen.append(self.queue.cut_step - 1 - step)
-        self.batches.append(list(decisions.cut))
+        steps = [self.queue.groups[GroupState.READY][gid].step for gid in group_ids]
+        self.queue.apply(step)
+        for oldest in steps:
+            assert oldest is not None
+            self.staleness_seen.append(self.queue.cut_step - 1 - oldest)
+        self.batches.append(list(group_ids))
         self.overtaking.after_cut()
-        self.missed += self.long_round - self.queue.ended.keys() - set(decisions.cut)
+        self.missed += self.long_round - self.queue.ended.keys() - set(group_ids)
         self.long_round = set()
-
-    def apply_admission(self, decisions: Decisions) -> None:
-        for _ in range(decisions.admit_groups):
-            self.admit()
-        self.invariants.after_admission(decisions.admit_groups)
 
     def admit(self) -> None:
         index, ranked = self.queue.admitted, self.schedule.start_order is StartOrder.LONGEST_EXPECTED

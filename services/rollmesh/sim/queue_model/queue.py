@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rollmesh.errors import Conflict
-from rollmesh.mesh import Desired, DropReason, GroupView, MeshView
+from rollmesh.mesh import Desired, DropReason, GroupView, MeshView, WasteReason
+from rollmesh.scheduling.application import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired
 from rollmesh.sim.queue_model.group_operations import RestartOperations, RoundOperations
 from rollmesh.sim.queue_model.records import GroupState, ModelGroup, ModelRound
 from rollmesh.sim.queue_model.state import QueueState
@@ -26,6 +27,24 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         return read_view(self, listed=groups, blocking=blocking, shortest=shortest)
 
     # -- leader ----------------------------------------------------------------------------------------------------
+    def apply(self, step: LeaderStep) -> int:
+        """Apply a step of the leader but an admission, which needs prompts; returns the number of groups it changes."""
+        match step:
+            case SetDesired(desired, blocked_by):
+                self.set_desired(desired, blocked_by)
+            case Evict(group_ids, reason):
+                return self.evict(group_ids, reason)
+            case BeginAgain(group_ids, reason):
+                return len(self.begin_again(group_ids, aside=reason is WasteReason.SET_ASIDE))
+            case CutBatch(group_ids):
+                self.cut(self.cut_step + 1, group_ids)
+                return len(group_ids)
+            case Recall(count):
+                return self.recall(self.cut_step + 1, count)
+            case Admit():
+                raise ValueError("an admission needs prompts: call admit for each of its groups")
+        return 0
+
     def set_desired(self, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state; a set of groups that blocks the cut blocks from the first call that names it."""
         self.desired = desired
