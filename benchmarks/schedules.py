@@ -8,6 +8,7 @@ time of the server in the script.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
@@ -115,12 +116,14 @@ def _choices(placement: Placement, repetitions: int) -> Measure:
     candidates = Candidates(placement)
     candidates.update({record.instance_id: record for record in records})
     running: list[str] = []
+    calls = itertools.count()
 
     def choose() -> None:
         # As in a run, a call ends for each that begins, and each is the next one of some group.
-        chosen = candidates.choose(need, preferred=running[len(running) // 2] if running else None)
+        prompt_id = str(next(calls) // 8)
+        chosen = candidates.choose(need, prompt_id=prompt_id)
         assert chosen is not None
-        candidates.occupy(chosen.instance_id, _TOKENS)
+        candidates.occupy(chosen.instance_id, _TOKENS, prompt_id)
         running.append(chosen.instance_id)
         if len(running) > 8 * GENERATORS:
             candidates.leave(running.pop(0), _TOKENS)

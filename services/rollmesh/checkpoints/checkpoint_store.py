@@ -55,7 +55,9 @@ class CheckpointStore:
         except OSError as error:
             # A reader with a read-only mount may start before the writer creates the folder.
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM):
-                raise ConfigError(f"checkpoint folder {root}: {error.strerror}; name one that can be created") from error
+                raise ConfigError(
+                    f"checkpoint folder {root}: {error.strerror}; name one that can be created"
+                ) from error
             if error.errno != errno.EROFS:
                 raise
         self.root = root.resolve()

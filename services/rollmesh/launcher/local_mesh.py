@@ -26,7 +26,7 @@ from rollmesh.launcher.service_watch import ServiceWatch
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason
-from rollmesh.rollout.refused_policies import refused_by_all
+from rollmesh.rollout.run_failures import refused_by_all
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import PortSecurity

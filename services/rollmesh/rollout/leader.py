@@ -13,15 +13,12 @@ from collections.abc import Callable
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
-from rollmesh.rollout.dead_letter_reasons import commonest_reason
-from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
-from rollmesh.rollout.pool_evidence import PoolEvidence
-from rollmesh.rollout.prompt_draws import PromptDraws
-from rollmesh.rollout.prompt_opening import OpenPrompts, check_content, open_prompts
-from rollmesh.rollout.refused_policies import RefusedPolicies
+from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
+from rollmesh.rollout.evidence import PoolEvidence, StartRanking
+from rollmesh.rollout.prompts import OpenPrompts, PromptDraws, check_content, open_prompts
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.round_decisions import RoundDecisions
-from rollmesh.rollout.start_ranking import StartRanking
+from rollmesh.rollout.run_failures import RefusedPolicies, commonest_reason
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger

@@ -10,12 +10,12 @@ from typing import cast
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.curriculum.round_rules import RoundRules
-from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
-from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
+from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.leader import MeshLeader
-from rollmesh.rollout.prompt_draws import PromptDraws
-from rollmesh.rollout.refused_policies import RefusedPolicies
+from rollmesh.rollout.prompts import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health, Waits
@@ -34,10 +34,10 @@ from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowS
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.agent_mark import OutsideProgram
 from rollmesh.worker.build import WorkerDeps, WorkerSettings, worker_deps
-from rollmesh.worker.programs import Program, SingleTurnProgram
-from rollmesh.worker.programs.environment import EnvironmentProgram
-from rollmesh.worker.programs.outside import OutsideProgram
+from rollmesh.worker.environment_program import EnvironmentProgram
+from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +16,6 @@ from rollmesh.sim.generator_clock import GeneratorClock
 from rollmesh.sim.simulated_calls import SimulatedGenerator, SimulatedTrajectory
 from rollmesh.types import GeneratorRecord, PolicyRecord, VersionNeed
 from rollmesh.worker.routing import Candidates, Placement
-
-_REMEMBERED_PROMPTS = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +77,6 @@ class Fleet:
         self._clock = clock
         self._on_progress = on_progress
         self._router = Candidates(settings.placement)
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        """Generator of each prompt's newest call; a plain dict would take ever longer to find its oldest entry."""
         self._moved: dict[SimulatedGenerator, None] = {}
         """Generators whose next event may have changed, in order."""
         self._newest: PolicyRecord | None = None
@@ -159,7 +155,7 @@ class Fleet:
     def call(self, trajectory: SimulatedTrajectory) -> bool:
         """Start the next call of a trajectory; False while no generator may take it."""
         prompt = trajectory.work.prompt_id
-        record = self._router.choose(VersionNeed(min_version=trajectory.floor), preferred=self._homes.get(prompt))
+        record = self._router.choose(VersionNeed(min_version=trajectory.floor), prompt_id=prompt)
         if record is None:
             return False
         generator = self.generators[record.instance_id]
@@ -177,10 +173,7 @@ class Fleet:
             generator.waiting.append(trajectory)
         elif not sampled:
             self._begin(trajectory, generator)
-        self._router.occupy(generator.name, context)
-        self._homes[prompt] = generator.name
-        if len(self._homes) > _REMEMBERED_PROMPTS:
-            self._homes.popitem(last=False)
+        self._router.occupy(generator.name, context, prompt)
         return True
 
     def free_slots(self, floor: int) -> int:

@@ -72,7 +72,7 @@ class TracedTrajectory:
         """Return what a run with a budget of so many tokens keeps, tokens of the environment included.
 
         A worker samples until the budget is used up, and ends a trajectory when the tokens of the environment leave no
-        room for one more (``worker/programs/environment.py``).
+        room for one more (``worker/environment_program.py``).
         """
         outputs: list[int] = []
         left = budget

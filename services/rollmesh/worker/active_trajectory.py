@@ -1,17 +1,19 @@
-"""Leased trajectory in progress: its calls, the requests to stop it and its end."""
+"""Leased trajectory in progress: its tokens, its calls, the requests to stop it and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
-from rollmesh.segments import join_segments
-from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import FinishReason, Segment, Trajectory
-from rollmesh.worker.response_tokens import ResponseTokens
+from rollmesh.segments import join_segments, slice_segment
+from rollmesh.store.payload import TokenDigest
+from rollmesh.store.queue_types import HeldTokens, ReleaseReason
+from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
 
 
 class Parked(RollmeshError):
@@ -26,8 +28,8 @@ class LetGo(RollmeshError):
     """Signal that this worker no longer holds the lease of the trajectory."""
 
 
-class ActiveTrajectory(ResponseTokens):
-    """One trajectory while a worker holds its lease; every change is one of its methods."""
+class ActiveTrajectory:
+    """One trajectory while a worker holds its lease, with the part of its response that the queue stores."""
 
     def __init__(
         self,
@@ -39,31 +41,137 @@ class ActiveTrajectory(ResponseTokens):
         first_lease_time: float = 0.0,
         plan: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(trajectory, snapshot, incarnation)
+        self.trajectory: Final = trajectory
+        """State at the lease: prompt, saved segments, trace."""
+        self.trajectory_id: Final = trajectory.trajectory_id
+        self.prompt_token_count: Final = len(trajectory.prompt.token_ids)
         self.attempt: Final = attempt
         """Leases without token progress, this one included."""
         self.first_lease_time: Final = first_lease_time
         """Time of the first lease by any worker, Unix seconds; 0 without a lease (evaluation)."""
         self.plan: Final = plan or {}
         """Plan of the round that launched the trajectory; empty without one."""
-        self._start_floor = 0
-        self._call_floor = 0
-        self._generator = ""
-        self._failed_calls = 0
-        self._stop_requested = False
-        self._park: ReleaseReason | None = None
+        self.segments: list[Segment] = list(trajectory.segments)
+        """All tokens after the prompt."""
+        self.token_count = trajectory.response_token_count
+        """Number of tokens after the prompt."""
+        self.saved_token_count = self.token_count
+        """Number of tokens that the queue stores."""
+        self.newest_version = max(trajectory.policy_versions, default=-1)
+        """Newest policy version that sampled a token; -1 without one."""
+        self.first_token_reported = False
+        """True if the queue stores the policy version of a first token that is not saved yet."""
+        self.incarnation = incarnation
+        """Number of restarts; every write carries it."""
+        self.snapshot = snapshot
+        """Newest saved state of the environment, taken after a completed turn."""
+        self.generator = ""
+        """Generator instance of the current or the last call."""
+        self.failed_calls = 0
+        """Generation calls in a row that failed without a token."""
+        self.stop_requested = False
+        """True once the reader of the answer needs no more tokens of the current call."""
+        self.park_reason: ReleaseReason | None = None
+        """Reason of the pending stop request; None without one."""
+        self.finish_reason = trajectory.finish_reason
+        """Finish reason that the queue stores; None before."""
+        self.recorded = False
+        """True once the queue stores the outcome or the dead letter."""
+        self.closed = False
+        """True once the worker has ended its work on the trajectory."""
+        self.span: Span = NOTHING
+        """Span of this lease in the trajectory's trace."""
+        self._digest = TokenDigest()
+        """Digest of the prefix requested last; the next request usually extends it by a few tokens."""
+        self._start_floor = self._call_floor = 0
         self._lost = ""
-        self._finish_reason = trajectory.finish_reason
-        self._recorded = False
-        self._closed = False
-        self._span: Span = NOTHING
         self._observer: Callable[[ActiveTrajectory], None] | None = None
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+    def count_under(self, policy_version: int) -> int:
+        """Return the number of tokens that a policy version sampled."""
+        own = (s for s in self.segments if s.source is SegmentSource.POLICY and s.policy_version == policy_version)
+        return sum(len(segment) for segment in own)
+
+    @property
+    def unreported_version(self) -> int | None:
+        """Policy version of the first token while the queue does not know it; None otherwise."""
+        if self.saved_token_count or self.first_token_reported:
+            return None
+        return next((s.policy_version for s in self.segments if s.source is SegmentSource.POLICY), None)
+
+    def context_ids(self) -> Int32Array:
+        """Return the prompt and all later tokens, int32 [prompt_tokens + token_count]."""
+        parts = [self.trajectory.prompt.token_ids, *(s.token_ids for s in self.segments)]
+        return np.concatenate(parts).astype(np.int32, copy=False)
 
     def add(self, segment: Segment) -> None:
         """Append tokens."""
-        super().add(segment)
-        if len(segment):
-            self._notify()
+        if len(segment) == 0:
+            return
+        self.segments.append(segment)
+        self.token_count += len(segment)
+        if segment.source is SegmentSource.POLICY:
+            self.newest_version = max(self.newest_version, segment.policy_version)
+        self._notify()
+
+    def trim(self, token_count: int) -> None:
+        """Drop the tokens after the first ``token_count``, but no saved ones."""
+        kept = max(token_count, self.saved_token_count)
+        self._digest = TokenDigest()
+        while self.token_count > kept:
+            last = self.segments.pop()
+            self.token_count -= len(last)
+            if self.token_count < kept:
+                self.segments.append(slice_segment(last, 0, kept - self.token_count))
+                self.token_count = kept
+        written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
+        self.newest_version = max(written, default=-1)
+
+    def restart(self, incarnation: int | None = None) -> None:
+        """Drop every token; the queue must have none either. ``incarnation`` is the queue's new number of restarts."""
+        self.segments.clear()
+        self.token_count = self.saved_token_count = 0
+        self.first_token_reported = False
+        self._digest = TokenDigest()
+        self.newest_version = -1
+        self.snapshot = None
+        if incarnation is not None:
+            self.incarnation = incarnation
+
+    def mark_registered(self, saved_token_count: int) -> None:
+        """Note a registration with a server that may have been restored to a state before the last writes."""
+        self.saved_token_count = min(saved_token_count, self.token_count)
+        self.first_token_reported = False
+
+    def unsaved(self) -> list[Segment]:
+        """Return the segments after the saved tokens; the first one is sliced if it is partly saved."""
+        return list(join_segments(self._between(self.saved_token_count, self.token_count)))
+
+    def digest_at(self, token_count: int) -> TokenDigest:
+        """Return the digest of the first ``token_count`` tokens."""
+        if token_count < self._digest.token_count:
+            self._digest = TokenDigest()
+        self._digest = self._digest.extended(self._between(self._digest.token_count, token_count))
+        return self._digest
+
+    def held_tokens(self) -> HeldTokens:
+        """Return the state that the worker sends when it registers its trajectories again."""
+        return HeldTokens(
+            trajectory_id=self.trajectory_id,
+            incarnation=self.incarnation,
+            token_count=lambda: self.token_count,
+            digest_at=self.digest_at,
+        )
+
+    def _between(self, first: int, last: int) -> Iterator[Segment]:
+        """Yield the segments of the tokens from ``first`` up to ``last``, sliced at both ends."""
+        start = 0
+        for segment in self.segments:
+            end = start + len(segment)
+            if end > first and start < last:
+                yield slice_segment(segment, max(0, first - start), last - start)
+            start = end
 
     # -- generation calls ------------------------------------------------------------------------------------------
     @property
@@ -77,37 +185,14 @@ class ActiveTrajectory(ResponseTokens):
         """Set the oldest policy versions: ``start`` for a trajectory without tokens, ``call`` for any call."""
         self._start_floor, self._call_floor = start, call
 
-    @property
-    def generator(self) -> str:
-        """Generator instance of the current or the last call."""
-        return self._generator
-
-    @property
-    def failed_calls(self) -> int:
-        """Generation calls in a row that failed without a token."""
-        return self._failed_calls
-
-    @property
-    def stop_requested(self) -> bool:
-        """True once the reader of the answer needs no more tokens of the current call."""
-        return self._stop_requested
-
     def begin_call(self, generator: str) -> None:
         """Note the generator of a new call; a stop request concerned the call before."""
-        self._generator = generator
-        self._stop_requested = False
-
-    def call_failed(self) -> None:
-        """Count a call that failed without a token."""
-        self._failed_calls += 1
-
-    def call_progressed(self) -> None:
-        """End the row of failed calls."""
-        self._failed_calls = 0
+        self.generator = generator
+        self.stop_requested = False
 
     def request_stop(self, token_count: int) -> None:
         """End the current call with the current chunk; drop unsaved tokens after the first ``token_count``."""
-        self._stop_requested = True
+        self.stop_requested = True
         self.trim(token_count)
 
     # -- requests to stop the work ---------------------------------------------------------------------------------
@@ -121,14 +206,14 @@ class ActiveTrajectory(ResponseTokens):
 
     def park(self, reason: ReleaseReason) -> None:
         """Request that the trajectory stop at its next step and become partial; a shutdown overrides a pause."""
-        if self._park is None or reason is ReleaseReason.DRAINED:
-            self._park = reason
+        if self.park_reason is None or reason is ReleaseReason.DRAINED:
+            self.park_reason = reason
         self._notify()
 
     def unpark(self) -> None:
         """Withdraw a pause that has not stopped the trajectory yet."""
-        if self._park is ReleaseReason.PAUSED:
-            self._park = None
+        if self.park_reason is ReleaseReason.PAUSED:
+            self.park_reason = None
         self._notify()
 
     def lose(self, reason: str) -> None:
@@ -137,14 +222,9 @@ class ActiveTrajectory(ResponseTokens):
         self._notify()
 
     @property
-    def park_reason(self) -> ReleaseReason | None:
-        """Reason of the pending stop request; None without one."""
-        return self._park
-
-    @property
     def wanted(self) -> bool:
         """True while the trajectory should continue."""
-        return self._park is None and not self._lost
+        return self.park_reason is None and not self._lost
 
     def check_lost(self) -> None:
         """Raise LetGo if the lease is lost: the only reason to end a call in progress."""
@@ -154,58 +234,25 @@ class ActiveTrajectory(ResponseTokens):
     def check(self) -> None:
         """Raise LetGo or Parked if the trajectory must stop."""
         self.check_lost()
-        if self._park is not None:
-            raise Parked(self._park)
+        if self.park_reason is not None:
+            raise Parked(self.park_reason)
 
     # -- end -------------------------------------------------------------------------------------------------------
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """Finish reason that the queue stores; None before."""
-        return self._finish_reason
-
-    @property
     def finished(self) -> bool:
         """True once the queue stores the last token; only the reward is missing."""
-        return self._finish_reason is not None
-
-    @property
-    def recorded(self) -> bool:
-        """True once the queue stores the outcome or the dead letter."""
-        return self._recorded
-
-    @property
-    def closed(self) -> bool:
-        """True once the worker has ended its work on the trajectory."""
-        return self._closed
-
-    def mark_finished(self, reason: FinishReason) -> None:
-        """Note that the queue stores the last token."""
-        self._finish_reason = reason
-
-    def mark_recorded(self) -> None:
-        """Note that the queue stores the outcome or the dead letter."""
-        self._recorded = True
+        return self.finish_reason is not None
 
     def close(self) -> None:
         """End the worker's work on the trajectory."""
-        self._closed = True
+        self.closed = True
         self._notify()
 
     def result(self, reason: FinishReason) -> Trajectory:
         """Return the finished trajectory, for scoring."""
         return replace(self.trajectory, segments=join_segments(self.segments), finish_reason=reason)
 
-    # -- trace -----------------------------------------------------------------------------------------------------
-    @property
-    def span(self) -> Span:
-        """Span of this lease in the trajectory's trace."""
-        return self._span
-
     @property
     def traceparent(self) -> str:
         """Parent of further spans of this attempt; empty without a trace."""
-        return self._span.traceparent or self.trajectory.traceparent
-
-    def begin_attempt(self, span: Span) -> None:
-        """Note the span of this lease."""
-        self._span = span
+        return self.span.traceparent or self.trajectory.traceparent

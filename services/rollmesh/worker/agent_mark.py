@@ -10,7 +10,9 @@ import json
 from dataclasses import dataclass, field
 
 from rollmesh.errors import DataError
-from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.worker.active_trajectory import LetGo
+from rollmesh.worker.program import RolloutContext, RolloutResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +95,15 @@ def posted_outcome(snapshot: bytes | None) -> RewardOutcome | None:
             return mark.outcome
     message = "the agents service crashed before the trajectory was scored, and no reward of the agent was saved"
     return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
+
+
+class OutsideProgram:
+    """Program that rolls nothing out; a worker with this program leases nothing new (see ``rollout.main``)."""
+
+    async def run(self, rollout: RolloutContext) -> RolloutResult:
+        """Raise LetGo: the trajectory waits for the agents service."""
+        raise LetGo("rollout.program=agent: agents work through the agents service")
+
+    async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
+        """Return the reward posted before the agents service crashed."""
+        return posted_outcome(snapshot)

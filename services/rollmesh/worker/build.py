@@ -16,13 +16,11 @@ from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
-from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.interrupts import Interrupter
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.generator_pool import GeneratorPool, Interrupter
+from rollmesh.worker.policies import NewestPolicy, TrajectoryBudgets
 from rollmesh.worker.program import Program
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_budgets import TrajectoryBudgets
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession

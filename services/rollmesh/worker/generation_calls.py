@@ -15,19 +15,54 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self
 
-from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.errors import EngineError, GenerationRefused, RollmeshError
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
+from rollmesh.types import Chunk, FinishReason, GenerationCall, GeneratorRecord, SamplingParams, Segment
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.policies import NewestPolicy
 from rollmesh.worker.worker_metrics import TrajectoryMetrics
+
+_LIMIT_SECONDS = 5.0
+
+
+class Acknowledger:
+    """Background sender of acknowledgements: one call at a time per generator, later ones wait and are sent together.
+
+    A lost acknowledgement is not an error. The generator holds the call for a while and ends it as interrupted; the
+    next call continues from the tokens in the queue.
+    """
+
+    def __init__(self, client: GenerationClient) -> None:
+        self._client = client
+        self._waiting: dict[str, dict[str, int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._log = get_logger("acknowledging")
+
+    def saved(self, record: GeneratorRecord, trajectory_id: str, context_token_count: int) -> None:
+        """Acknowledge the durable length of a trajectory, prompt included, to the generator that continues it."""
+        name = record.instance_id
+        self._waiting.setdefault(name, {})[trajectory_id] = context_token_count
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.create_task(self._send(record), name="acknowledge")
+
+    async def _send(self, record: GeneratorRecord) -> None:
+        name = record.instance_id
+        try:
+            while batch := self._waiting.pop(name, None):
+                try:
+                    async with asyncio.timeout(_LIMIT_SECONDS):
+                        await self._client.acknowledge(record, batch)
+                except (RollmeshError, TimeoutError) as error:
+                    self._log.debug("acknowledgement_failed", generator=name, message=str(error))
+        finally:
+            del self._tasks[name]
+
 
 GARBAGE_AVOID_SECONDS = 5.0
 """Seconds to avoid a generator after its first invalid chunk, hang or failure."""
@@ -165,7 +200,7 @@ class Caller:
                 traceparent = span.traceparent or active.traceparent
                 reason = await self._stream(slot, goal, params, save, durable, traceparent)
                 span.set(tokens=active.token_count - before, ended=reason.value if reason is not None else "")
-            active.call_progressed()
+            active.failed_calls = 0
             return reason
         except GenerationRefused as error:
             # Not a fault: the generator drains, loads a policy or is full. Its record shows that a moment later.
@@ -182,13 +217,13 @@ class Caller:
             else:
                 self._misbehaved(slot, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
         if active.token_count > before:
-            active.call_progressed()
+            active.failed_calls = 0
         else:
             self._metrics.fruitless_call()
         return None
 
     def _misbehaved(self, slot: GeneratorSlot, reason: str, message: str) -> None:
-        slot.active.call_failed()
+        slot.active.failed_calls += 1
         where = "" if slot.record.address in message else f"{slot.record.address}: "
         self._waits.begin(_WAIT, f"generation: {where}{message}")
         seconds = self._generators.avoid(slot.record.instance_id, GARBAGE_AVOID_SECONDS)

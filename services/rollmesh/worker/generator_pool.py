@@ -1,24 +1,25 @@
-"""Generators that this worker may call: their records, their load and the ones to avoid."""
+"""Generators that this worker may call: their records, their load and the ones to avoid; interruption of calls."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from rollmesh.errors import NoGenerator
+from rollmesh.errors import NoGenerator, RollmeshError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.types import GeneratorRecord, VersionNeed
+from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.routing import Candidates, Placement, can_serve
 
 FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
-_REMEMBERED_PROMPTS = 65_536
 _REREAD_SECONDS = 2.0
 """Longest interval between two reads of an unchanged registry: a record may have expired."""
 
@@ -98,8 +99,6 @@ class GeneratorPool:
         self._serving_slots = 0
         self._slots: set[GeneratorSlot] = set()
         self._avoided: dict[str, _Avoided] = {}
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        """Generator of the last call with each prompt: it has the prompt in its cache."""
         self._waiters: dict[_Waiter, None] = {}
         """Waiters in order of arrival."""
         self._wake_due = False
@@ -196,12 +195,7 @@ class GeneratorPool:
         self._slots.add(slot)
         name = slot.record.instance_id
         slot.context_tokens = slot.active.prompt_token_count + slot.active.token_count
-        self._candidates.occupy(name, slot.context_tokens)
-        prompt = slot.active.trajectory.prompt.prompt_id
-        self._homes[prompt] = name
-        self._homes.move_to_end(prompt)
-        if len(self._homes) > _REMEMBERED_PROMPTS:
-            self._homes.popitem(last=False)
+        self._candidates.occupy(name, slot.context_tokens, slot.active.trajectory.prompt.prompt_id)
 
     def grow(self, slot: GeneratorSlot, tokens: int) -> None:
         """Count sampled tokens; called by ``GeneratorSlot``."""
@@ -232,7 +226,7 @@ class GeneratorPool:
         return seconds
 
     def _choose(self, need: VersionNeed, prompt_id: str) -> GeneratorRecord | None:
-        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(prompt_id))
+        return self._candidates.choose(need, avoided=self._avoided_now(), prompt_id=prompt_id)
 
     def _avoided_now(self) -> set[str]:
         if not self._avoided:
@@ -262,3 +256,36 @@ class GeneratorPool:
         del self._waiters[waiter]
         if not waiter.woken.done():
             waiter.woken.set_result(None)
+
+
+class Interrupter:
+    """Interrupter of calls in progress; their streams end as ``interrupted`` with every sampled token."""
+
+    def __init__(self, client: GenerationClient, generators: GeneratorPool, grace_seconds: float) -> None:
+        self._client = client
+        self._generators = generators
+        self._grace_seconds = grace_seconds
+        self._tasks = BackgroundTasks()
+        self._log = get_logger("interrupts")
+
+    def start(self, slots: Collection[GeneratorSlot]) -> None:
+        """Interrupt these calls in the background; cut off those that must stop and run beyond the grace period."""
+        if slots:
+            self._tasks.start(self._interrupt(list(slots)), "interrupt")
+
+    async def _interrupt(self, slots: list[GeneratorSlot]) -> None:
+        calls: dict[str, tuple[GeneratorRecord, list[str]]] = {}
+        for slot in slots:
+            calls.setdefault(slot.record.instance_id, (slot.record, []))[1].append(slot.active.trajectory_id)
+        await asyncio.gather(*(self._request(record, ids) for record, ids in calls.values()))
+        await asyncio.sleep(self._grace_seconds)
+        for slot in self._generators.occupied_slots.intersection(slots):
+            if not slot.active.wanted:
+                slot.abort()
+
+    async def _request(self, record: GeneratorRecord, trajectory_ids: list[str]) -> None:
+        try:
+            async with asyncio.timeout(self._grace_seconds):
+                await self._client.interrupt(record, trajectory_ids)
+        except (RollmeshError, TimeoutError) as error:
+            self._log.warning("interrupt_failed", generator=record.instance_id, message=str(error))

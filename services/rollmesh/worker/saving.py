@@ -2,24 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from rollmesh.errors import Conflict
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, RewardOutcome, WriteStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
-from rollmesh.worker.call_batcher import CallBatcher
 from rollmesh.worker.worker_session import WorkerSession
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _ITEMS_PER_WRITE = 256
 _RESENDS = 4
 """Attempts of a write, for example from different offsets, before the worker drops the trajectory."""
+
+
+class CallBatcher(Generic[T, R]):
+    """Batcher that sends items in calls of at most ``limit`` items, with at most ``runners`` calls in progress."""
+
+    def __init__(self, call: Callable[[list[T]], Awaitable[Sequence[R]]], *, limit: int, runners: int = 1) -> None:
+        self._call = call
+        self._limit = limit
+        self._runners = runners
+        self._items: list[tuple[T, asyncio.Future[R]]] = []
+        self._running = 0
+        self._tasks = BackgroundTasks()
+
+    async def submit(self, item: T) -> R:
+        """Return the result of one item; an error of the batched call is raised for every item of its batch."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+        self._items.append((item, future))
+        if self._running < self._runners:
+            self._running += 1
+            # Start one loop tick later: every item submitted in this tick joins the first batch.
+            loop.call_soon(lambda: self._tasks.start(self._drain()))
+        return await future
+
+    @property
+    def waiting(self) -> int:
+        """Number of items that are not part of a call yet."""
+        return len(self._items)
+
+    async def _drain(self) -> None:
+        try:
+            while self._items:
+                batch, self._items = self._items[: self._limit], self._items[self._limit :]
+                wanted = [(item, future) for item, future in batch if not future.cancelled()]
+                if wanted:
+                    await self._run([item for item, _ in wanted], [future for _, future in wanted])
+        finally:
+            # In the same step as the last check of the items: the next submit must start a runner again.
+            self._running -= 1
+
+    async def _run(self, items: list[T], futures: list[asyncio.Future[R]]) -> None:
+        try:
+            results = await self._call(items)
+            if len(results) != len(items):
+                raise RuntimeError(f"a batched call answered {len(items)} items with {len(results)} results")
+        except BaseException as error:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
+            if not isinstance(error, Exception):
+                raise
+            return
+        for future, result in zip(futures, results, strict=True):
+            if not future.done():
+                future.set_result(result)
 
 
 class Saver:
@@ -57,7 +114,7 @@ class Saver:
         for _ in range(2):
             active.check_lost()
             if (await self._first_tokens.submit(item)).status.ok:
-                active.mark_first_token_reported()
+                active.first_token_reported = True
                 return
             await self._session.confirm()
         active.lose("this worker no longer holds the lease of the trajectory")
@@ -67,7 +124,7 @@ class Saver:
         """Save the remaining tokens and the finish reason; raises LetGo if the lease is lost."""
         with tracer().span("queue.finish", active.traceparent, kind="client", finish_reason=reason.value):
             await self._write(active, self._finishes, partial(Finish, finish_reason=reason))
-        active.mark_finished(reason)
+        active.finish_reason = reason
 
     async def score(
         self, active: ActiveTrajectory, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
@@ -105,7 +162,7 @@ class Saver:
         Raises LetGo if the lease is known to be lost.
         """
         active.check_lost()
-        active.keep_snapshot(snapshot)
+        active.snapshot = snapshot
         trajectory_id, incarnation = active.trajectory_id, active.incarnation
         await self._session.call(
             lambda session: self._queue.keep_snapshot(session, trajectory_id, snapshot, incarnation=incarnation)
@@ -143,7 +200,7 @@ class Saver:
                 )
             )
             if result.status.ok:
-                active.mark_saved(end)
+                active.saved_token_count = end
                 return
             if result.status is WriteStatus.LOST:
                 if confirmed:
@@ -153,7 +210,7 @@ class Saver:
                 continue
             if result.saved_token_count >= offset:
                 break  # the queue stores other tokens at this offset: these must not be appended to them
-            active.mark_saved(result.saved_token_count)  # Redis was restored to a state before the last save
+            active.saved_token_count = result.saved_token_count  # Redis was restored to a state before the last save
         active.lose("this worker no longer holds the lease of the trajectory")
         raise LetGo(active.trajectory_id)
 

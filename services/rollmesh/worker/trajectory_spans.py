@@ -25,7 +25,7 @@ def attempt_on(active: ActiveTrajectory) -> Iterator[None]:
         attempt=active.attempt,
         resumed_tokens=active.saved_token_count,
     )
-    active.begin_attempt(span)
+    active.span = span
     with lines_about(active.trajectory_id), span:
         yield
 

@@ -309,11 +309,11 @@ class Worker:
         if result.dead:
             self._deps.metrics.dropped("dead")
             await self._deps.saver.fail(active.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
-            active.mark_recorded()
+            active.recorded = True
             end_of_trajectory(active, "dead", 0.0)
             return
         await self._deps.saver.score(active, result.outcome, result.shaped_reward, assigned=result.assigned)
-        active.mark_recorded()
+        active.recorded = True
         end_of_trajectory(active, result.outcome.kind.value, result.shaped_reward)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._deps.metrics.dropped("unscorable")

@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from docs.build.metrics import service_metrics
-from rollmesh.rollout.mesh_metrics import MeshMetrics
+from rollmesh.rollout.rollout_metrics import MeshMetrics
 from rollmesh.runtime.metrics import Metrics
 
 from ..prometheus import rule_files

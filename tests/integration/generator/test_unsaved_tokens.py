@@ -18,7 +18,7 @@ from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.policies import NewestPolicy
 
 from .generator_run import VOCAB, GeneratorRun, prompt_ids
 
@@ -61,7 +61,7 @@ class Saves:
         generated = (await self.metrics())[GENERATED_TOKENS] - self._already
         self.most_unsaved = max(self.most_unsaved, int(generated) - self.saved)
         self.saved += end - held.saved_token_count
-        held.mark_saved(end)
+        held.saved_token_count = end
 
 
 def held_trajectory(name: str) -> ActiveTrajectory:

@@ -18,7 +18,7 @@ from rollmesh.cli.main import app
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.rollout.evaluation.pinned_generator import Pin
+from rollmesh.rollout.evaluation_pins import Pin
 from rollmesh.runtime.health import Waits
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore

@@ -8,7 +8,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Segment, SegmentSource
-from rollmesh.worker.programs.environment import EnvironmentProgram
+from rollmesh.worker.environment_program import EnvironmentProgram
 
 from .replicas import limits
 from .scripted import STOP, ScriptedCluster, ScriptedTrainer, token_at

@@ -13,11 +13,11 @@ from rollmesh.config.reward import RewardConfig
 from rollmesh.curriculum.budget_protocol import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
-from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
-from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
+from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.main import Replica
-from rollmesh.rollout.prompt_draws import PromptDraws
+from rollmesh.rollout.prompts import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
@@ -29,7 +29,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.generation_calls import CallLimits, SaveLimits
-from rollmesh.worker.programs import Program, SingleTurnProgram
+from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
 

@@ -17,8 +17,7 @@ from rollmesh.prompt_history import PromptRecord
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Batch, FinishReason
-from rollmesh.worker.program import RolloutContext, RolloutResult
-from rollmesh.worker.programs import SingleTurnProgram
+from rollmesh.worker.program import RolloutContext, RolloutResult, SingleTurnProgram
 
 from .replicas import running, schedule
 from .scenes import all_groups, start

@@ -13,7 +13,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.tasks.environments.environment_protocol import environment_factory
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, SegmentSource
-from rollmesh.worker.programs.environment import EnvironmentProgram
+from rollmesh.worker.environment_program import EnvironmentProgram
 
 from .replicas import limits, running, schedule
 from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer

@@ -12,8 +12,8 @@ from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, SegmentSource, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.programs import RolloutContext
-from rollmesh.worker.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
+from rollmesh.worker.program import RolloutContext
+from rollmesh.worker.turns import LARGEST_STATE_BYTES, Snapshot
 
 from ...kit.waiting import reached
 from .environment_episodes import (

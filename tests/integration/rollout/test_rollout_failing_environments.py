@@ -10,7 +10,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, Trajectory
-from rollmesh.worker.programs import SingleTurnProgram
+from rollmesh.worker.program import SingleTurnProgram
 
 from ...kit.waiting import reached
 from .environment_episodes import (

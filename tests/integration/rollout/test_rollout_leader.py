@@ -15,7 +15,7 @@ from rollmesh.config.evaluation import EvalConfig
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor, MeshView
 from rollmesh.report.ledger_counts import lost_groups
-from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health

@@ -16,7 +16,7 @@ import pytest
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import DataConfig
 from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
-from rollmesh.rollout.prompt_draws import PromptDraws
+from rollmesh.rollout.prompts import PromptDraws
 from rollmesh.rollout.sampler_binding import BoundSampler, bind_sampler
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import SourceRows, build_prompt_source

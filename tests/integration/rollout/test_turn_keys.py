@@ -5,8 +5,8 @@ import pytest
 
 from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.programs import RolloutContext
-from rollmesh.worker.programs.environment import EnvironmentProgram
+from rollmesh.worker.environment_program import EnvironmentProgram
+from rollmesh.worker.program import RolloutContext
 
 from .environment_episodes import CountingEnvironment, ForgetfulEnvironment, SnapshottingEnvironment, policy_turn
 from .scripted import STOP

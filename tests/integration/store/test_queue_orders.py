@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.mesh import Cursor, ResumeOrder
-from rollmesh.rollout.mesh_metrics import MeshMetrics
-from rollmesh.rollout.start_ranking import StartRanking
+from rollmesh.rollout.evidence import StartRanking
+from rollmesh.rollout.rollout_metrics import MeshMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import NewGroup, ReleaseReason, TrajectoryStore

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.mesh import CachePool, Desired, MeshView
-from rollmesh.rollout.mesh_metrics import MeshMetrics, unclaimed_staleness
+from rollmesh.rollout.rollout_metrics import MeshMetrics, unclaimed_staleness
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts

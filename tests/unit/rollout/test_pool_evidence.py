@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rollmesh.mesh import EngineLoad
-from rollmesh.rollout.pool_evidence import engine_load
+from rollmesh.rollout.evidence import engine_load
 from rollmesh.types import GeneratorRecord
 
 RECORD = GeneratorRecord(

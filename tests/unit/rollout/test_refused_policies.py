@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.errors import PoliciesRefused
-from rollmesh.rollout.refused_policies import RefusedPolicies, refused_by_all
+from rollmesh.rollout.run_failures import RefusedPolicies, refused_by_all
 from rollmesh.types import GeneratorRecord
 
 

@@ -42,7 +42,7 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
     for length in lengths:
         trajectory.add(segment(range(first, first + length)))
         first += length
-    trajectory.mark_saved(data.draw(st.integers(0, first)))
+    trajectory.saved_token_count = data.draw(st.integers(0, first))
     rest = trajectory.unsaved()
     assert ids_of(rest) == list(range(trajectory.saved_token_count, first))
     for part in rest:
@@ -103,7 +103,7 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     trajectory.trim(7)
     assert (trajectory.token_count, trajectory.newest_version) == (7, 2)
     assert ids_of(trajectory.segments) == list(range(7))
-    trajectory.mark_saved(4)
+    trajectory.saved_token_count = 4
     trajectory.trim(2)
     assert (trajectory.token_count, trajectory.newest_version) == (4, 1)
     assert trajectory.unsaved() == []
@@ -137,7 +137,7 @@ def test_a_first_token_is_unreported_until_it_is_reported_or_saved_and_again_aft
     assert trajectory.unreported_version is None
     trajectory.add(segment([1, 2], version=4))
     assert trajectory.unreported_version == 4
-    trajectory.mark_first_token_reported()
+    trajectory.first_token_reported = True
     assert trajectory.unreported_version is None
     trajectory.mark_registered(0)
     assert trajectory.unreported_version == 4

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.worker.call_batcher import CallBatcher
+from rollmesh.worker.saving import CallBatcher
 
 
 async def test_items_of_one_moment_travel_in_one_call():

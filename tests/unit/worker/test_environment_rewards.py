@@ -9,7 +9,7 @@ import pytest
 from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply
 from rollmesh.types import OutcomeKind
-from rollmesh.worker.programs.environment import outcome_of
+from rollmesh.worker.environment_program import outcome_of
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e308, -1e160, 1.1e9])

@@ -29,11 +29,10 @@ from rollmesh.types import (
     Trajectory,
     VersionNeed,
 )
-from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
-from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generation_calls import Acknowledger, Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import FIRST_AVOID_SECONDS, GeneratorPool
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.policies import NewestPolicy
 
 PROMPT = 3
 CONTEXT = 400
@@ -142,7 +141,7 @@ async def make_caller(
 
 async def save(held: ActiveTrajectory) -> None:
     await asyncio.sleep(0)
-    held.mark_saved(held.token_count)
+    held.saved_token_count = held.token_count
 
 
 endings = st.tuples(st.integers(1, 120), st.sampled_from([FinishReason.INTERRUPTED, BREAK]))
@@ -316,7 +315,7 @@ async def test_empty_chunks_do_not_end_a_call_and_after_them_too_only_saved_toke
 
     async def save_late(held: ActiveTrajectory) -> None:
         await asyncio.sleep(0)
-        held.mark_saved(max(0, held.token_count - 10))
+        held.saved_token_count = max(0, held.token_count - 10)
 
     held = make_held()
     generator = Comparing([], held)

@@ -22,14 +22,18 @@ def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0, c
     )
 
 
-def chosen(records, in_flight=None, need=None, **options):
-    record = candidates(records, in_flight or {}).choose(need or VersionNeed(), **options)
+def chosen(records, in_flight=None, need=None, home=None, **options):
+    record = candidates(records, in_flight or {}, home).choose(need or VersionNeed(), prompt_id="p", **options)
     return None if record is None else record.instance_id
 
 
-def candidates(records, in_flight):
+def candidates(records, in_flight, home=None):
+    """Candidates with these calls; the newest call with the prompt p was on ``home``."""
     found = Candidates()
     found.update({record.instance_id: record for record in records})
+    if home is not None:
+        found.occupy(home, prompt_id="p")
+        found.leave(home)
     for name, calls in in_flight.items():
         for _ in range(calls):
             found.occupy(name)
@@ -68,10 +72,10 @@ def test_generators_that_do_not_serve_or_are_avoided_get_no_call():
 
 def test_a_group_stays_together_while_load_allows():
     records = [generator("home", slots=16), generator("other", slots=16)]
-    assert chosen(records, {"home": 2, "other": 0}, preferred="home") == "home"
-    assert chosen(records, {"home": 3, "other": 0}, preferred="home") == "other"
-    assert chosen(records, {"home": 16, "other": 15}, preferred="home") == "other"
-    assert chosen(records, {"home": 2}, VersionNeed(min_version=9), preferred="home") is None
+    assert chosen(records, {"home": 2, "other": 0}, home="home") == "home"
+    assert chosen(records, {"home": 3, "other": 0}, home="home") == "other"
+    assert chosen(records, {"home": 16, "other": 15}, home="home") == "other"
+    assert chosen(records, {"home": 2}, VersionNeed(min_version=9), home="home") is None
 
 
 def by_tokens(records, contexts):
@@ -80,7 +84,7 @@ def by_tokens(records, contexts):
     found.update({record.instance_id: record for record in records})
     for name, tokens in contexts.items():
         for count in tokens:
-            found.occupy(name, count)
+            found.occupy(name, count, prompt_id="p" if name == "home" else "")
     return found
 
 
@@ -114,9 +118,9 @@ def test_by_tokens_a_call_counts_with_what_it_has_sampled_and_no_longer_once_it_
 
 def test_by_tokens_a_prompt_stays_with_its_cache_while_that_is_hardly_fuller_and_a_slot_is_free():
     records = [generator("home", slots=2), generator("other", slots=2)]
-    assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), preferred="home").instance_id == "home"
-    assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), preferred="home").instance_id == "other"
-    assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), preferred="home").instance_id == "other"
+    assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), prompt_id="p").instance_id == "home"
+    assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
+    assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
 
 
 def test_by_tokens_a_generator_that_does_not_tell_its_capacity_is_loaded_by_calls():
@@ -141,9 +145,9 @@ def test_by_tokens_a_generator_that_does_not_tell_its_capacity_is_loaded_by_call
 )
 def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_version, data):
     in_flight = {r.instance_id: data.draw(st.integers(0, r.slot_count)) for r in records}
-    preferred = data.draw(st.sampled_from([None, *in_flight]))
+    home = data.draw(st.sampled_from([None, *in_flight]))
     need = VersionNeed(min_version=min_version)
-    choice = candidates(records, in_flight).choose(need, preferred=preferred)
+    choice = candidates(records, in_flight, home).choose(need, prompt_id="p")
     fitting = [r for r in records if can_serve(r, need)]
     assert (choice is None) == (not fitting)
     if choice is not None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.types import Segment, SegmentSource
-from rollmesh.worker.programs.turns import turns_of
+from rollmesh.worker.turns import turns_of
 
 STOP = 9
 

@@ -1,7 +1,7 @@
 """Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
 
 Their trajectories bypass admission and the pool, and the mesh's trajectory counts exclude them. During an evaluation a
-generator is pinned to the requested version (``pinned_generator``); an answer counts only if this version sampled every
+generator is pinned to the requested version (``evaluation_pins``); an answer counts only if this version sampled every
 token. If no generator serves the version (its weights are pruned or refused), the evaluation ends without a score, so
 that the run does not wait for it.
 """
@@ -17,8 +17,8 @@ from statistics import fmean, stdev
 
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
-from rollmesh.rollout.evaluation.pinned_generator import Pin
-from rollmesh.rollout.prompt_opening import check_content
+from rollmesh.rollout.evaluation_pins import Pin
+from rollmesh.rollout.prompts import check_content
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
@@ -30,7 +30,7 @@ from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.programs import Program, RolloutContext
+from rollmesh.worker.program import Program, RolloutContext
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
 from rollmesh.worker.worker_session import WorkerSession
 

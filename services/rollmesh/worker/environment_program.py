@@ -34,8 +34,7 @@ from rollmesh.types import LARGEST_REWARD, FinishReason, OutcomeKind, RewardOutc
 from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import Parked
 from rollmesh.worker.program import RolloutContext, RolloutResult
-from rollmesh.worker.programs.snapshots import Snapshot
-from rollmesh.worker.programs.turns import Turn, turns_of
+from rollmesh.worker.turns import Snapshot, Turn, turns_of
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Evidence for an automatic pool that the view of the queue does not have: generator load and finished lengths."""
+"""Evidence of the leader that the view of the queue does not have: generator load, finished lengths, prompt history."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollmesh.mesh import EngineLoad, MeshView
-from rollmesh.scheduling import Schedule
+from rollmesh.rollout.rollout_metrics import MeshMetrics
+from rollmesh.scheduling import Schedule, StartOrder
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
-from rollmesh.store import StoreCounts, TrajectoryStore
+from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
+from rollmesh.store import NewGroup, StoreCounts, TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
 
@@ -54,3 +56,34 @@ def engine_load(records: Sequence[GeneratorRecord]) -> EngineLoad | None:
         kv_token_capacity=sum(record.kv_token_capacity for record in able),
         preemptions=sum(record.preemption_total for record in records),
     )
+
+
+class StartRanking:
+    """Ranks of groups before their admission; the evidence is read from the queue, so every leader finds the same."""
+
+    def __init__(self, store: TrajectoryStore, schedule: Schedule, metrics: MeshMetrics) -> None:
+        self._records = store.prompt_records
+        self._measures = schedule.predicts_lengths
+        self._ranks = schedule.start_order is StartOrder.LONGEST_EXPECTED
+        self._metrics = metrics
+        self._evidence = LengthEvidence()
+
+    async def measure(self) -> None:
+        """Measure again how well the history and the siblings predict lengths, and set their metrics."""
+        if self._measures:
+            self._evidence = weigh(await self._records.predictions())
+            self._metrics.predicted(self._evidence, await self._records.size())
+
+    async def ranked(self, groups: Sequence[NewGroup]) -> list[NewGroup]:
+        """Return the groups with expected length and start rank; unchanged in admission order."""
+        if not self._ranks:
+            return list(groups)
+        names = [group.record_name or group.prompt.prompt_id for group in groups]
+        records = await self._records.read(names)
+        return [
+            self._rank(group, records[name].mean_tokens if name in records else None)
+            for group, name in zip(groups, names, strict=True)
+        ]
+
+    def _rank(self, group: NewGroup, expected: float | None) -> NewGroup:
+        return replace(group, expected_tokens=expected, start_rank=start_rank(expected, self._evidence))

@@ -1,14 +1,13 @@
-"""End of a run whose policy versions every generator refuses.
-
-In a diverged run the weights are not finite or fail the canary check. Every generator then keeps its old policy, and
-the staleness bound eventually stops the mesh.
-"""
+"""Reasons that end a run: policy versions that every generator refuses, and dead letters."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from rollmesh.errors import PoliciesRefused
+from rollmesh.store.drop_ledger import DeadLetters
 from rollmesh.types import GeneratorRecord
 
 
@@ -56,3 +55,20 @@ class RefusedPolicies:
             f"every generator refuses policy version {newest_version} and has refused {reason}: "
             f"{refusal.refused_reason}; {remedy}"
         )
+
+
+_NEWEST = 200
+_MOST_CHARACTERS = 400
+_VARIABLE = re.compile(r"\b[0-9a-f]{8,}\b|\d+")
+"""Ids and numbers, in which equal reasons differ."""
+
+
+async def commonest_reason(letters: DeadLetters) -> str:
+    """Return the commonest reason of the newest dead letters as the end of a sentence; empty without letters."""
+    reasons = [" ".join(letter.reason.split()) for letter in await letters.newest(_NEWEST)]
+    kinds = Counter(_VARIABLE.sub("#", reason) for reason in reasons)
+    if not kinds:
+        return ""
+    kind, count = kinds.most_common(1)[0]
+    example = next(reason for reason in reasons if _VARIABLE.sub("#", reason) == kind)
+    return f"; {count} of the newest {len(reasons)} dead letters: {example[:_MOST_CHARACTERS]}"

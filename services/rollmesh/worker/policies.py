@@ -1,4 +1,4 @@
-"""Budget of each trajectory: that of the policy under which it was first leased, whichever worker continues it."""
+"""Policy versions and the budgets that follow from them, as this process has read them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,45 @@ from dataclasses import dataclass
 
 from rollmesh.curriculum.budget_protocol import Budget
 from rollmesh.errors import Conflict, StoreUnavailable
+from rollmesh.runtime.logging import note_policy_version
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import Trajectory
+
+_PAUSE_SECONDS = 0.5
+
+
+class NewestPolicy:
+    """Newest announced version seen by this process; a generator may serve a newer one before this process reads it."""
+
+    def __init__(self, registry: PolicyRegistry) -> None:
+        self._registry = registry
+        self._newest = -1
+
+    @property
+    def newest(self) -> int:
+        """Newest version read so far; -1 before the first."""
+        return self._newest
+
+    async def refresh(self) -> None:
+        """Read the newest version from the store."""
+        latest = await self._registry.latest()
+        if latest is not None:
+            self._newest = max(self._newest, latest.policy_version)
+            note_policy_version(self._newest)
+
+    async def newest_at_least(self, version: int) -> int:
+        """Return the newest version; if ``version`` is newer than the cached one, read the store first.
+
+        Retries until the store answers.
+        """
+        while version > self._newest:
+            try:
+                await self.refresh()
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(_PAUSE_SECONDS)
+        return self._newest
+
 
 _PAUSE_SECONDS = 0.5
 

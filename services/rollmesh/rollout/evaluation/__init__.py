@@ -1,1 +1,0 @@
-"""Evaluation: fixed prompts, answered by one pinned policy version, scored, never trained on."""
