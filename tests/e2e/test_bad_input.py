@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config.recipes import recipe_file
-from rollmesh.launcher.input_trial import FIRST_ROWS
+from rollmesh.preflight.trial import FIRST_ROWS
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 

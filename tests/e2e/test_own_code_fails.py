@@ -13,7 +13,7 @@ MINE = """
 import sys
 from rollmesh.algorithms.losses.ppo_clip import ppo_clip
 
-IS_TRIAL = "input_trial" in sys.argv[0]
+IS_TRIAL = "preflight" in sys.argv[0]
 
 def loss(data, options):
     return ppo_clip(data, options) if IS_TRIAL else data.missing

@@ -13,9 +13,7 @@ from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.input_checks import check_inputs, check_redis
-from rollmesh.launcher.preflight import check_run
-from rollmesh.launcher.run_hints import model_memory, run_hints
+from rollmesh.preflight.run_checks import check_run
 from rollmesh.report.console import output_console
 from rollmesh.runtime.capacity import check_configured, this_machine
 
@@ -39,21 +37,13 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         if with_ and not simulate:
             raise ConfigError(f"--with {with_[0]}: a setting of the simulation; add --simulate")
         config = load_run(run, set_ or ())
-        table = check_run(config).table()
-        memory = model_memory(config)
-        check_redis(config)
-        notes = [
-            memory.sentence(),
-            *filter(None, [memory.adapter_sentence()]),
-            memory.largest_models(),
-            *check_inputs(config),
-            *run_hints(config, memory.parameter_count),
-            *_capacity_hint(config),
-        ]
+        checks = check_run(config, asks_redis=True)
+        sentences = (checks.memory.sentence(), checks.memory.adapter_sentence(), checks.memory.largest_models())
+        notes = [*filter(None, sentences), *checks.notes, *_capacity_hint(config)]
         predicted = _prediction(config, with_ or []) if simulate else None
     console = output_console()
     console.print(f"{run}: valid", highlight=False, markup=False)
-    console.print(table)
+    console.print(checks.estimate.table())
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     if predicted is not None:

@@ -29,7 +29,6 @@ from rollmesh.cli.common import (
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.evaluation_journal import Evaluation
-from rollmesh.launcher.run_folder import distant_launcher, has_launcher
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
 from rollmesh.report.formats import domain_scores, plus_minus
@@ -37,6 +36,7 @@ from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
 from rollmesh.runtime.endpoints import AdminClient, Endpoint, ServiceStates, read_endpoints
+from rollmesh.runtime.locks import distant_launcher, has_launcher
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore

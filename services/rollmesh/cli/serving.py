@@ -15,6 +15,7 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.preflight.run_checks import check_service
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import capture_foreign_logs, configure_logging
@@ -58,7 +59,7 @@ def _command(service: str) -> Callable[..., None]:
 def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
     with clear_errors(EXIT_CONFIG):
         config = load_run(run, overrides or ())
-        _check_store(config, service)
+        check_service(config, service)
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
         serve: Serve = _main_module(service).serve
@@ -71,15 +72,6 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
             await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
-
-
-def _check_store(config: RunConfig, service: str) -> None:
-    if config.store.url is None and service != "reward":  # which does not use the store
-        raise ConfigError(
-            f"store.url is null, so that the Redis of this run belongs to rollmesh up, which starts every service; a "
-            f"{service} beside it needs a Redis for all of them: store.url=redis://HOST:PORT. rollmesh status and top "
-            "show a run"
-        )
 
 
 def inline_services() -> dict[str, Serve]:

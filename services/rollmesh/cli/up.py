@@ -23,14 +23,12 @@ from rollmesh.cli.common import (
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
-from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs, check_inline
-from rollmesh.launcher.input_checks import check_inputs
+from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs
 from rollmesh.launcher.local_mesh import Interrupted
-from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
-from rollmesh.launcher.run_hints import model_memory, run_hints
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
+from rollmesh.preflight.run_checks import check_inline, check_run
 from rollmesh.report.console import run_console
 from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.runtime.logging import configure_logging
@@ -116,10 +114,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
 
     if inline:
         check_inline(config)
-    check_run(config)
     # A breakpoint in the user's code is to stop in this process, not in the trial's.
-    notes = [] if inline else check_inputs(config)
-    for note in [*notes, *run_hints(config, model_memory(config).parameter_count)]:
+    for note in check_run(config, tries_inputs=not inline).notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:

@@ -10,10 +10,11 @@ import typer
 
 from rollmesh.cli.common import RunFolderArgument, clear_errors, run_async, run_of, shutdown_event
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.run_folder import RunFolder, has_launcher
+from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.locks import has_launcher
 
 
 def view(

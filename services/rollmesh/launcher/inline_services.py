@@ -17,8 +17,7 @@ from typing import TextIO
 import structlog
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.config.replica_bounds import configured_replicas
-from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.errors import RollmeshError
 from rollmesh.launcher.supervisor import ServiceProcess, ServiceSpec
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import Shutdown, log_failure
@@ -42,26 +41,7 @@ INLINE_OVERRIDES = (
 )
 """Settings of an inline run: no time limit that a breakpoint could exceed, and no restart of a failed service."""
 
-_REPLICA_FIELDS = {
-    "generator": "generator.replicas",
-    "reward": "launcher.reward_replicas",
-    "rollout": "launcher.rollout_replicas",
-    "trainer": "launcher.trainer_processes",
-}
 _log_file: ContextVar[Path | None] = ContextVar("service_log_file", default=None)
-
-
-def check_inline(config: RunConfig) -> None:
-    """Raise ConfigError for a run whose services cannot share one process."""
-    if config.generator.engine == "sglang":
-        raise ConfigError(
-            "generator.engine=sglang: an SGLang server needs its own processes; leave out --inline, or debug the run "
-            "with generator.engine=torch in another folder"
-        )
-    for service, count in {**configured_replicas(config), "trainer": config.launcher.trainer_processes}.items():
-        if count > 1:
-            field = _REPLICA_FIELDS[service]
-            raise ConfigError(f"{field}={count}: --inline runs one {service} in this process; add --set {field}=1")
 
 
 class ServiceLogs:

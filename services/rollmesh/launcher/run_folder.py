@@ -34,7 +34,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import differences, refused_changes, schedule_problem
 from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
-from rollmesh.runtime.locks import LOCK_FILE, launcher_process, lock_file, lock_holder, lock_text
+from rollmesh.runtime.locks import LOCK_FILE, lock_file, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 from rollmesh.user_code import record_code_folder
 
@@ -42,10 +42,6 @@ _REFUSED = (
     "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
     "another folder"
 )
-
-
-_RECORDED_SECONDS = 600.0
-"""Age of the timeline from which a launcher on another host counts as ended; it writes a line about every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +109,6 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     except OSError as error:
         raise ConfigError(f"folder={config.folder}: cannot be created: {error}") from error
     return folder
-
-
-def has_launcher(folder: Path) -> bool:
-    """Tell whether the process that the lock file names still runs; it is read, never locked, by commands.
-
-    True for a launcher of another host that records the run.
-    """
-    holder = lock_holder(folder)
-    if holder is None:
-        return False
-    return launcher_process(folder) is not None if holder.is_here else bool(distant_launcher(folder))
-
-
-def distant_launcher(folder: Path) -> str:
-    """Return ``pid P on HOST`` of a launcher on another host; empty without one.
-
-    Its process cannot be seen from here, so it counts only while it records the run.
-    """
-    holder = lock_holder(folder)
-    if holder is None or holder.is_here:
-        return ""
-    try:
-        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in (LOCK_FILE, "timeline.jsonl"))
-    except (OSError, ValueError):
-        return ""
-    return str(holder) if time.time() - changed < _RECORDED_SECONDS else ""
 
 
 @contextlib.contextmanager

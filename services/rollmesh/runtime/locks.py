@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -14,6 +15,8 @@ import psutil
 from rollmesh.errors import ConfigError
 
 LOCK_FILE = "lock"
+_RECORDED_SECONDS = 600.0
+"""Age of the timeline from which a launcher on another host counts as ended; it writes a line about every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,32 @@ def launcher_process(folder: Path) -> psutil.Process | None:
     except (OSError, ValueError, psutil.Error):
         return None
     return process if is_it else None
+
+
+def has_launcher(folder: Path) -> bool:
+    """Tell whether the process that the lock file names still runs; it is read, never locked, by commands.
+
+    True for a launcher of another host that records the run.
+    """
+    holder = lock_holder(folder)
+    if holder is None:
+        return False
+    return launcher_process(folder) is not None if holder.is_here else bool(distant_launcher(folder))
+
+
+def distant_launcher(folder: Path) -> str:
+    """Return ``pid P on HOST`` of a launcher on another host; empty without one.
+
+    Its process cannot be seen from here, so it counts only while it records the run.
+    """
+    holder = lock_holder(folder)
+    if holder is None or holder.is_here:
+        return ""
+    try:
+        changed = max(path.stat().st_mtime for path in folder.glob("*") if path.name in (LOCK_FILE, "timeline.jsonl"))
+    except (OSError, ValueError):
+        return ""
+    return str(holder) if time.time() - changed < _RECORDED_SECONDS else ""
 
 
 def started_by_launcher(folder: Path) -> bool:

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from rollmesh.cli.main import app
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
-from rollmesh.launcher import input_checks
 from rollmesh.launcher.run_folder import locked_run_folder
+from rollmesh.preflight import trial
 
 ROW = {"prompt": "1 2 5 > 7 :", "answer": "7"}
 VERIFIERS = """
@@ -289,7 +289,7 @@ def seconds() -> Iterator[dict[str, tuple[float, str]]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(input_checks, "TRIAL_SECONDS", 240.0)  # a loaded machine; no input here is slow
+    monkeypatch.setattr(trial, "TRIAL_SECONDS", 240.0)  # a loaded machine; no input here is slow
     (tmp_path / "checks.py").write_text(VERIFIERS)
     (tmp_path / "broken.py").write_text("def reward(response, metadata)\n    return 1.0\n")
     return tmp_path

@@ -13,8 +13,9 @@ import pytest
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.config.telemetry import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.inline_services import InlineServices, Serve, ServiceLogs, check_inline
+from rollmesh.launcher.inline_services import InlineServices, Serve, ServiceLogs
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
+from rollmesh.preflight.run_checks import check_inline
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import configure_logging, get_logger
 

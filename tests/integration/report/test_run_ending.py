@@ -6,13 +6,11 @@ import json
 import os
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from rollmesh.cli.main import app
 from rollmesh.config import load_run_config
-from rollmesh.launcher.run_folder import distant_launcher, has_launcher, locked_run_folder
+from rollmesh.launcher.run_folder import locked_run_folder
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.report.run_ending import ending
+from rollmesh.runtime.locks import distant_launcher, has_launcher
 
 from .made_run import START, make_run
 
@@ -36,13 +34,6 @@ def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> Non
     (run / "metrics.jsonl").unlink()
     (run / FAILURE_FILE).unlink()
     assert dict(ending(run))["state"].startswith("stopped before the first train step")
-
-
-def test_top_of_a_run_without_a_launcher_shows_its_result(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=10)
-    done = CliRunner().invoke(app, ["top", str(run)])
-    assert done.exit_code == 0, done.output
-    assert "finished: train step 10 of 10" in done.stdout
 
 
 def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_path: Path) -> None:

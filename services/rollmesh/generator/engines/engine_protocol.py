@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError
@@ -140,5 +140,5 @@ class EngineDeclaration:
     """Build the engine of the run's generator with this index, not started."""
     check_machine: Callable[[RunConfig], None] = lambda _: None
     """Raise ConfigError unless a generator of the run can start on this machine."""
-    check_model: Callable[[Path], None] = lambda _: None
-    """Raise EngineError unless the engine serves the model in this Hugging Face folder, by its config."""
+    check_model: Callable[[Mapping[str, Any]], None] = lambda _: None
+    """Raise EngineError unless the engine serves the model of this config.json."""

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, UnsupportedModel
 from rollmesh.generator.engines.engine_protocol import Engine, EngineDeclaration
 from rollmesh.generator.engines.policy_folders import AdapterSettings
-from rollmesh.generator.engines.torch.architecture import read_architecture
+from rollmesh.generator.engines.torch.architecture import architecture_from_config
 from rollmesh.runtime.lifecycle import many_imports
 
 _PROBE = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('sglang') else 7)"
@@ -29,9 +29,9 @@ def _build_torch(config: RunConfig, _index: int) -> Engine:
     return TorchEngine(config.generator, config.model.dtype, AdapterSettings.from_config(config))
 
 
-def _check_torch_model(folder: Path) -> None:
+def _check_torch_model(config: Mapping[str, Any]) -> None:
     try:
-        read_architecture(folder)
+        architecture_from_config(config)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{error}; generator.engine=sglang serves other models") from error
 

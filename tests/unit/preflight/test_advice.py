@@ -1,4 +1,4 @@
-"""Memory of the model, and hints for values that do not fit."""
+"""Estimate of a run file, memory of the model, and hints for values that do not fit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
-from rollmesh.config import RunConfig
-from rollmesh.config.recipes import resolve_model
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.recipes import recipe_file, resolve_model
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.input_trial import try_inputs
-from rollmesh.launcher.run_hints import model_memory, run_hints
+from rollmesh.preflight.advice import estimate, run_hints
+from rollmesh.preflight.run_model import ModelMemory, RunModel
+from rollmesh.preflight.trial import try_inputs
 from rollmesh.text import Tokenizer
 from rollmesh.user_code import CODE_FOLDER
+
+DOCUMENT = " ".join((Path(__file__).parents[3] / "docs" / "operations.md").read_text().split())
 
 
 def run(**sections: Any) -> RunConfig:
     small = {"name": "trial", "folder": "runs/trial", "model": {"path": "recipe:countdown"}}
     return RunConfig.model_validate({**small, "generator": {"max_context_tokens": 2048}, **sections})
+
+
+def model_memory(config: RunConfig) -> ModelMemory:
+    return RunModel(config).memory()
+
+
+def trial_hints(config: RunConfig) -> list[str]:
+    return try_inputs(RunModel(config))
 
 
 def table(folder: Path, rows: int) -> dict[str, Any]:
@@ -130,10 +141,10 @@ def test_the_trial_tries_more_than_the_reference_itself(tmp_path: Path, answer: 
     data = {"source": {"type": "jsonl", "path": str(rows)}, "held_out_ratio": 0}
     config = run(data=data, reward={"verifier": "math"})
     if problem is None:
-        assert try_inputs(config) == []
+        assert trial_hints(config) == []
         return
     with pytest.raises(ConfigError, match=problem):
-        try_inputs(config)
+        trial_hints(config)
 
 
 def test_the_trial_counts_the_words_that_the_model_does_not_know(tmp_path: Path) -> None:
@@ -142,7 +153,7 @@ def test_the_trial_counts_the_words_that_the_model_does_not_know(tmp_path: Path)
     def hints(prompt: str) -> list[str]:
         rows.write_text(json.dumps({"prompt": prompt, "answer": "7"}) + "\n")
         data = {"source": {"type": "jsonl", "path": str(rows)}, "held_out_ratio": 0}
-        return try_inputs(run(data=data, reward={"verifier": "exact"}))
+        return trial_hints(run(data=data, reward={"verifier": "exact"}))
 
     (hint,) = hints("which is larger , 7 ok")
     assert hint.startswith("hint: data.source: 4 of 6 tokens of ")
@@ -188,22 +199,88 @@ def changed_model(folder: Path, *, eos: object, template: str = "") -> dict[str,
 
 
 def test_a_model_without_an_end_token_is_named_before_every_answer_is_truncated(tmp_path: Path) -> None:
-    (hint,) = try_inputs(run(model=changed_model(tmp_path / "m", eos=None), rollout={"max_new_tokens": 77}))
+    (hint,) = trial_hints(run(model=changed_model(tmp_path / "m", eos=None), rollout={"max_new_tokens": 77}))
     assert "the model has no end token" in hint and "rollout.max_new_tokens=77" in hint
-    assert try_inputs(run(model=changed_model(tmp_path / "n", eos=[2]))) == []
+    assert trial_hints(run(model=changed_model(tmp_path / "n", eos=[2]))) == []
 
 
 def test_an_end_token_without_an_embedding_is_ignored_with_a_hint(tmp_path: Path) -> None:
     model = changed_model(tmp_path / "m", eos=[2, 999])
     assert Tokenizer(model["path"]).eos_token_ids == (2,)
-    (hint,) = try_inputs(run(model=model))
+    (hint,) = trial_hints(run(model=model))
     assert "eos_token_id 999 is outside the vocabulary" in hint and "it is ignored" in hint
 
 
 def test_plain_prompts_for_a_model_with_a_chat_template_are_named(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model, data = changed_model(tmp_path / "m", eos=[2], template=template), table(tmp_path, 4)
-    (hint,) = try_inputs(run(model=model, data=data, reward={"verifier": "exact"}))
+    (hint,) = trial_hints(run(model=model, data=data, reward={"verifier": "exact"}))
     assert hint.startswith("hint: data.source.chat=false, but model.path=") and hint.endswith("set chat: true")
     data["source"]["chat"] = True
-    assert try_inputs(run(model=model, data=data, reward={"verifier": "exact"})) == []
+    assert trial_hints(run(model=model, data=data, reward={"verifier": "exact"})) == []
+
+
+def meaning(**schedule: Any) -> dict[str, str]:
+    """Meaning of every quantity of the estimate, with its value in front."""
+    values = {"name": "x", "folder": "runs/x", "model": {"path": "models/tiny"}, "schedule": schedule}
+    if schedule["preset"] == "sorted":
+        values["trainer"] = {"algorithm": {"advantage": "reinforce_pp"}}
+    columns = estimate(RunConfig.model_validate(values)).table().columns
+    names, numbers, meanings = ([str(cell) for cell in column.cells] for column in columns)
+    return {name: f"{number}: {text}" for name, number, text in zip(names, numbers, meanings, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "quantity", "number"),
+    [
+        ("rollpacker", "begun again", "at most 0.20"),
+        ("sorted", "begun again", "at most 1.50"),
+        ("roll", "evicted", "depends on the lengths"),
+    ],
+)
+def test_a_schedule_that_drops_tokens_over_the_bound_says_how_often_and_where_their_number_is_predicted(
+    preset: str, quantity: str, number: str
+) -> None:
+    found = meaning(preset=preset, groups_per_batch=16)
+    assert found[quantity].startswith(f"{number}: ")
+    assert "rollmesh sim RUN.yaml" in found[quantity]
+
+
+def test_a_schedule_that_waits_for_its_groups_has_no_such_line() -> None:
+    assert not {"begun again", "evicted"} & meaning(preset="copris").keys()
+
+
+def large(batch: int, group: int, pool: int, prompt: int, response: int) -> RunConfig:
+    schedule = {"groups_per_batch": batch, "group_size": group, "pool_size": pool, "max_staleness": 4}
+    data: dict[str, Any] = {
+        "name": "large",
+        "folder": "unused",
+        "model": {"path": "unused"},
+        "data": {"max_prompt_tokens": prompt},
+        "rollout": {"max_new_tokens": response, "partial_save_tokens": 1024},
+        "generator": {"max_context_tokens": prompt + response},
+        "schedule": {"preset": "copris", **schedule},
+    }
+    return RunConfig.model_validate(data)
+
+
+def test_the_demos_queue_is_the_one_that_the_document_computes() -> None:
+    found = estimate(load_run_config(recipe_file("countdown", "demo.yaml"), environ={}))
+    assert f"5 * 16 * (512 + 8 * 6,316) = {found.queue_bytes / 1e6:.1f} MB in Redis" in DOCUMENT
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "redis_gb"),
+    [
+        (large(32, 8, 256, 1000, 16_384), "160 * (8,000 + 8 * 134,012) = {:.0f} MB", 0.512),
+        (large(128, 16, 2048, 1000, 32_768), "640 * (8,000 + 16 * 266,524) = {:.1f} GB", 8.0),
+    ],
+    ids=["7B", "32B"],
+)
+def test_the_large_examples_add_up(config: RunConfig, words: str, redis_gb: float) -> None:
+    found = estimate(config)
+    unit = 1e6 if words.endswith("MB") else 1e9
+    assert words.format(found.queue_bytes / unit) in DOCUMENT
+    assert found.schedule.expected_staleness == 1.0
+    # 80% of it for the queue, and room for the fork of an AOF rewrite.
+    assert 0.8 * redis_gb * 1e9 < found.queue_bytes * 1.25 * 2 <= redis_gb * 1e9

@@ -10,7 +10,8 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, DataError, RollmeshError
-from rollmesh.launcher.input_trial import try_inputs
+from rollmesh.preflight.run_model import RunModel
+from rollmesh.preflight.trial import try_inputs
 
 PLUGINS = """
 import torch
@@ -197,7 +198,7 @@ def try_run(**changed: Any) -> list[str]:
         "generator": {"max_context_tokens": 512},
         **changed,
     }
-    return try_inputs(RunConfig.model_validate(run))
+    return try_inputs(RunModel(RunConfig.model_validate(run)))
 
 
 def own(name: str) -> str:

@@ -13,10 +13,9 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfi
 
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError
-from rollmesh.launcher import machine_checks
-from rollmesh.launcher.preflight import check_run
+from rollmesh.preflight import machine
 
-from .test_preflight import run
+from .test_run_checks import checked, run
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == package else find_spec(name))
     with pytest.raises(ConfigError, match=message):
-        check_run(run(**sections))
+        checked(run(**sections))
 
 
 def with_config(folder: Path, config: PretrainedConfig) -> str:
@@ -63,7 +62,7 @@ def test_a_model_that_the_torch_engine_does_not_serve_is_refused_by_name(
     tmp_path: Path, config: PretrainedConfig, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_run(run(model={"path": with_config(tmp_path / "model", config)}))
+        checked(run(model={"path": with_config(tmp_path / "model", config)}))
 
 
 def test_more_slots_than_any_machine_has_are_refused_by_the_field() -> None:
@@ -81,7 +80,7 @@ def test_more_slots_than_any_machine_has_are_refused_by_the_field() -> None:
 def test_a_cache_that_this_machine_can_never_hold_is_refused_by_its_fields(
     monkeypatch: pytest.MonkeyPatch, generator: dict[str, Any], named: str
 ) -> None:
-    monkeypatch.setattr(machine_checks, "_device_bytes", lambda _: 8 << 30)
+    monkeypatch.setattr(machine, "_device_bytes", lambda _: 8 << 30)
     with pytest.raises(ConfigError, match=named):
-        check_run(run(generator={"device": "cpu", **generator}))
-    check_run(run(generator={"device": "cpu", "slots": 64}))
+        checked(run(generator={"device": "cpu", **generator}))
+    checked(run(generator={"device": "cpu", "slots": 64}))

@@ -1,0 +1,124 @@
+"""The checks of a run file in their order: schedule, model, machine, data, trial of the plug-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.config.replica_bounds import configured_replicas
+from rollmesh.config.reward import RewardConfig
+from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.engine_registry import ENGINES
+from rollmesh.preflight.advice import Estimate, estimate, run_hints
+from rollmesh.preflight.machine import check_machine, check_redis, port_notes
+from rollmesh.preflight.run_model import ModelMemory, RunModel
+from rollmesh.preflight.trial import runs_in_a_process, try_inputs, try_inputs_in_a_process
+from rollmesh.scheduling import Schedule
+from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
+
+MOST_TRAIN_STEPS = 10**9
+"""Largest number of train steps; a second each would take 30 years."""
+_REPLICA_FIELDS = {
+    "generator": "generator.replicas",
+    "reward": "launcher.reward_replicas",
+    "rollout": "launcher.rollout_replicas",
+    "trainer": "launcher.trainer_processes",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChecks:
+    """What the checks found out about a run that can start."""
+
+    estimate: Estimate
+    memory: ModelMemory
+    notes: list[str]
+    """Hints, and what the run goes on without."""
+
+
+def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool = False) -> RunChecks:
+    """Check that a run can start on this machine.
+
+    ``tries_inputs`` also binds the ports, opens the prompts, and calls plug-ins and verifier once, the user's code in
+    a process of its own. ``asks_redis`` also connects to ``store.url``; a run that starts waits for it instead. Pods,
+    which share no folder, check neither machine nor inputs: each image has the libraries, data and code of its own
+    service only. Raises ConfigError or DataError naming field, value and remedy.
+    """
+    local = config.network.shared_folder
+    tries_inputs = tries_inputs and local
+    elsewhere = tries_inputs and runs_in_a_process(config)
+    if config.trainer.train_steps > MOST_TRAIN_STEPS:
+        raise ConfigError(f"trainer.train_steps={config.trainer.train_steps}: expected at most {MOST_TRAIN_STEPS}")
+    sizes, model = estimate(config), RunModel(config)
+    if not elsewhere:
+        model.check_template_variables()
+    model.check_folder(ENGINES[config.generator.engine].check_model)
+    _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
+    _check_verifier_is_used(config)
+    memory = model.memory()
+    if local:
+        check_machine(config, memory)
+        ENGINES[config.generator.engine].check_machine(config)
+    if config.rollout.program == "environment":
+        _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
+    _check_tables(config)
+    if asks_redis:
+        check_redis(config)
+    notes = port_notes(config) if tries_inputs else []
+    if tries_inputs:
+        notes += try_inputs_in_a_process(config) if elsewhere else try_inputs(model)
+    return RunChecks(estimate=sizes, memory=memory, notes=[*notes, *run_hints(config, memory.parameter_count)])
+
+
+def check_service(config: RunConfig, service: str) -> None:
+    """Check what one service needs of a run file, before it starts. Raises ConfigError."""
+    if config.store.url is None and service != "reward":  # which does not use the store
+        raise ConfigError(
+            f"store.url is null, so that the Redis of this run belongs to rollmesh up, which starts every service; a "
+            f"{service} beside it needs a Redis for all of them: store.url=redis://HOST:PORT. rollmesh status shows a "
+            "run"
+        )
+    Schedule.from_config(config)
+
+
+def check_inline(config: RunConfig) -> None:
+    """Raise ConfigError for a run whose services cannot share one process."""
+    if config.generator.engine == "sglang":
+        raise ConfigError(
+            "generator.engine=sglang: an SGLang server needs its own processes; leave out --inline, or debug the run "
+            "with generator.engine=torch in another folder"
+        )
+    for service, count in {**configured_replicas(config), "trainer": config.launcher.trainer_processes}.items():
+        if count > 1:
+            field = _REPLICA_FIELDS[service]
+            raise ConfigError(f"{field}={count}: --inline runs one {service} in this process; add --set {field}=1")
+
+
+def _check_tables(config: RunConfig) -> None:
+    for field, source in config.data.sources.items():
+        if source.table_path is not None and not Path(source.table_path).is_file():
+            raise ConfigError(
+                f"data.{field}.path={source.table_path}: no such file (paths are relative to {Path.cwd()}, where the "
+                "command was started)"
+            )
+
+
+def _check_verifier_is_used(config: RunConfig) -> None:
+    """Reject a configured verifier that would never be called: prompts of generated tasks name their own verifier."""
+    sources = config.data.sources.values()
+    own = {source.task_verifier for source in sources}
+    types = " and ".join(sorted({source.type for source in sources}))
+    default = RewardConfig.model_fields["verifier"].default
+    if all(own) and config.reward.verifier not in own | {default}:
+        raise ConfigError(
+            f"reward.verifier={config.reward.verifier}: would never be used, because every prompt of the "
+            f"{types} source is scored by that task's own verifier; remove reward.verifier, "
+            "or provide the prompts as a jsonl, parquet or python source"
+        )
+
+
+def _check_name(field: str, name: str, known: list[str], path_form: str) -> None:
+    if name not in known and ":" not in name:
+        raise ConfigError(f"{field}: {name!r} is none of {', '.join(known)}, and not a path {path_form}")
