@@ -1,19 +1,40 @@
-"""Agent session: one prompt, one conversation and one reward; every drift of the context adds a trajectory."""
+"""Agent session: one prompt, one conversation and one reward; every drift of the context adds a trajectory.
+
+The service's worker leases the trajectories, and its task waits in ``SessionTrajectory.run`` between the agent's calls.
+A call takes the trajectory (``busy``), appends the new environment tokens and samples. During a pause the trajectory
+stays leased, and calls wait. Before the worker releases it (shutdown, lost worker session), the worker waits for the
+call to stop. A call that finds the trajectory without a lease waits for the next lease and continues at the same token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmesh.agents.openai_errors import OpenAiError, gone
-from rollmesh.agents.session_trajectory import SessionTrajectory
-from rollmesh.tasks.sources.derived import AgentTask, task_of
-from rollmesh.types import Prompt
+from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn
+from rollmesh.agents.context_match import TurnMark
+from rollmesh.agents.openai_errors import OpenAiError, gone, unavailable
+from rollmesh.errors import RollmeshError
+from rollmesh.store.queue_types import ReleaseReason
+from rollmesh.tasks.sources.derived import task_of
+from rollmesh.types import FinishReason, Prompt
+from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.agent_mark import AgentMark
+from rollmesh.worker.program import RolloutContext, RolloutResult
+
+_ENDS = {
+    "rewarded": "its reward has been recorded",
+    "given_up": "the agent gave it up",
+    "idle": "the agent was silent for longer than rollout.agent.idle_timeout_seconds",
+    "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale)",
+}
+
+UNWANTED = "unwanted"
+"""Reason for giving up a trajectory whose only answer the agent has requested again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,11 +56,6 @@ class AgentSession:
     refused_calls: Counter[str] = field(default_factory=Counter)
     """Calls that were refused while another was in progress and are not retried yet, by digest of their context."""
     last_use: float = field(default_factory=time.monotonic)
-
-    @property
-    def task(self) -> AgentTask:
-        """Task of the agent."""
-        return task_of(self.prompt)
 
     @property
     def newest(self) -> SessionTrajectory:
@@ -71,7 +87,7 @@ class AgentSession:
 
     def describe(self, run: str, *, with_task: bool) -> dict[str, Any]:
         """Return the session's JSON."""
-        task = self.task
+        task = task_of(self.prompt)
         body: dict[str, Any] = {
             "id": self.session_id,
             "object": "rollmesh.session",
@@ -79,7 +95,7 @@ class AgentSession:
             "state": self.state,
             "created": int(self.start_time),
             "group_id": self.group_id,
-            "trajectories": [_describe_trajectory(trajectory) for trajectory in self.trajectories],
+            "trajectories": [trajectory.describe() for trajectory in self.trajectories],
             "drift_count": self.drift_count,
             "reward": self.reward,
             "idle_seconds_left": max(0.0, self.deadline - time.monotonic()),
@@ -124,20 +140,169 @@ def session_ended(session_id: str, how: str) -> OpenAiError:
     return gone(f"session {session_id} has ended: {_ENDS[how]}; open a new session: POST /v1/sessions", "session_ended")
 
 
-_ENDS = {
-    "rewarded": "its reward has been recorded",
-    "given_up": "the agent gave it up",
-    "idle": "the agent was silent for longer than rollout.agent.idle_timeout_seconds",
-    "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale)",
-}
+class AgentGone(RollmeshError):
+    """The agent gave up its session or was silent for too long; its prompt returns to the queue."""
 
 
-def _describe_trajectory(trajectory: SessionTrajectory) -> dict[str, Any]:
-    active = trajectory.active
-    return {
-        "id": trajectory.trajectory_id,
-        "tokens": 0 if active is None else active.token_count,
-        "policy_versions": []
-        if active is None
-        else sorted({s.policy_version for s in active.segments if s.behavior_logprobs is not None}),
-    }
+class SessionTrajectory:
+    """One trajectory of a session."""
+
+    def __init__(self, mark: AgentMark, deadline: Callable[[], float], active: ActiveTrajectory | None = None) -> None:
+        """``deadline()`` is the time when a silent session is given up, in monotonic seconds."""
+        self.mark = mark
+        self.rollout: RolloutContext | None = None
+        """Context of the lease; None while the worker has no lease."""
+        self.active = active
+        """Tokens of the current lease, or of the last one; None before the first."""
+        self.busy = False
+        """True while a call works on the trajectory."""
+        self.turn: AnswerTurn | None = None
+        """Newest answer, once it is complete."""
+        self.finish_reason = ""
+        """stop or length of the newest answer; empty while it is incomplete."""
+        self.stream: AnswerStream | None = None
+        """Answer in progress."""
+        self.given_up = ""
+        """Reason for giving up the trajectory; empty while an agent works on it."""
+        self.lost = ""
+        """Reason for losing the trajectory; empty while it belongs to the session."""
+        self._deadline = deadline
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def trajectory_id(self) -> str:
+        """Identity of the trajectory; empty before the first lease."""
+        return self.active.trajectory_id if self.active is not None else ""
+
+    @property
+    def turn_mark(self) -> TurnMark | None:
+        """Beginning of the newest turn; None before the first turn."""
+        if not self.mark.turn:
+            return None
+        turn = self.mark.turn
+        return TurnMark(characters=int(turn["characters"]), digest=str(turn["digest"]), at=int(turn["at"]))
+
+    @property
+    def closed(self) -> bool:
+        """True once this process has finished all work on the trajectory."""
+        if self.lost:
+            return True
+        ended = self.mark.ended or bool(self.given_up)
+        return ended and self.rollout is None and self.active is not None and self.active.closed
+
+    def describe(self) -> dict[str, Any]:
+        """Return the trajectory's JSON."""
+        segments = () if self.active is None else self.active.segments
+        return {
+            "id": self.trajectory_id,
+            "tokens": sum(map(len, segments)),
+            "policy_versions": sorted({s.policy_version for s in segments if s.behavior_logprobs is not None}),
+        }
+
+    async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
+        """Save changes of the mark, then apply them."""
+        mark = replace(self.mark, **changes)
+        await rollout.keep_snapshot(rollout.active, mark.to_bytes())
+        self.mark = mark
+
+    async def run(self, rollout: RolloutContext) -> RolloutResult:
+        """Wait until the agent has posted its reward; the worker runs this.
+
+        Raises Parked and LetGo like every program, and AgentGone if the agent gave up or was silent for too long.
+        """
+        active = self.active = rollout.active
+        active.observe(self._on_change)
+        self.rollout = rollout
+        self.notify()
+        try:
+            while True:
+                if not self.busy:
+                    if self.mark.ended and not self.given_up:
+                        return self._result()
+                    active.check_lost()
+                    if active.park_reason is ReleaseReason.DRAINED:
+                        raise Parked(ReleaseReason.DRAINED)
+                    if self.given_up or time.monotonic() >= self._deadline():
+                        return await self._give_up(rollout)
+                await self._wait(self._deadline() if not self.busy else None)
+        except LetGo as error:
+            self.mark_lost(str(error))
+            raise
+        finally:
+            self.rollout = None
+            self.notify()
+
+    async def wait_ready(self, deadline: float) -> RolloutContext:
+        """Wait for a lease under which sampling may continue; OpenAiError after ``deadline``."""
+        while True:
+            self.check()
+            if self.rollout is not None and self.rollout.active.wanted:
+                return self.rollout
+            if time.monotonic() >= deadline:
+                raise unavailable(
+                    "the session's trajectory has no lease: the run is paused, or the pool is full; send the same call "
+                    "again",
+                    "session_parked",
+                    2.0,
+                )
+            await self._wait(deadline)
+
+    async def wait_recorded(self, deadline: float) -> bool:
+        """Wait until the queue has recorded the outcome; return False if the trajectory is lost.
+
+        Raises OpenAiError after ``deadline``.
+        """
+        while not (self.active is not None and self.active.closed and self.rollout is None):
+            self.check()
+            if time.monotonic() >= deadline:
+                raise unavailable("the reward is stored but not scored yet; send it again", "not_scored_yet", 2.0)
+            await self._wait(deadline)
+        return self.active.recorded
+
+    def check(self) -> None:
+        """Raise OpenAiError if the trajectory no longer belongs to the session."""
+        if self.lost:
+            raise gone(f"the session has ended: {self.lost}; open a new session: POST /v1/sessions", "session_ended")
+
+    def drop_turns(self, drift_count: int) -> None:
+        """Drop the turns: the trajectory restarts, and its next turn is the first one."""
+        self.mark = replace(self.mark, turn={}, drift_count=drift_count)
+        self.turn, self.finish_reason = None, ""
+
+    def mark_lost(self, why: str) -> None:
+        """Mark the trajectory as lost to the session."""
+        self.lost = self.lost or why or "the queue has revoked its trajectory"
+        self.notify()
+
+    def give_up(self, why: str) -> None:
+        """Stop all work on the trajectory."""
+        self.given_up = why
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake every waiter to check the state again."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _on_change(self, active: ActiveTrajectory) -> None:
+        if self.stream is not None:
+            self.stream.update(active)
+        self.notify()
+
+    async def _give_up(self, rollout: RolloutContext) -> RolloutResult:
+        self.given_up = self.given_up or "idle"
+        if rollout.active.token_count:
+            await rollout.restart(rollout.active)
+        raise AgentGone(f"agent session {self.mark.session_id}: {self.given_up}")
+
+    def _result(self) -> RolloutResult:
+        reason = FinishReason(self.mark.finish_reason)
+        return RolloutResult(reason=reason, outcome=None if self.mark.ask_verifier else self.mark.outcome)
+
+    async def _wait(self, until: float | None) -> None:
+        """Wait until the state changes. Do not await between a check and this call: a change would be missed."""
+        if self._waiter is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+        seconds = None if until is None else max(0.0, until - time.monotonic())
+        await asyncio.wait([self._waiter], timeout=seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,14 +13,12 @@ from typing import Any
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession, session_ended
 from rollmesh.agents.agents_metrics import OpenAiMetrics
-from rollmesh.agents.drain import Drain, drain_at
-from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
-from rollmesh.agents.posted_rewards import Rewards
+from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, unavailable
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import SessionManager, is_session_id
+from rollmesh.agents.session_manager import Rewards, SessionManager, is_session_id
 from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config import RunConfig
-from rollmesh.errors import RollmeshError, StoreUnavailable
+from rollmesh.errors import RollmeshError, StoreError, StoreUnavailable
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
@@ -46,6 +44,10 @@ _UNRECORDED_SAVING = SaveLimits(chunk_token_count=8, unacknowledged_token_limit=
 """Tokens per piece of an unrecorded answer; recorded answers arrive in pieces as they are saved."""
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+"""Time for answers that are nearly complete; shorter than the HTTP server's grace period, which closes connections
+without an answer."""
+_COMPLETE_SECONDS = 1.0
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
 _TAKE_OVER_SECONDS = 10.0
 
@@ -268,3 +270,39 @@ async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, h
             get_logger("openai").warning("registry_not_read", message=str(error))
         if await wait_or_shutdown(stop, _POLL_SECONDS):
             return
+
+
+class Drain:
+    """Shutdown notice, sent once; every call that waits for it ends with its error."""
+
+    def __init__(self, notice: asyncio.Task[OpenAiError]) -> None:
+        self._notice = notice
+
+    async def wait(self) -> OpenAiError:
+        """Wait for the notice; return the error for the waiting call."""
+        return await asyncio.shield(self._notice)
+
+
+@asynccontextmanager
+async def drain_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> AsyncIterator[Drain]:
+    """Provide a notice sent on ``shutdown``: immediately if the run is complete, otherwise after a grace period."""
+    notice = asyncio.create_task(_notice(shutdown, complete), name="drain")
+    try:
+        yield Drain(notice)
+    finally:
+        await cancel_and_wait(notice)
+
+
+async def _notice(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> OpenAiError:
+    await shutdown.wait()
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    try:
+        async with asyncio.timeout(_COMPLETE_SECONDS):
+            if await complete():
+                return gone("the run has ended: it needs no more rollouts", "run_complete")
+    except (TimeoutError, StoreError):
+        pass  # Redis may already be shut down
+    await asyncio.sleep(deadline - time.monotonic())
+    return unavailable(
+        "the agents service is shutting down; retry: the session continues after its restart", "shutting_down"
+    )

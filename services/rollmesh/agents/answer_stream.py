@@ -1,21 +1,33 @@
-"""An answer in progress: tokens arrive in an active trajectory, and text leaves once it is final."""
+"""An answer while it is sampled: tokens arrive in an active trajectory, and text leaves once it is final.
+
+Two texts grow in parallel. ``raw`` includes special tokens: a chat template has to write exactly this text to produce
+the same tokens. ``text`` leaves special tokens out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
+import numpy as np
+
 from rollmesh.agents.openai_errors import unavailable
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.segments import slice_segment
+from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Int32Array, Segment
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 _TOKEN_TIMEOUT_SECONDS = 300.0
 """Longest time without a token."""
+_CONTEXT_TOKENS = 6
+"""Context tokens decoded together with the answer: some tokenizers drop the space before a first word."""
+_BROKEN = "\ufffd"
+_LONGEST_CHARACTER_TOKENS = 8
+"""Limit of tokens without a whole character; after it, the bytes are decoded as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +141,214 @@ def policy_segments(segments: Sequence[Segment], start: int) -> list[Segment]:
             found.append(slice_segment(segment, max(0, start - at)))
         at += len(segment)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token of an answer and its log-probability."""
+
+    token_id: int
+    token: str
+    """Text of the token, including special tokens."""
+    logprob: float
+
+
+class AnswerTurn:
+    """Answer to a context, built from the segments that arrive.
+
+    A stop string ends the text before it. The tokens that wrote the stop string are dropped, including a token that
+    wrote both the end of the answer and the beginning of the stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array, stops: Sequence[str] = ()) -> None:
+        self._stream = TextStream(tokenizer, context_ids)
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._sent = 0
+        self._scanned = 0
+        self._answer: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was found; later tokens are ignored."""
+        return self._answer is not None
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of the answer."""
+        return len(self._ids)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Tokens of the answer, int32 [tokens]."""
+        return np.array(self._ids, np.int32)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Policy versions that wrote the answer, ascending."""
+        return tuple(sorted(set(self._versions)))
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, without special tokens."""
+        return self._stream.text if self._answer is None else self._answer
+
+    @property
+    def raw(self) -> str:
+        """Text of the answer's tokens, including special tokens."""
+        return self._stream.raw
+
+    @property
+    def undecided(self) -> bool:
+        """True while the newest tokens may be the beginning of a stop string."""
+        return not self.stopped and held_back(self._stream.text, self._stops) > 0
+
+    def feed(self, segment: Segment) -> None:
+        """Add sampled tokens; those after a stop string are ignored."""
+        assert segment.behavior_logprobs is not None
+        for token_id, logprob in zip(segment.token_ids.tolist(), segment.behavior_logprobs.tolist(), strict=True):
+            if self.stopped:
+                return
+            self._stream.push(token_id)
+            self._ids.append(token_id)
+            self._logprobs.append(logprob)
+            self._versions.append(segment.policy_version)
+            self._look_for_stop()
+
+    def finish(self) -> None:
+        """Finish the text; no token follows."""
+        if not self.stopped:
+            self._stream.flush()
+            self._look_for_stop()
+
+    def new_text(self, *, final: bool = False) -> str:
+        """Return the text not sent yet, up to a possible stop string (all of it when ``final``)."""
+        text = self.text
+        end = len(text) if final or self.stopped else len(text) - held_back(text, self._stops)
+        sent, self._sent = self._sent, max(self._sent, end)
+        return text[sent : self._sent]
+
+    def unsent_copy(self) -> AnswerTurn:
+        """Return a copy of a complete answer with no text marked as sent."""
+        again = copy.copy(self)
+        again._sent = 0
+        return again
+
+    def logprobs(self, start: int = 0) -> list[TokenLogprob]:
+        """Return the tokens from index ``start`` on, with their log-probabilities."""
+        ends = [0, *self._stream.raw_ends]
+        return [
+            TokenLogprob(
+                token_id=self._ids[at],
+                token=self._stream.raw[ends[at] : ends[at + 1]],
+                logprob=self._logprobs[at],
+            )
+            for at in range(start, len(self._ids))
+        ]
+
+    def _look_for_stop(self) -> None:
+        if not self._stops:
+            return
+        text = self._stream.text
+        longest = max(map(len, self._stops))
+        place = find_stop(text, self._stops, max(0, self._scanned - longest + 1))
+        self._scanned = len(text)
+        if place is None:
+            return
+        self._answer = text[:place]
+        kept = sum(1 for end in self._stream.text_ends if end <= place)
+        # A token without text (half a character) at the stop string belongs to the character after it.
+        while kept and self._stream.text_ends[kept - 1] == place and self._is_silent(kept - 1):
+            kept -= 1
+        del self._ids[kept:], self._logprobs[kept:], self._versions[kept:]
+        self._stream.cut(kept)
+
+    def _is_silent(self, at: int) -> bool:
+        ends = self._stream.raw_ends
+        return ends[at] == (ends[at - 1] if at else 0)
+
+
+class TextStream:
+    """Decoder of the tokens that follow ``context_ids``."""
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = context_ids[-_CONTEXT_TOKENS:].tolist()
+        self._read = len(self._window)
+        self._special: dict[int, bool] = {}
+        self.raw = ""
+        """Text of all whole characters so far, including special tokens."""
+        self.text = ""
+        """The same text without special tokens."""
+        self.raw_ends: list[int] = []
+        """Length of ``raw`` after each token."""
+        self.text_ends: list[int] = []
+        """Length of ``text`` after each token."""
+
+    def push(self, token_id: int) -> None:
+        """Add one token."""
+        self._window.append(token_id)
+        special = self._is_special(token_id)
+        waiting = len(self._window) - self._read
+        piece = self._piece()
+        if special or not piece.endswith(_BROKEN) or waiting > _LONGEST_CHARACTER_TOKENS:
+            self._emit(piece, token_id if special else None)
+        self.raw_ends.append(len(self.raw))
+        self.text_ends.append(len(self.text))
+
+    def flush(self) -> None:
+        """Decode the remaining incomplete characters; no token follows."""
+        if self._read < len(self._window):
+            self._emit(self._piece(), None)
+            self.raw_ends[-1], self.text_ends[-1] = len(self.raw), len(self.text)
+
+    def cut(self, count: int) -> None:
+        """Drop all tokens after the first ``count``."""
+        del self.raw_ends[count:], self.text_ends[count:]
+        self.raw = self.raw[: self.raw_ends[-1] if count else 0]
+        self.text = self.text[: self.text_ends[-1] if count else 0]
+
+    def _piece(self) -> str:
+        """Return the text of the undecoded tokens, as it reads after the decoded ones."""
+        whole = self._tokenizer.decode(self._window, special_tokens=True)
+        return whole[len(self._tokenizer.decode(self._window[: self._read], special_tokens=True)) :]
+
+    def _emit(self, piece: str, special_id: int | None) -> None:
+        self.raw += piece
+        if special_id is None:
+            self.text += piece
+        else:
+            own = self._tokenizer.decode([special_id], special_tokens=True)
+            self.text += piece.removesuffix(own)
+        self._window = self._window[-_CONTEXT_TOKENS:]
+        self._read = len(self._window)
+
+    def _is_special(self, token_id: int) -> bool:
+        known = self._special.get(token_id)
+        if known is None:
+            hidden = not self._tokenizer.decode([token_id])
+            known = self._special[token_id] = hidden and bool(self._tokenizer.decode([token_id], special_tokens=True))
+        return known
+
+
+def find_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+    """Return the position of the first stop string completed in ``text`` from ``start`` on, or None.
+
+    The stop string that ends first wins, not the one that begins first. The result therefore does not depend on the
+    token boundaries. If two stop strings end at the same position, the longer one wins.
+    """
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return min(found)[1] if found else None
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the suffix of ``text`` that may be the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from rollmesh.agents.agents_service import OpenAiService
-from rollmesh.agents.answer_format import DONE, AnswerFormat, Choice, Endpoint, event_line
+from rollmesh.agents.agents_service import Drain, OpenAiService
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
-from rollmesh.agents.openai_errors import OpenAiError
-from rollmesh.agents.openai_http import CLIENT_CLOSED, EventStream, as_openai, unless_disconnected
+from rollmesh.agents.openai_answers import DONE, AnswerFormat, Choice, Endpoint, event_line
+from rollmesh.agents.openai_errors import OpenAiError, as_openai
+from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
-from rollmesh.agents.request_schema import ChatRequest, CompletionRequest
 from rollmesh.runtime.tasks import cancel_and_wait
 
 SESSION_HEADER = "X-Rollmesh-Session"
@@ -234,3 +234,45 @@ def _outcome_of(error: BaseException) -> str:
             return "cancelled"
         return "refused" if error.status < 500 or error.status == 503 else "failed"
     return "failed"
+
+
+T = TypeVar("T")
+
+CLIENT_CLOSED = 499
+"""Status of a call whose client has disconnected; it appears only in the log."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain) -> T:
+    """Return the result of ``work``; a client disconnect or a shutdown of the service cancels it (OpenAiError)."""
+    task = asyncio.ensure_future(work)
+    disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain.wait())
+    try:
+        await asyncio.wait([task, disconnected, draining], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise draining.result() if draining.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
+    finally:
+        await cancel_and_wait(task, disconnected, draining)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; ``end`` runs exactly once, for every way the stream ends."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]], *, headers: Mapping[str, str]
+    ) -> None:
+        # Proxies must not buffer the events.
+        own = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+        super().__init__(events, media_type="text/event-stream", headers=own)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()

@@ -1,16 +1,34 @@
-"""The agents process: the OpenAI-compatible API on one port, and a separate admin port."""
+"""The agents process: the OpenAI-compatible API and the sessions of agents on one port, and a separate admin port.
+
+GET     /v1/models                     the run, and the policy versions in service
+POST    /v1/chat/completions           answer a conversation
+POST    /v1/completions                continue a text or token ids
+POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
+GET     /v1/sessions/{id}              show a session: trajectories, drift, state
+POST    /v1/sessions/{id}/reward       post the reward: the trajectories are finished and scored
+DELETE  /v1/sessions/{id}              give up a session without a reward: its prompt returns to the queue
+
+A call with the header ``X-Rollmesh-Session`` is recorded in that session.
+"""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import time
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+
+from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService, openai_service
-from rollmesh.agents.openai_routes import PREFIX, openai_router
+from rollmesh.agents.answering import SESSION_HEADER, Answering, unless_disconnected
+from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, gone, too_many
+from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
+from rollmesh.agents.session_manager import SessionManager, check_repeated
 from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.runtime.addresses import bind_host
-from rollmesh.runtime.api_app import api_app, token_check
+from rollmesh.runtime.api_app import Check, api_app, token_check
 from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
@@ -20,6 +38,35 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.text import Tokenizer
 
+PREFIX = "/v1"
+_POLL_SECONDS = 1.0
+"""Seconds between two checks for the end of the run while an agent waits for a prompt."""
+
+SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
+_CALL = {
+    "parameters": [
+        {
+            "name": SESSION_HEADER,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"},
+            "description": "Session that records the call.",
+        }
+    ],
+    "responses": {"200": {"content": {"application/json": {"schema": {}}, "text/event-stream": {}}}},
+}
+_ERRORS = {
+    400: "The request is invalid: `error.param` names the field.",
+    401: "The token is missing or invalid.",
+    404: "The model or the session is unknown.",
+    409: "Another call of the session, or its reward, is in progress.",
+    410: "The session or the run has ended.",
+    422: "The session already has a different reward.",
+    429: "No prompt is available: retry after `Retry-After` seconds.",
+    502: "The generators failed.",
+    503: "The service is unavailable: retry after `Retry-After` seconds.",
+}
+_CALL_ERRORS = (404, 409, 410, 502)
 _RETRY_SECONDS = 5.0
 """Time until a request reports that Redis is unreachable."""
 
@@ -62,3 +109,126 @@ def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host:
         most_bytes=service.config.gateway.max_request_bytes,
         error_schema="OpenAiErrorBody",
     )
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of an operation's errors; 400, 401 and 503 are common to all."""
+    return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, *statuses, 503)}
+
+
+def openai_router(service: OpenAiService, check: Check) -> APIRouter:
+    """Return the routes of models, chat, completions and sessions; every call requires the token."""
+    api = APIRouter(
+        prefix=PREFIX, tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
+    )
+    answering = Answering(service)
+
+    @api.get("/models")
+    async def models() -> dict[str, Any]:
+        """List the run and every policy version that a generator serves."""
+        serving, newest = await service.policies()
+        run = service.config.name
+        names = [run, *(f"{run}@{version}" for version in sorted(serving))]
+        state = {
+            "newest_policy_version": None if newest is None else newest.policy_version,
+            "generators_by_version": {str(version): count for version, count in sorted(serving.items())},
+        }
+        return {"object": "list", "data": [_model(name) for name in names], "rollmesh": state}
+
+    @api.get("/models/{model}", responses=_errors(404))
+    async def model(model: str) -> dict[str, Any]:
+        """Show one model."""
+        serving, _ = await service.policies()
+        run = service.config.name
+        if model not in (run, *(f"{run}@{version}" for version in serving)):
+            raise OpenAiError(404, f"model: {model!r} is not served here", param="model", code="model_not_found")
+        return _model(model)
+
+    @api.post("/chat/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation, rendered with the model's own chat template."""
+        return await answering.answer(request, body, "chat")
+
+    @api.post("/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue a text or token ids."""
+        return await answering.answer(request, body, "completions")
+
+    _add_sessions(api, service)
+    return api
+
+
+def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
+    run = service.config.name
+
+    @api.post("/sessions", status_code=201, responses=_errors(410, 429))
+    async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
+        """Open a session with a prompt; waits while the run is paused or its pool is full."""
+        opening = _opened(service, service.agent_parts.session_manager, (body or SessionRequest()).wait_seconds)
+        return (await unless_disconnected(request, opening, service.drain)).describe(run, with_task=True)
+
+    @api.get("/sessions/{session_id}", responses=_errors(404))
+    async def session(session_id: SessionId) -> dict[str, Any]:
+        """Show a session; an ended session is shown without its task."""
+        found = service.find_session(session_id)
+        return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
+
+    @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
+    async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
+        """Finish and score the session's trajectories; posting the same reward again changes nothing."""
+        found = service.find_session(session_id)
+        if isinstance(found, EndedSession):
+            check_repeated(found, body)
+            return found.describe(run)
+        # A disconnected client does not cancel this: a partly recorded reward is useless, and a repeated post is safe.
+        await service.agent_parts.rewards.post(found, body)
+        return found.describe(run, with_task=False)
+
+    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404, 409))
+    async def give_up(session_id: SessionId) -> Response:
+        """Give up a session without a reward; its tokens are dropped and its prompt returns to the queue."""
+        found = service.find_session(session_id)
+        if isinstance(found, AgentSession):
+            if any(trajectory.mark.ended for trajectory in found.trajectories):
+                raise busy(
+                    f"session {session_id}: its reward is stored, so it can no longer be given up; to finish it, post "
+                    "the same reward again",
+                    "reward_stored",
+                )
+            service.agent_parts.session_manager.end(found, "given_up")
+        return Response(status_code=204)
+
+
+async def _opened(service: OpenAiService, session_manager: SessionManager, wait_seconds: float) -> AgentSession:
+    """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
+        if session is not None:
+            return session
+        if await service.complete():
+            raise gone("the run needs no more rollouts", "run_complete")
+        if time.monotonic() >= deadline:
+            raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
+
+
+async def _why_none(service: OpenAiService) -> str:
+    store = service.store
+    desired, counts = await store.leadership.desired(), await store.mesh.counts()
+    if desired.paused:
+        return desired.reason or "the run is paused"
+    serving, _ = await service.policies()
+    if not serving:
+        return "no generator serves a policy yet"
+    if not desired.pool_size:
+        return "no rollout worker leads the run yet"
+    leased = counts.trajectories["leased"]
+    if leased >= desired.pool_size:
+        return f"the pool is full: sessions hold {leased} of {desired.pool_size} trajectories"
+    if counts.trajectories["pending"]:
+        return "a prompt came in this moment"
+    return f"no prompt is admitted; the run waits for {desired.waiting_for or 'its rollout worker'}"
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}

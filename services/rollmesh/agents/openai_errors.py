@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
 
-from rollmesh.errors import RollmeshError
+from rollmesh.errors import Conflict, DataError, RollmeshError, StoreError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.request_guard import ApiError
 
 
 class ErrorFields(BaseModel):
@@ -95,3 +103,75 @@ def too_many(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
 def shortened(text: str) -> str:
     """Return at most 60 characters of ``text``, with an ellipsis if it is longer."""
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_OTHER_TYPE = ("string_type", "int_type", "int_parsing", "list_type")
+"""Errors of the branches of a union that the value does not belong to."""
+
+
+class OpenAiRoute(APIRoute):
+    """Route that returns every error in OpenAI's format, including authentication and validation errors."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                known = as_openai(error)
+                return JSONResponse(known.body, status_code=known.status, headers=known.headers)
+
+        return guarded
+
+
+def as_openai(error: Exception) -> OpenAiError:
+    """Convert any error to an OpenAiError."""
+    if isinstance(error, OpenAiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _wrong_field(error)
+    if isinstance(error, ApiError):
+        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        code = "invalid_api_key" if error.status == 401 else None
+        hint = f"; {error.hint}" if error.hint else ""
+        return OpenAiError(error.status, f"{error}{hint}", kind=kind, param=error.field, code=code)
+    if isinstance(error, HTTPException):
+        return OpenAiError(error.status_code, str(error.detail))
+    if isinstance(error, DataError):
+        return invalid(str(error), None)
+    if isinstance(error, Conflict):
+        return OpenAiError(409, str(error))
+    if isinstance(error, StoreError):
+        return unavailable(f"the trajectory queue is unreachable: {error}", "store_unavailable")
+    if isinstance(error, RollmeshError):
+        return OpenAiError(502, f"the generators failed: {error}", kind="server_error", code="generation_failed")
+    get_logger("openai").error("request_failed", error=repr(error), exc_info=error)
+    return OpenAiError(500, "internal error of the agents service; its log has the traceback", kind="server_error")
+
+
+def _wrong_field(error: RequestValidationError) -> OpenAiError:
+    problems = error.errors()
+    field = problems[0]["loc"][:2]
+    # For a field with several possible types, the branch that the value has the type of matches it best, then the one
+    # with the longest path.
+    same_field = (p for p in problems if p["loc"][:2] == field)
+    problem = max(same_field, key=lambda p: (p["type"] not in _OTHER_TYPE, len(p["loc"])))
+    name = ".".join(str(part) for part in problem["loc"] if part != "body" and not _is_branch(part))
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return invalid(f"{name}: unknown parameter", name, "unknown_parameter")
+    if problem["type"] == "json_invalid":
+        return invalid(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', message)}", None)
+    if problem["type"] == "missing":
+        return invalid(f"{name}: required field is missing", name, "missing_required_parameter")
+    if not name:
+        name = message.partition(":")[0] if ":" in message else ""
+        return invalid(message, name or None, "unsupported_parameter" if "not supported" in message else None)
+    seen = "" if isinstance(problem.get("input"), dict | list) else f" (got {shortened(repr(problem.get('input')))})"
+    return invalid(f"{name}: {message}{seen}", name)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Tell whether a part of an error path names a branch of a union instead of a field."""
+    return isinstance(part, str) and (part in ("str", "int") or not part.isidentifier())

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmesh.agents.context_match import Context
 from rollmesh.agents.openai_errors import OpenAiError, invalid
-from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, SamplingRequest
+from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from rollmesh.config import RunConfig
 from rollmesh.errors import DataError
 from rollmesh.text import Tokenizer

@@ -10,10 +10,9 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from rollmesh.agents.agent_session import AgentSession
+from rollmesh.agents.agent_session import UNWANTED, AgentSession, SessionTrajectory
 from rollmesh.agents.agents_metrics import OpenAiMetrics
-from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream, Delta, policy_segments
-from rollmesh.agents.answer_turn import AnswerTurn
+from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream, AnswerTurn, Delta, policy_segments
 from rollmesh.agents.context_match import (
     Differs,
     Fits,
@@ -28,7 +27,6 @@ from rollmesh.agents.context_match import (
 from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.agents.session_trajectory import UNWANTED, SessionTrajectory
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.queue_types import Fork
 from rollmesh.text import Tokenizer

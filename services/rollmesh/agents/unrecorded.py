@@ -8,8 +8,7 @@ import secrets
 
 import numpy as np
 
-from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream
-from rollmesh.agents.answer_turn import AnswerTurn
+from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream, AnswerTurn
 from rollmesh.agents.openai_errors import invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest, too_long
 from rollmesh.errors import NoGenerator

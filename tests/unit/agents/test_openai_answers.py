@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.agents.answer_format import AnswerFormat, Choice
-from rollmesh.agents.answer_stream import AnswerStream, Delta
-from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
+from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn, Delta, TokenLogprob
+from rollmesh.agents.openai_answers import AnswerFormat, Choice
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory

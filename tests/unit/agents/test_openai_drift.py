@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from rollmesh.agents import recorded_calls
+from rollmesh.agents.agent_session import AgentGone
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.context_match import Context
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.agents.session_trajectory import AgentGone
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import Fork, LeasedTrajectory
 from rollmesh.types import ForkStatus, Int32Array, SamplingParams

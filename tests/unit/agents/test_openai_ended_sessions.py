@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollmesh.agents import posted_rewards
-from rollmesh.agents.agent_session import AgentSession, EndedSession
+from rollmesh.agents import session_manager
+from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.openai_errors import OpenAiError
-from rollmesh.agents.posted_rewards import Rewards, check_repeated
-from rollmesh.agents.request_schema import RewardRequest
-from rollmesh.agents.session_manager import SessionManager
-from rollmesh.agents.session_trajectory import UNWANTED, AgentGone
+from rollmesh.agents.openai_requests import RewardRequest
+from rollmesh.agents.session_manager import Rewards, SessionManager, check_repeated
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
@@ -108,7 +106,7 @@ async def test_a_session_is_not_idle_while_a_call_holds_it() -> None:
 
 
 async def test_the_idle_time_counts_from_the_end_of_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posted_rewards, "_LEASE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(session_manager, "_LEASE_WAIT_SECONDS", 0.1)
     desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held))

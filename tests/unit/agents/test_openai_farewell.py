@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rollmesh.agents import drain
-from rollmesh.agents.drain import drain_at
+from rollmesh.agents import agents_service
+from rollmesh.agents.agents_service import drain_at
 from rollmesh.errors import StoreUnavailable
 
 
@@ -26,8 +26,8 @@ async def _unknown() -> bool:
 
 @pytest.mark.parametrize("complete", [_going_on, _unknown])
 async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) -> None:
-    assert drain._ANSWER_SECONDS == 2.0
-    monkeypatch.setattr(drain, "_ANSWER_SECONDS", 0.2)
+    assert agents_service._ANSWER_SECONDS == 2.0
+    monkeypatch.setattr(agents_service, "_ANSWER_SECONDS", 0.2)
     shutdown = asyncio.Event()
     async with drain_at(shutdown, complete) as notice:
         start = time.monotonic()

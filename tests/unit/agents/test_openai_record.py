@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.agents.answer_turn import AnswerTurn
+from rollmesh.agents.answer_stream import AnswerTurn
 from rollmesh.agents.context_match import (
     Context,
     Differs,

@@ -12,10 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from rollmesh.agents.openai_errors import OpenAiError
-from rollmesh.agents.openai_http import as_openai
+from rollmesh.agents.openai_errors import OpenAiError, as_openai
+from rollmesh.agents.openai_requests import ChatRequest, Closed, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.parsed_request import check_recordable, parse_request, read_model
-from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.agents.answer_turn import AnswerTurn
-from rollmesh.agents.text_stream import TextStream, find_stop, held_back
+from rollmesh.agents.answer_stream import AnswerTurn, TextStream, find_stop, held_back
 from rollmesh.text import Tokenizer
 from rollmesh.types import Segment
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollmesh.agents.answer_stream import Delta
-from rollmesh.agents.answer_turn import TokenLogprob
+from rollmesh.agents.answer_stream import Delta, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 
