@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.characters import half_character
+from rollmesh.checkpoints.batches import FOLDER as BATCHES
 from rollmesh.config import RunConfig, load_run_config, write_run_config
+from rollmesh.config.fixed_settings import reason_to_keep
 from rollmesh.config.secrets import SECRETS
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.fixed_settings import differences, refused_changes, schedule_problem
-from rollmesh.launcher.untrained_run import can_be_set_aside, set_aside
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.runtime.locks import LOCK_FILE, lock_file, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
+from rollmesh.scheduling.resolved_schedule import resolved_section
+from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.user_code import record_code_folder
 
-_REFUSED = (
-    "this version refuses the recorded settings of the run: continue it with the version that recorded them, or choose "
-    "another folder"
-)
+_MOVED = ("redis", "checkpoints", "timeline.jsonl", "evaluations.jsonl", "samples.jsonl", "metrics.jsonl")
+"""Redis first: a start after a crash in between finds a queue that is rebuilt from the checkpoints, not the reverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
         lock.write(lock_text())
         lock.flush()
         if folder.config_file.exists():
-            changes = _refuse_other_settings(_recorded_settings(folder), config, folder)
+            changes = _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)
             folder = replace(folder, changes=changes)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
         record_code_folder(folder.path)
@@ -138,33 +138,48 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
             lock.truncate(0)
 
 
-def _recorded_settings(folder: RunFolder) -> RunConfig:
-    try:
-        return load_run_config(folder.config_file, environ={})
-    except ConfigError as error:
-        raise ConfigError(f"{error}\nfolder={folder.path}: {_REFUSED}") from error
-
-
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> tuple[str, ...]:
     """Return the changes of settings that a run may change. Raises ConfigError for others of a trained run."""
     refused = refused_changes(before, now)
     if not refused:
         return _changes(before, now)
-    if can_be_set_aside(folder.path, before, now):
-        set_aside(folder.path)
+    if _can_be_set_aside(folder.path, before, now):
+        _set_aside(folder.path)
         return ()
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     changes = "; ".join(
         f"{name}: {reason} (recorded {_value(old, name)}, now {_value(new, name)})" for name, reason in refused.items()
     )
-    problem = schedule_problem(before)
-    remedy = (
-        f"{folder.config_file}: {problem}; {_REFUSED}"
-        if problem
-        else f"Continue it with its recorded settings ({folder.config_file}), or start a new run: the same command "
-        f"with --folder {_free_folder(folder.path)}"
+    names = (folder.path.with_name(f"{folder.path.name}-{number}") for number in range(2, 10_000))
+    free = next(other for other in names if not other.exists())
+    raise ConfigError(
+        f"folder={folder.path} holds a run with other settings ({changes}). Continue it with its recorded settings "
+        f"({folder.config_file}), or start a new run: the same command with --folder {free}"
     )
-    raise ConfigError(f"folder={folder.path} holds a run with other settings ({changes}). {remedy}")
+
+
+def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
+    """Return the changed fixed settings with their reasons; empty when the run may be continued.
+
+    To write out a number of the preset is no change. Raises ConfigError for an impossible schedule.
+    """
+    old, new = (run.model_dump(mode="json") | {"schedule": resolved_section(run)} for run in (before, now))
+    found = {name: reason_to_keep(name) for name in sorted(_differences(old, new))}
+    if now.trainer.train_steps < before.trainer.train_steps:
+        found["trainer.train_steps"] = f"it may only grow, and was {before.trainer.train_steps}"
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
+    """Return the dotted names of the fields with other values."""
+    names: set[str] = set()
+    for key in before.keys() | now.keys():
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            names |= _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            names.add(f"{prefix}{key}")
+    return names
 
 
 def _changes(before: RunConfig, now: RunConfig) -> tuple[str, ...]:
@@ -172,7 +187,7 @@ def _changes(before: RunConfig, now: RunConfig) -> tuple[str, ...]:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     secrets = {".".join(path) for path in SECRETS}
     found = []
-    for name in sorted(differences(old, new) - secrets - {"folder"}):
+    for name in sorted(_differences(old, new) - secrets - {"folder"}):
         found.append(f"{name}: {_value(old, name)} -> {_value(new, name)}")
         get_logger("run-folder").warning("setting_changed", field=name, before=_value(old, name), now=_value(new, name))
     return tuple(found)
@@ -186,6 +201,28 @@ def _value(values: dict[str, Any], name: str) -> str:
     return json.dumps(found)
 
 
-def _free_folder(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))
-    return next(other for other in names if not other.exists())
+def _can_be_set_aside(folder: Path, before: RunConfig, now: RunConfig) -> bool:
+    """Tell whether a run keeps its queue and its checkpoints in its folder, and has cut no batch.
+
+    Until the first batch nothing depends on the fixed settings.
+    """
+    local = all(run.store.url is None and run.checkpoints.folder is None for run in (before, now))
+    cut = any((folder / "checkpoints" / BATCHES).glob("*.pb"))
+    metrics = folder / "metrics.jsonl"
+    return local and not cut and not (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _set_aside(folder: Path) -> None:
+    """Move the queue, the policies and the records of an untrained run into a new folder inside its run folder.
+
+    So a typing error in the first start does not occupy the folder. Raises ConfigError if they cannot be moved.
+    """
+    target = next(path for number in range(1, 10_000) if not (path := folder / f"untrained-{number}").exists())
+    EmbeddedServer(folder / "redis").stop()  # left by a killed launcher
+    try:
+        target.mkdir()
+        for name in _MOVED:
+            if (folder / name).exists():
+                (folder / name).rename(target / name)
+    except OSError as error:
+        raise ConfigError(f"folder={folder}: the untrained run there cannot be set aside: {error}") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from rollmesh.config import RunConfig
+from rollmesh.config.fixed_settings import fixed_fields
 from rollmesh.config.sampler_methods import ORDER
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import ResumeOrder, RunLimits
@@ -161,22 +162,15 @@ def _segment_tokens(config: RunConfig, preset: Preset) -> int:
     return min(budget, max(config.rollout.partial_save_tokens, -(-budget // preset.segments)))
 
 
-_FIXED_SETTINGS = (
-    "preset",
-    "harvest",
-    "wave_batches",
-    "spare_groups",
-    "spare_members",
-    "on_stale",
-    "start_order",
-    "resume_order",
-)
-"""Settings of the schedule that are fixed for a run, and whose value no other limit has in words."""
+def resolved_section(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of the schedule section, those that are null with the values of the preset."""
+    schedule, section = asdict(Schedule.from_config(config)), config.schedule.model_dump(mode="json")
+    return {name: schedule.get(name) if value is None else value for name, value in section.items()}
 
 
 def run_limits(config: RunConfig) -> RunLimits:
     """Return the limits that the store enforces; raises ConfigError for an invalid schedule."""
-    schedule, curriculum = Schedule.from_config(config), config.curriculum
+    schedule, section, curriculum = Schedule.from_config(config), resolved_section(config), config.curriculum
     has_rounds = curriculum.planner != "single" or curriculum.group_shaper != "none"
     return RunLimits(
         group_size=schedule.group_size,
@@ -193,9 +187,6 @@ def run_limits(config: RunConfig) -> RunLimits:
         most_members=max(
             2 * (schedule.group_size + schedule.spare_members), curriculum.largest_group(schedule.group_size)
         ),
-        fixed_settings=(
-            *((f"schedule.{name}", str(getattr(schedule, name))) for name in _FIXED_SETTINGS),
-            ("schedule.group_size", str(config.schedule.group_size)),
-        ),
+        fixed_settings=tuple((f"schedule.{name}", str(section[name])) for name in fixed_fields("schedule")),
         has_rounds=has_rounds,
     )

@@ -32,6 +32,10 @@ _IN_WORDS = {
     "group_size": {"schedule.group_size", "schedule.harvest"},
     "mask_old_segments": {"schedule.on_stale"},
     "resume_order": {"schedule.resume_order"},
+    **{
+        name: {_SETTINGS[name]}
+        for name in ("groups_per_batch", "max_staleness", "filter_zero_variance", "window_groups")
+    },
     "most_members": {"schedule.group_size", "schedule.harvest", "schedule.spare_members"},
 }
 """Fixed settings that explain a changed limit, by limit."""

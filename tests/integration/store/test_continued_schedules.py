@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig
+from rollmesh.config.fixed_settings import reason_to_keep
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import Conflict
-from rollmesh.launcher.fixed_settings import reason_to_keep
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore

@@ -11,7 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from rollmesh.config import RunConfig
-from rollmesh.launcher.fixed_settings import FIXED, reason_to_keep, refused_changes
+from rollmesh.config.fixed_settings import FIXED, reason_to_keep
+from rollmesh.launcher.run_folder import refused_changes
 
 DOCS = Path(__file__).parents[3] / "docs"
 BASE: dict[str, Any] = {"name": "x", "folder": "runs/x", "model": {"path": "models/tiny"}}

@@ -1,18 +1,12 @@
 """Settings that are fixed for a whole run, with the reasons; all others may change when the run is continued.
 
 The data of the run depends on the fixed settings: after a change, the data written before and after it would not be
-comparable. A section name includes all of its fields.
+comparable. ``rollmesh up`` compares them with those in the run folder, and the queue those of the schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
-
-from rollmesh.config import RunConfig
-from rollmesh.errors import ConfigError
-from rollmesh.scheduling import Schedule
 
 _NOT_COMPARABLE = "rewards and evaluations of one run are compared with each other"
 
@@ -61,19 +55,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     "it contains the states and batch files of the run": ("checkpoints.folder",),
 }
-"""Fixed fields and sections by reason."""
-
-_RESOLVED = (
-    "harvest",
-    "max_staleness",
-    "window_groups",
-    "wave_batches",
-    "spare_groups",
-    "spare_members",
-    "on_stale",
-    "start_order",
-)
-"""Fields of the schedule section of which null is the value of the preset."""
+"""Fixed fields and sections by reason; a section includes all of its fields."""
 _REASONS = {name: reason for reason, names in FIXED.items() for name in names}
 
 
@@ -84,46 +66,6 @@ def reason_to_keep(field: str) -> str | None:
     return next((_REASONS[name] for name in names if name in _REASONS), None)
 
 
-def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """Return the changed fixed settings with their reasons; empty when the run may be continued.
-
-    A recorded schedule that this version refuses has no numbers to compare: then its fields count as they were written.
-    Raises ConfigError for an impossible schedule of ``now``.
-    """
-    new = _with_resolved_schedule(now)
-    if schedule_problem(before) is None:
-        old = _with_resolved_schedule(before)
-    else:
-        old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    found = {name: reason_to_keep(name) for name in sorted(differences(old, new))}
-    if now.trainer.train_steps < before.trainer.train_steps:
-        found["trainer.train_steps"] = f"it may only grow, and was {before.trainer.train_steps}"
-    return {name: reason for name, reason in found.items() if reason is not None}
-
-
-def schedule_problem(run: RunConfig) -> str | None:
-    """Return the rule that the schedule of a run file breaks; None for a possible schedule."""
-    try:
-        Schedule.from_config(run)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _with_resolved_schedule(run: RunConfig) -> dict[str, Any]:
-    """Return the fields of a run file with the numbers of its preset: to write one of them out is no change."""
-    values, schedule = run.model_dump(mode="json"), asdict(Schedule.from_config(run))
-    values["schedule"] |= {name: schedule[name] for name in values["schedule"] if name in _RESOLVED}
-    return values
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
-    """Return the dotted names of the fields with other values."""
-    names: set[str] = set()
-    for key in before.keys() | now.keys():
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            names |= differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            names.add(f"{prefix}{key}")
-    return names
+def fixed_fields(section: str) -> list[str]:
+    """Return the fixed fields of a section, by their names inside of it."""
+    return [name.removeprefix(f"{section}.") for name in _REASONS if name.startswith(f"{section}.")]
