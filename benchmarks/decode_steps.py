@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.measure import Measure
+from benchmarks.frame import Measure
 from benchmarks.workloads import make_call
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine

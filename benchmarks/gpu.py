@@ -22,10 +22,9 @@ import torch
 import typer
 
 from benchmarks.decode_steps import measure_points, measure_prefill, step_measure
-from benchmarks.frame import Quick
+from benchmarks.frame import Measure, Quick, compared
 from benchmarks.gpu_arm import BenchArm, Update, Workload
-from benchmarks.measure import Measure, compared
-from benchmarks.models import RandomModel
+from benchmarks.models import write_random_model
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
@@ -71,22 +70,14 @@ class Plan:
 
 def full_plan() -> Plan:
     """Return the plan of docs/gpu.md."""
-    workload = Workload(
-        vocab_size=_QWEN_05B["vocab_size"],
-        prompt_tokens=128,
-        median_length=500,
-        longest=4096,
-        groups_per_batch=32,
-        group_size=8,
-    )
-    return Plan(shape=_QWEN_05B, workload=workload)
+    sizes = {"prompt_tokens": 128, "median_length": 500, "longest": 4096, "groups_per_batch": 32, "group_size": 8}
+    return Plan(shape=_QWEN_05B, workload=Workload(vocab_size=_QWEN_05B["vocab_size"], **sizes))
 
 
 def quick_plan() -> Plan:
     """Return a plan of seconds on a CPU: it shows that the bench runs, its figures mean nothing."""
-    workload = Workload(
-        vocab_size=_TINY["vocab_size"], prompt_tokens=8, median_length=20, longest=120, groups_per_batch=4, group_size=4
-    )
+    sizes = {"prompt_tokens": 8, "median_length": 20, "longest": 120, "groups_per_batch": 4, "group_size": 4}
+    workload = Workload(vocab_size=_TINY["vocab_size"], **sizes)
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_contexts=(8, 16))
 
@@ -106,30 +97,23 @@ def run(
         )
     plan = quick_plan() if quick else full_plan()
     plan = replace(plan, pools=tuple(pool or plan.pools), updates=updates or plan.updates)
-    threads = torch.get_num_threads()
-    if plan.device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        return asyncio.run(measure(plan, output if output is not None or quick else Path("bench-gpu")))
-    finally:
-        torch.set_num_threads(threads)
+    return asyncio.run(_measure(plan, output if output is not None or quick else Path("bench-gpu")))
 
 
-async def measure(plan: Plan, output: Path | None) -> list[Measure]:
+async def _measure(plan: Plan, output: Path | None) -> list[Measure]:
     """Run a plan; rewrite ``results.json`` after every update, so that an interrupted run leaves figures."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
         root = Path(scratch)
-        RandomModel(shape=plan.shape).write(root / "model")
+        write_random_model(root / "model", plan.shape)
         async with _engine(plan, root, cuda_graphs=False) as engine:
             curves: Curves = {"without graphs": await _points(plan, engine)}
         async with _engine(plan, root, cuda_graphs=True) as engine:
             curves["with graphs" if plan.device == "cuda" else "padded steps"] = await _points(plan, engine)
             prefill = await measure_prefill(engine, _prompt(plan), plan.curve_contexts[-1])
-            _save_curves(output, plan, curves, prefill)
             arms = [BenchArm(pool, plan.workload, engine, _trainer(plan, root), root) for pool in (None, *plan.pools)]
             updates: list[Update] = []
-            _save(output, plan, curves, updates)
+            _save(output, plan, curves, updates, prefill)
             turn_seconds = 0.0
             for turn in range(plan.warmup + plan.updates):
                 turn_started = time.perf_counter()
@@ -140,7 +124,7 @@ async def measure(plan: Plan, output: Path | None) -> list[Measure]:
                     update = await arm.update()
                     if turn >= plan.warmup:
                         updates.append(update)
-                        _save(output, plan, curves, updates)
+                        _save(output, plan, curves, updates, prefill)
                 turn_seconds = time.perf_counter() - turn_started
             return measures(plan, curves, updates)
 
@@ -210,26 +194,20 @@ def _device(plan: Plan) -> str:
     return torch.cuda.get_device_name(plan.device) if plan.device == "cuda" else "CPU"
 
 
-def _save_curves(output: Path | None, plan: Plan, curves: Curves, prefill: float) -> None:
-    """Write a decode curve per mode, in the form that ``rollmesh sim`` reads."""
-    if output is None:
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    for mode, points in curves.items():
-        engine = f"torch engine {mode}, {_device(plan)}"
-        write_curve(output / f"decode-{mode.replace(' ', '-')}.json", points, prefill, engine)
-
-
 def _pace(points: Sequence[CurvePoint]) -> list[tuple[int, float]]:
     """Return the steps at the shortest context, in the form of ``generator.pace``."""
     shortest = min(point.context for point in points)
     return [(point.running, point.seconds) for point in points if point.context == shortest]
 
 
-def _save(output: Path | None, plan: Plan, curves: Curves, updates: Sequence[Update]) -> None:
+def _save(output: Path | None, plan: Plan, curves: Curves, updates: Sequence[Update], prefill: float) -> None:
+    """Write the results, and a decode curve per mode in the form that ``rollmesh sim`` reads."""
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)
+    for mode, points in curves.items():
+        engine = f"torch engine {mode}, {_device(plan)}"
+        write_curve(output / f"decode-{mode.replace(' ', '-')}.json", points, prefill, engine)
     document = {
         "device": _device(plan),
         "torch": torch.__version__,

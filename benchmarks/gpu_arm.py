@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads import group_of, make_call, random_ids, scored, segments_of
+from benchmarks.workloads import group_of, make_call, random_ids, scored
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Desired, RunLimits
+from rollmesh.segments import join_segments
 from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel, Save
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, FinishReason, Group, Prompt, Segment, Trajectory
@@ -68,11 +69,6 @@ class Member:
     segments: tuple[Segment, ...] = ()
 
     @property
-    def missing(self) -> int:
-        """Number of response tokens that are not sampled yet."""
-        return self.length - self.token_count
-
-    @property
     def token_count(self) -> int:
         """Number of response tokens so far."""
         return sum(len(segment) for segment in self.segments)
@@ -84,16 +80,26 @@ class Member:
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory for the trainer."""
-        finish_reason = None if self.missing else FinishReason.LENGTH
+        finish_reason = None if self.token_count < self.length else FinishReason.LENGTH
         return scored(self.prompt, self.prompt.prompt_id, self.index, self.segments, self.reward, finish_reason)
 
     async def generate(self, engine: TorchEngine) -> None:
         """Sample the tokens that are missing, or those before an interruption."""
         prompt = self.prompt.token_ids
         context = np.concatenate([prompt, *(s.token_ids for s in self.segments)])
-        name = f"{self.prompt.prompt_id}.{self.index}"
-        call = make_call(name, context, self.missing, chunk_tokens=256, prompt_tokens=len(prompt))
-        self.segments = segments_of([chunk async for chunk in engine.generate(call)], self.segments)
+        name, missing = f"{self.prompt.prompt_id}.{self.index}", self.length - self.token_count
+        call = make_call(name, context, missing, chunk_tokens=256, prompt_tokens=len(prompt))
+        sampled = [
+            Segment(
+                token_ids=chunk.token_ids,
+                behavior_logprobs=chunk.behavior_logprobs,
+                policy_version=chunk.policy_version,
+                kv_min_version=chunk.kv_min_version,
+            )
+            async for chunk in engine.generate(call)
+            if len(chunk.token_ids)
+        ]
+        self.segments = join_segments([*self.segments, *sampled])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +191,13 @@ class BenchArm:
         return group_of(int(group.group_id), (member.trajectory() for member in members))
 
     def _start_calls(self) -> None:
-        """Fill the pool: partial trajectories of the oldest groups, then new ones, then further groups."""
-        queue = self._queue
+        """Fill the pool: partial trajectories of the oldest groups, then new ones, then further groups.
+
+        ``sync`` opens another group only while the batch has too few.
+        """
+        queue, batch = self._queue, self._workload.groups_per_batch
         free = queue.desired.pool_size - queue.leased
-        while len(queue.pending) + len(queue.partial) < free and self._may_admit():
+        while len(queue.pending) + len(queue.partial) < free and (self._pool_size or queue.admitted_unconsumed < batch):
             group = queue.admit(str(queue.admitted), self._workload.group_size)
             work = self._workload.group(int(group.group_id))
             self._members |= {m.trajectory_id: w for m, w in zip(group.members, work, strict=True)}
@@ -197,27 +206,21 @@ class BenchArm:
             self._running[asyncio.create_task(call)] = leased.trajectory_id
         self._most_running = max(self._most_running, len(self._running))
 
-    def _may_admit(self) -> bool:
-        """Tell whether another group may open: for ``sync`` while the batch has too few."""
-        return bool(self._pool_size) or self._queue.admitted_unconsumed < self._workload.groups_per_batch
-
     async def _collect(self, until: str) -> None:
+        """Wait for calls to end; save their tokens, and score the complete trajectories."""
+        queue = self._queue
         done, _ = await asyncio.wait(self._running, return_when=until)
         for task in done:
             trajectory_id = self._running.pop(task)
             task.result()
-            self._save(trajectory_id, self._members[trajectory_id])
-
-    def _save(self, trajectory_id: str, member: Member) -> None:
-        """Save the tokens of a call that has ended, and score the trajectory if it is complete."""
-        queue = self._queue
-        save = Save(member.token_count - queue.members[trajectory_id].tokens, queue.policy_version)
-        if member.missing:
-            queue.append(_WORKER, trajectory_id, save)
-            queue.release(_WORKER, trajectory_id, free_attempt=True)
-        else:
-            queue.finish(_WORKER, trajectory_id, save)
-            queue.score(_WORKER, trajectory_id, member.reward)
+            member = self._members[trajectory_id]
+            save = Save(member.token_count - queue.members[trajectory_id].tokens, queue.policy_version)
+            if member.token_count < member.length:
+                queue.append(_WORKER, trajectory_id, save)
+                queue.release(_WORKER, trajectory_id, free_attempt=True)
+            else:
+                queue.finish(_WORKER, trajectory_id, save)
+                queue.score(_WORKER, trajectory_id, member.reward)
 
     def _train(self, batch: Batch, steps: dict[int, int]) -> None:
         unfinished = [m.trajectory() for m in self._members.values() if m.segments]

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.frame import Quick
-from benchmarks.measure import Measure, at_least, at_most, compared
+from benchmarks.frame import Measure, Quick, at_least, at_most, compared
 from benchmarks.processes import running_redis
 from benchmarks.queue_roles import (
     Role,

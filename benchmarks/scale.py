@@ -15,9 +15,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.frame import Quick
-from benchmarks.measure import NONE, Bar, Measure, at_least, at_most, compared
-from benchmarks.scale_mesh import Level, Load, measure_level
+from benchmarks.frame import NONE, Bar, Measure, Quick, at_least, at_most, compared
+from benchmarks.scale_mesh import THIS_BUILD, Level, Load, measure_level
 from rollmesh.errors import ConfigError
 
 TOKENS_PER_SECOND = 30.0
@@ -30,7 +29,6 @@ _TOTAL = "CPU of Redis, workers and leader a trajectory"
 _FLAT = 1.3
 _HELD = 0.95
 """Required share of the rollouts in flight, and of the tokens per second of each; below it the mesh is overloaded."""
-_THIS_BUILD = Path(__file__).parents[2]
 
 
 def run(
@@ -64,7 +62,7 @@ def run(
         )
         if baseline is not None:
             others[in_flight] = _level(load, baseline)
-        measured[in_flight] = _level(load, _THIS_BUILD)
+        measured[in_flight] = _level(load, THIS_BUILD)
     rows = (_measures(n, TOKENS_PER_SECOND, level, others.get(n)) for n, level in measured.items())
     return [*(measure for row in rows for measure in row), *_flatness(measured)]
 

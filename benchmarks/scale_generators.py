@@ -6,13 +6,14 @@ They always run this build, even if the other processes run another one, so that
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from benchmarks.scale_answers import Answers
+from benchmarks.scale_processes import Answers
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.call_limits import Backlog, check_call, hold_seconds
@@ -34,17 +35,6 @@ from rollmesh.v1 import generation_service_pb2_grpc as stubs
 _HOST = "127.0.0.1"
 _POLICY_SECONDS = 0.5
 _BEATS_AT_ONCE = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emulation:
-    """Emulated generators of one process."""
-
-    generators: int
-    registered: int
-    """Further generators with a record, renewed with every heartbeat, and without calls."""
-    tokens_per_second: float
-    """Mean rate of a call (see ``Answers.pace``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,13 +163,26 @@ async def _no_policy(version: int) -> int:
     raise EngineError(f"policy version {version}: the scale bench emulates token streams only")
 
 
-async def serve_generators(config: RunConfig, answers: Answers, emulation: Emulation, shutdown: Shutdown) -> None:
-    """Serve the emulated generators, each with its own port and record, until ``shutdown``."""
+async def serve_generators(
+    config: RunConfig,
+    answers: Answers,
+    shutdown: Shutdown,
+    *,
+    generators: int,
+    registered: int,
+    tokens_per_second: float,
+) -> None:
+    """Serve emulated generators, each with its own port and record, until ``shutdown``.
+
+    ``registered`` further generators have a record that changes with every heartbeat, and no calls.
+    ``tokens_per_second`` is the mean rate of a call (see ``Answers.pace``).
+    """
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
-        engines, serving_states, registrations = [], [], []
-        for _ in range(emulation.generators):
-            engine = EmulatedEngine(config, answers, emulation.tokens_per_second)
+        served: list[tuple[EmulatedEngine, ServingState]] = []
+        registrations = []
+        for _ in range(generators):
+            engine = EmulatedEngine(config, answers, tokens_per_second)
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
             serving_state = ServingState(address=f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}")
             interval = empty_chunk_interval(config.rollout.chunk_timeout_seconds)
@@ -191,12 +194,11 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
             registrations.append(
                 Registration(store.generators, engine, serving_state, metrics, Health(), reporter, config.store)
             )
-            engines.append(engine)
-            serving_states.append(serving_state)
+            served.append((engine, serving_state))
         loops = [
             shutdown.wait(),
-            _follow_policies(store, engines, serving_states),
-            _renew_records(store, emulation.registered, config),
+            _follow_policies(store, served),
+            _renew_records(store, registered, config),
             *(registration.run() for registration in registrations),
         ]
         tasks = [asyncio.ensure_future(loop) for loop in loops]
@@ -204,44 +206,39 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         raise_first_error(await cancel_and_wait(*tasks))
 
 
-async def _follow_policies(
-    store: TrajectoryStore, engines: Sequence[EmulatedEngine], serving_states: Sequence[ServingState]
-) -> NoReturn:
+async def _follow_policies(store: TrajectoryStore, served: Sequence[tuple[EmulatedEngine, ServingState]]) -> NoReturn:
     """Serve the newest announced version on every generator."""
-    version = -1
     while True:
         newest = await store.policies.latest()
-        if newest is not None and newest.policy_version > version:
-            version = newest.policy_version
-            for engine, serving_state in zip(engines, serving_states, strict=True):
-                engine.policy_version = version
+        for engine, serving_state in served:
+            if newest is not None and newest.policy_version > engine.policy_version:
+                engine.policy_version = newest.policy_version
                 serving_state.put_in_service()
         await asyncio.sleep(_POLICY_SECONDS)
 
 
 async def _renew_records(store: TrajectoryStore, count: int, config: RunConfig) -> NoReturn:
     """Renew ``count`` records, spread over the heartbeat; their version is too old for any call."""
-    records = [
-        GeneratorRecord(
-            instance_id=secrets.token_hex(16),
-            address=f"{_HOST}:1",
-            policy_version=-1,
-            running_count=0,
-            waiting_count=0,
-            slot_count=config.generator.slots,
-            kv_token_capacity=config.generator.slots * config.generator.max_context_tokens,
-            serving=True,
-        )
-        for _ in range(count)
-    ]
-    ttl, beat = config.store.session_ttl_seconds, 0
-    while True:
-        started = asyncio.get_running_loop().time()
-        beat += 1
+    record = GeneratorRecord(
+        instance_id="",
+        address=f"{_HOST}:1",
+        policy_version=-1,
+        running_count=0,
+        waiting_count=0,
+        slot_count=config.generator.slots,
+        kv_token_capacity=config.generator.slots * config.generator.max_context_tokens,
+        serving=True,
+    )
+    names = [secrets.token_hex(16) for _ in range(count)]
+    now, heartbeat = asyncio.get_running_loop().time, config.store.heartbeat_seconds
+    for beat in itertools.count(1):
+        started = now()
         for at in range(0, count, _BEATS_AT_ONCE):
-            renewed = [replace(record, running_count=beat % 2) for record in records[at : at + _BEATS_AT_ONCE]]
-            await asyncio.gather(*(store.generators.register(record, ttl) for record in renewed))
-            due = started + config.store.heartbeat_seconds * (at + _BEATS_AT_ONCE) / count
-            await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
+            renewed = (
+                replace(record, instance_id=name, running_count=beat % 2) for name in names[at : at + _BEATS_AT_ONCE]
+            )
+            await asyncio.gather(*(store.generators.register(r, config.store.session_ttl_seconds) for r in renewed))
+            await asyncio.sleep(max(0.0, started + heartbeat * (at + _BEATS_AT_ONCE) / count - now()))
         if not count:
-            await asyncio.sleep(config.store.heartbeat_seconds)
+            await asyncio.sleep(heartbeat)
+    raise AssertionError("endless")

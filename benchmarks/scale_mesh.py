@@ -18,27 +18,24 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.processes import ONE_THREAD, running_redis, write_run_file
-from benchmarks.scale_generators import Emulation
+from benchmarks.processes import running_redis, write_run_file
+from benchmarks.scale_processes import ProcessOptions
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.queue_types import StoreCounts
 
+THIS_BUILD = Path(__file__).parents[1] / "services"
 GROUP_SIZE = 8
 POOL_BATCHES = 2.5
 """Batches in flight: 4,000 trajectories per batch with 10,000 in flight, as in docs/architecture.md."""
 _MAX_STALENESS = 16
 """Staleness bound, far above the staleness of 2.5 batches in flight; the default of 4 would delay admission."""
 _FILLED = 0.98
+"""Share of the rollouts in flight with which a level has started."""
 _WATCH_SECONDS = 0.25
 _START_SECONDS = 300.0
 _STOP_SECONDS = 120.0
-_ROLES_IN_BUILD = (
-    "import sys, rollmesh.bench as bench; bench.__path__.insert(0, sys.argv.pop(1)); "
-    "from benchmarks.scale_roles import main; sys.exit(main())"
-)
-"""Program that runs the roles of this build on the services of the build on the process's path."""
 
 
 class ScaleError(RollmeshError):
@@ -89,14 +86,25 @@ class _Mesh:
 
     def start(self, part: str, role: str, index: int, run_file: str = "run.yaml", **emulation: Any) -> None:
         """Start one process of a part of the mesh. Emulated generators always run this build."""
-        this_build = Path(__file__).parents[2]
-        options = {"mean_tokens": self.load.mean_tokens, "emulation": emulation, "part": part}
-        command = [sys.executable, "-c", _ROLES_IN_BUILD, str(Path(__file__).parent), role, str(self.folder / run_file)]
-        command += [str(index), str(self.folder), str(os.getpid()), json.dumps(options)]
-        build = this_build if role == "generators" else self.build
-        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(build)}
+        options = ProcessOptions(
+            role=role,
+            part=part,
+            index=index,
+            run_file=str(self.folder / run_file),
+            folder=str(self.folder),
+            parent=os.getpid(),
+            mean_tokens=self.load.mean_tokens,
+            emulation=emulation,
+        )
+        services = THIS_BUILD if role == "generators" else self.build
+        path = os.pathsep.join(map(str, (services, Path(__file__).parents[1])))
         with (self.folder / f"{role}-{index}.log").open("wb") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.scale_processes", json.dumps(asdict(options))],
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=log,
+                stderr=log,
+            )
         self.processes.setdefault(part, []).append(process)
 
     def stop(self, *parts: str) -> None:
@@ -170,12 +178,11 @@ async def _start(mesh: _Mesh) -> None:
     mesh.start("reward service", "reward", 0)
     share = -(-load.generators // load.generator_processes)
     for index in range(load.generator_processes):
-        emulation = Emulation(
-            generators=min(share, load.generators - index * share),
-            registered=0 if index else load.registered,
-            tokens_per_second=load.tokens_per_second,
-        )
-        mesh.start("emulated generators", "generators", index, **asdict(emulation))
+        generators = min(share, load.generators - index * share)
+        registered = 0 if index else load.registered
+        emulation: dict[str, Any] = {"generators": generators, "registered": registered}
+        emulation["tokens_per_second"] = load.tokens_per_second
+        mesh.start("emulated generators", "generators", index, **emulation)
     mesh.start("leader", "rollout", 0, "leader.yaml")
     await mesh.until("the first groups are admitted", lambda counts: counts.totals.get("admitted_total", 0))
     for index in range(load.workers):
@@ -212,8 +219,8 @@ def _samples(folder: Path, began: float, ended: float) -> dict[str, list[float]]
 
 
 def _ledger(folder: Path) -> list[tuple[str, list[str], int]]:
-    rows = (json.loads(line) for line in (folder / "ledger").read_text().splitlines())
-    return [(group, ids, wrong) for row in rows for group, ids, wrong in row["groups"]]
+    """Return group id, trajectory ids and number of wrong answers of every consumed group."""
+    return [tuple(row) for line in (folder / "ledger").read_text().splitlines() for row in json.loads(line)]
 
 
 def _faults(running: StoreCounts, end: StoreCounts, ledger: Sequence[tuple[str, list[str], int]]) -> dict[str, int]:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import Quick
-from benchmarks.measure import Bar, Measure, at_most, compared
+from benchmarks.frame import Bar, Measure, Quick, at_most, compared
 from benchmarks.mesh_views import large_batch_schedule, view_for_cut, view_with_evidence, view_without_cut
 from benchmarks.processes import running_redis
 from benchmarks.queue import prepare

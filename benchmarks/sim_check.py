@@ -26,8 +26,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from benchmarks.frame import Quick
-from benchmarks.measure import Bar, Measure, at_least, at_most
+from benchmarks.frame import Bar, Measure, Quick, at_least, at_most
 from benchmarks.processes import write_run_file
 from benchmarks.real_run import real_run
 from rollmesh.config import RunConfig

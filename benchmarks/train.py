@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.frame import Quick
-from benchmarks.measure import Measure, at_least, compared, interleaved
-from benchmarks.models import SMALL, RandomModel
+from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
+from benchmarks.models import SMALL, write_random_model
 from benchmarks.workloads import group_of, random_ids, scored
 from rollmesh.algorithms.losses.loss_protocol import LossInput
 from rollmesh.algorithms.losses.loss_registry import LOSSES
@@ -34,48 +33,59 @@ PROMPT = 12
 GROUP_SIZE = 8
 LONG_TOKENS, LONG_BUDGET = (2_500, 3_500), 2_048
 RATE = 4e-4
-_LONG_BARS = (at_least("ratio", 0.8),)
-"""Bars of the comparison with one trajectory at a time, which needs no padding."""
-_BARS = (at_least("ratio", 2.5),)
-"""Bars of the comparison with padded random micro-batches."""
+_UNIT = "useful tokens per cpu-second"
 
 
 def run(*, quick: Quick = False) -> list[Measure]:
     """Measure; the ratio of each figure is ours divided by the baseline, so larger is better."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            write_demo_model(Path(folder))
-            repetitions = 2 if quick else 5
-            return _measure(Path(folder), repetitions) + _measure_long(Path(folder), 1 if quick else 3)
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_demo_model(Path(folder))
+        return _measure(Path(folder), 2 if quick else 5) + _measure_long(Path(folder), 1 if quick else 3)
 
 
 def _measure(folder: Path, repetitions: int) -> list[Measure]:
     batch = ragged_batch(seed=0)
-    trajectories = [t for g in batch.groups for t in g.trajectories]
-    useful = sum(t.response_token_count for t in trajectories)
-    order = np.random.default_rng(1).permutation(len(trajectories)).tolist()
+    lengths = [t.response_token_count for g in batch.groups for t in g.trajectories]
+    order = np.random.default_rng(1).permutation(len(lengths)).tolist()
     random16 = [order[i : i + 16] for i in range(0, len(order), 16)]
-    by_length = sorted_bins([t.response_token_count + PROMPT for t in trajectories], budget=4096)
-    trainer = PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=RATE), device="cpu")
-    baseline = PaddedTrainer(folder)
-    seconds = interleaved(
-        {
-            "packed": lambda: _train(trainer, batch),
-            "random": lambda: baseline.step(batch, random16),
-            "sorted": lambda: baseline.step(batch, by_length),
-        },
-        repetitions,
-    )
-    rate = {name: useful / value for name, value in seconds.items()}
-    unit = "useful tokens per cpu-second"
+    by_length = sorted_bins([length + PROMPT for length in lengths], budget=4096)
+    trainer, baseline = _trainer(folder), PaddedTrainer(folder)
+    work = {
+        "packed": lambda: _train(trainer, batch),
+        "random": lambda: baseline.step(batch, random16),
+        "sorted": lambda: baseline.step(batch, by_length),
+    }
+    rate = {name: sum(lengths) / seconds for name, seconds in interleaved(work, repetitions).items()}
+    bars = (at_least("ratio", 2.5),)
     return [
-        compared("train_packed", rate["packed"], unit, "padded random micro-batches of 16", rate["random"], _BARS),
-        compared("train_packed_sorted", rate["packed"], unit, "padded length-sorted, 4096 tokens", rate["sorted"]),
+        compared("train_packed", rate["packed"], _UNIT, "padded random micro-batches of 16", rate["random"], bars),
+        compared("train_packed_sorted", rate["packed"], _UNIT, "padded length-sorted, 4096 tokens", rate["sorted"]),
     ]
+
+
+def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
+    batch = long_batch(seed=0)
+    trainer, baseline = _trainer(folder, tokens_per_microbatch=LONG_BUDGET), PaddedTrainer(folder)
+    trajectories = [t for g in batch.groups for t in g.trajectories]
+    ids = [_token_ids(t) for t in trajectories]
+    work = {
+        "train": lambda: _train(trainer, batch),
+        "train_alone": lambda: baseline.step(batch, [[i] for i in range(len(trajectories))]),
+        "score": lambda: trainer.logprobs(ids),
+        "score_alone": lambda: baseline.score(ids),
+    }
+    useful = sum(t.response_token_count for t in trajectories)
+    rate = {name: useful / seconds for name, seconds in interleaved(work, repetitions).items()}
+    other, bars = "one trajectory at a time", (at_least("ratio", 0.8),)  # alone, nothing is padded
+    return [
+        compared(f"{name}_packed_long", rate[name], _UNIT, other, rate[f"{name}_alone"], bars)
+        for name in ("train", "score")
+    ]
+
+
+def _trainer(folder: Path, **settings: int) -> PolicyTrainer:
+    config = TrainerConfig.model_validate({"learning_rate": RATE, **settings})
+    return PolicyTrainer.from_folder(folder, config, device="cpu")
 
 
 def _train(trainer: PolicyTrainer, batch: Batch) -> None:
@@ -83,33 +93,9 @@ def _train(trainer: PolicyTrainer, batch: Batch) -> None:
     trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
 
 
-def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
-    batch = long_batch(seed=0)
-    config = TrainerConfig(learning_rate=RATE, tokens_per_microbatch=LONG_BUDGET)
-    trainer, baseline = PolicyTrainer.from_folder(folder, config, device="cpu"), PaddedTrainer(folder)
-    trajectories = [t for g in batch.groups for t in g.trajectories]
-    ids = [_token_ids(t) for t in trajectories]
-    seconds = interleaved(
-        {
-            "train": lambda: _train(trainer, batch),
-            "train_alone": lambda: baseline.step(batch, [[i] for i in range(len(trajectories))]),
-            "score": lambda: trainer.logprobs(ids),
-            "score_alone": lambda: baseline.score(ids),
-        },
-        repetitions,
-    )
-    useful = sum(t.response_token_count for t in trajectories)
-    rate = {name: useful / value for name, value in seconds.items()}
-    unit, other = "useful tokens per cpu-second", "one trajectory at a time"
-    return [
-        compared(f"{name}_packed_long", rate[name], unit, other, rate[f"{name}_alone"], _LONG_BARS)
-        for name in ("train", "score")
-    ]
-
-
 def write_demo_model(folder: Path) -> None:
     """Write a random model of the demo's shape that is long enough for all trajectories."""
-    RandomModel(shape={**SMALL, "max_position_embeddings": 4096}).write(folder)
+    write_random_model(folder, {**SMALL, "max_position_embeddings": 4096})
 
 
 def ragged_batch(seed: int, tokens: int = TOKENS) -> Batch:

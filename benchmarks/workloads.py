@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from rollmesh.segments import join_segments
 from rollmesh.types import (
-    Chunk,
     FinishReason,
     GenerationCall,
     Group,
@@ -39,21 +37,6 @@ def make_call(
         sampling=SamplingParams(),
         chunk_token_count=chunk_tokens,
     )
-
-
-def segments_of(chunks: Iterable[Chunk], before: Sequence[Segment] = ()) -> tuple[Segment, ...]:
-    """Return the segments of a trajectory after more chunks."""
-    fresh = (
-        Segment(
-            token_ids=chunk.token_ids,
-            behavior_logprobs=chunk.behavior_logprobs,
-            policy_version=chunk.policy_version,
-            kv_min_version=chunk.kv_min_version,
-        )
-        for chunk in chunks
-        if len(chunk.token_ids)
-    )
-    return join_segments([*before, *fresh])
 
 
 def scored(

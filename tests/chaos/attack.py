@@ -15,11 +15,12 @@ from typing import TypeVar
 import httpx
 from redis import Redis
 
-from benchmarks.processes import finished_train_steps
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.scripts import Keys
+
+from .short_run import finished_train_steps
 
 T = TypeVar("T")
 

@@ -19,9 +19,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.frame import Quick
-from benchmarks.measure import NONE, Bar, Measure, at_most, compared
-from benchmarks.processes import TRAIN_STEPS, TrainingRun, finished_train_steps, short_run_config
+from benchmarks.frame import NONE, Bar, Measure, Quick, at_most, compared
+from benchmarks.processes import TrainingRun
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
@@ -30,6 +29,7 @@ from ..kit.s3_server import BUCKET, CREDENTIALS, MISSING, S3Server, is_installed
 from .attack import AttackedRun
 from .faults import FAULTS, Fault, faults_named
 from .rounds import EXEMPT, ChaosRound, read_round, rounds_table
+from .short_run import TRAIN_STEPS, audit, finished_train_steps, short_run_config
 
 SEED = 20261121
 _ROUND_SECONDS = 900.0
@@ -137,7 +137,7 @@ def _run_round(
     seconds, output = time.monotonic() - start, run.output
     statuses: tuple[int, ...] = (process.returncode,)
     if not fault.expected_end.green:
-        statuses += (run.audit(),)
+        statuses += (audit(run),)
     if server is not None and bucket is not None:
         server.copy(_PREFIX, bucket)
     return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket)

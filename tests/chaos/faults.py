@@ -8,7 +8,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from benchmarks.processes import SESSION_TTL_SECONDS, TRAIN_STEPS
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 
@@ -22,6 +21,7 @@ from .faults_of_files import (
 )
 from .faults_of_redis import fill_redis, kill_redis, stall_redis
 from .faults_of_services import kill_leader, kill_service, kill_trainer_after, stall_service
+from .short_run import SESSION_TTL_SECONDS, TRAIN_STEPS
 
 
 class Cost(Enum):

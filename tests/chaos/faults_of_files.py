@@ -8,11 +8,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.processes import finished_train_steps
 from rollmesh.runtime.endpoints import read_endpoints
 
 from .attack import AttackedRun, random_process, send
 from .faults_of_services import kill_service
+from .short_run import finished_train_steps
 
 _STATES, _BATCHES, _POLICIES = "checkpoints/states", "checkpoints/batches", "checkpoints/policies"
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import redis
 from redis import Redis
 
-from benchmarks.processes import finished_train_steps
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.scripts import Keys
 
 from .attack import AttackedRun, random_process, send, sleep_while_running
+from .short_run import finished_train_steps
 
 
 def kill_redis(attacked: AttackedRun, *, lost_bytes: int = 0, zero_bytes: int = 0, away_seconds: float = 0.0) -> None:

@@ -24,12 +24,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frame import Quick
-from benchmarks.measure import NONE, Measure, at_least, at_most, compared
-from benchmarks.processes import TrainingRun, finished_train_steps
+from benchmarks.frame import NONE, Measure, Quick, at_least, at_most, compared
+from benchmarks.processes import TrainingRun
 from rollmesh.errors import RollmeshError
 from rollmesh.report.console import output_console
 
+from ..chaos.short_run import audit, finished_train_steps
 from .fuzz_answers import Answer
 from .fuzz_grpc import GrpcPort
 from .fuzz_http import HttpPort, RawPort
@@ -140,7 +140,7 @@ async def _fuzz(
             if isinstance(port, HttpPort) and port.known:
                 await port.order("/api/v1/pause")
         # The mesh is up during the audit, so that the queue's data is complete.
-        green = await asyncio.to_thread(fuzzed.audit) == 0
+        green = await asyncio.to_thread(audit, fuzzed) == 0
         process.terminate()
         status = await asyncio.to_thread(process.wait)
     return Traffic(

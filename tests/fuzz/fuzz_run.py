@@ -15,7 +15,6 @@ import numpy as np
 import psutil
 from grpc_health.v1 import health_pb2
 
-from benchmarks.processes import short_run_config
 from rollmesh.checkpoints.api_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
 from rollmesh.launcher.mesh_token import TOKEN_FILE
 from rollmesh.launcher.run_folder import RunFolder
@@ -25,6 +24,7 @@ from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
 from rollmesh.v1 import reward_service_pb2 as reward
 
+from ..chaos.short_run import short_run_config
 from .fuzz_grpc import GrpcPort
 from .fuzz_http import HttpPort, RawPort
 

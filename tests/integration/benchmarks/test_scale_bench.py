@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.scale_answers import Answers
+from benchmarks.scale_processes import Answers
 from rollmesh.types import Prompt, Segment, Trajectory
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]

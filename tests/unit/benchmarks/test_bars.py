@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.frame import run_command
-from benchmarks.measure import Bar, Measure, at_least, at_most, compared, missed
+from benchmarks.frame import Bar, Measure, at_least, at_most, compared, missed, run_command
 
 BARS = (at_least("ratio", 0.25), at_least("value", 1000.0))
 
@@ -44,11 +43,6 @@ def test_each_missed_bar_is_named_with_what_was_measured() -> None:
         "lives: value 900, the bar is >= 1,000",
     ]
     assert missed([lives(2000.0, 0.0)]) == ["lives: ratio unknown, the bar is >= 0.25"]
-
-
-def test_a_measure_of_another_process_keeps_its_bars() -> None:
-    measure = lives(4000.0, 16_000.0)
-    assert Measure.from_line(measure.to_line()) == measure
 
 
 @pytest.mark.parametrize(("rate", "status"), [(4000.0, 0), (900.0, 1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,57 +9,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rollmesh.recipes.countdown
-from benchmarks.models import SMALL, RandomModel, SavedModel
-from rollmesh.errors import ConfigError
-
-FOLDER = Path(rollmesh.recipes.countdown.__file__).parent / "model"
+from benchmarks.models import SMALL, PublishedModel, shape_of_size, token_logprobs, write_random_model
 
 
-def logprobs(folder: Path, ids: list[int]) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        found = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return [float(found[i, token]) for i, token in enumerate(ids[1:])]
-
-
-def test_a_saved_model_is_published_as_it_is_with_a_canary_of_its_own(tmp_path):
-    model = SavedModel(FOLDER, 512)
-    write, score = model.policy(3)
-    write(tmp_path)
-    canary = score()
-    assert (tmp_path / "model.safetensors").read_bytes() == (FOLDER / "model.safetensors").read_bytes()
-    assert (
-        model.dtype == "float32" and model.vocab_size == json.loads((FOLDER / "config.json").read_text())["vocab_size"]
-    )
-    assert len(canary) == 8
-    np.testing.assert_allclose(canary[5].logprobs, logprobs(tmp_path, canary[5].token_ids), atol=1e-4)
-
-
-def test_random_models_differ_by_version(tmp_path):
-    model = RandomModel(shape=SMALL)
+def test_weights_change_in_every_version_and_the_canary_is_scored_with_those_that_are_written(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "model", SMALL)
+    model = PublishedModel(tmp_path / "model")
     canaries = []
     for version in (0, 1):
         write, score = model.policy(version)
         write(tmp_path / str(version))
-        canary = score()
-        np.testing.assert_allclose(
-            canary[0].logprobs, logprobs(tmp_path / str(version), canary[0].token_ids), atol=1e-4
-        )
-        canaries.append(canary[0].logprobs)
-    assert canaries[0] != canaries[1]
+        canaries.append(score()[0])
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / str(version), dtype=torch.float32).eval()
+        wanted = token_logprobs(written, torch.tensor([canaries[-1].token_ids]))[0]
+        np.testing.assert_allclose(canaries[-1].logprobs, wanted, atol=1e-4)
+    assert canaries[0].logprobs != canaries[1].logprobs
+    assert all(seconds > 0 for seconds in (*model.copy_seconds, model.canary_seconds))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"), [(None, "expected a Hugging Face folder"), ({"vocab_size": 9}, "expected a Hugging Face")]
-)
-def test_a_folder_that_is_no_model_is_refused(tmp_path, config, message):
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
-        SavedModel(tmp_path, 512)
-
-
-def test_a_model_with_too_few_positions_is_refused():
-    with pytest.raises(ConfigError, match="the bench needs 1000000"):
-        SavedModel(FOLDER, 1000000)
+@pytest.mark.parametrize("size", [32 << 20, 1 << 30])
+def test_a_shape_has_about_the_size_that_is_asked_for(size: int) -> None:
+    shape = shape_of_size(size)
+    mlp = 3 * shape["hidden_size"] * shape["intermediate_size"]
+    attention = 2 * shape["hidden_size"] ** 2 + 64 * shape["hidden_size"]
+    parameters = shape["vocab_size"] * shape["hidden_size"] + shape["num_hidden_layers"] * (mlp + attention)
+    assert abs(4 * parameters / size - 1) < 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import missed
+from benchmarks.frame import missed
 from benchmarks.processes import write_run_file
 from benchmarks.sim_check import ARMS, CELLS, Pair, measures_of, run, run_file, sides
 from rollmesh.errors import ConfigError

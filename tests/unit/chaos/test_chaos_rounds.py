@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.measure import missed
-from benchmarks.processes import short_run_config
+from benchmarks.frame import missed
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
@@ -35,6 +34,7 @@ from ...chaos.rounds import (
     regenerated_bound,
     rounds_table,
 )
+from ...chaos.short_run import short_run_config
 
 GOOD = ChaosRound(
     fault="kill -9 generator",
