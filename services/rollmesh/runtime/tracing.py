@@ -98,7 +98,7 @@ async def recorded_traces(
     """Record spans of this process inside the context, and export the last ones at its end.
 
     Does nothing without ``telemetry.otlp_endpoint``, unless a ``recorder`` is given (tests). Raises ConfigError when
-    the extra ``tracing`` is not installed or the endpoint is not an http(s) URL.
+    the extra ``tracing`` is not installed.
     """
     if recorder is None:
         recorder = _otlp_recorder(config, service, instance, run)
@@ -117,8 +117,6 @@ def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: st
     endpoint = config.otlp_endpoint
     if endpoint is None:
         return None
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"telemetry.otlp_endpoint={endpoint}: expected http://host:port or https://host:port")
     try:
         from rollmesh.runtime.otel import otlp_recorder
     except ModuleNotFoundError as error:
