@@ -29,11 +29,9 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError, VerifierError
@@ -100,30 +98,19 @@ class CountdownPrompts:
     ``metadata`` carries the fields of the verifier: ``{"numbers": [...], "target": t}``.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], Sequence[int]],
-        *,
-        seed: int,
-        split: Split = "train",
-        min_numbers: int = 5,
-        max_numbers: int = 8,
-        puzzles: int | None = None,
-        shuffle: bool = True,
-    ) -> None:
-        """Create a source; ``encode`` turns text into token ids. Raises ConfigError for impossible sizes."""
-        if not 2 <= min_numbers <= max_numbers <= LARGEST_DIGIT:
+    def __init__(self, source: CountdownSource, settings: SourceSettings) -> None:
+        """Create a source. Raises ConfigError for impossible sizes."""
+        low, high = source.min_numbers, source.max_numbers
+        if not 2 <= low <= high <= LARGEST_DIGIT:
             raise ConfigError(
-                f"data.source: min_numbers={min_numbers}, max_numbers={max_numbers}: "
+                f"data.source: min_numbers={low}, max_numbers={high}: "
                 f"need 2 <= min_numbers <= max_numbers <= {LARGEST_DIGIT}"
             )
-        self._encode = encode
-        self._key = f"countdown:{split}:{seed}"
-        self._puzzles = puzzles if split == "train" else None
-        self._orders = EpochOrders(self._puzzles or 0, seed)
-        self._shuffle = shuffle
-        self._split: Split = split
-        self._sizes = (min_numbers, max_numbers)
+        self._settings = settings
+        self._sizes = (low, high)
+        self._key = f"countdown:{settings.split}:{settings.seed}"
+        self._puzzles = source.puzzles if settings.split == "train" else None
+        self._orders = EpochOrders(self._puzzles or 0, settings.seed)
 
     @property
     def epoch_size(self) -> int:
@@ -139,14 +126,14 @@ class CountdownPrompts:
         if not 0 <= index < EPOCH_SIZE:
             raise IndexError(f"countdown: index {index} is outside [0, {EPOCH_SIZE})")
         digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
-        return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
+        return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._settings.split, *self._sizes)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         if self._puzzles is None:
             return self._prompt(epoch, index)
         if not 0 <= index < self._puzzles:
             raise IndexError(f"countdown: index {index} is outside [0, {self._puzzles})")
-        return self._prompt(0, self._orders.row(epoch, index) if self._shuffle else index)
+        return self._prompt(0, self._orders.row(epoch, index) if self._settings.shuffle else index)
 
     def rows(self) -> SourceRows:
         if self._puzzles is None:
@@ -161,23 +148,10 @@ class CountdownPrompts:
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",
-            token_ids=np.asarray(self._encode(puzzle.text), np.int32),
+            token_ids=self._settings.tokenizer.encode(puzzle.text),
             verifier="countdown",
             metadata={"numbers": list(puzzle.numbers), "target": puzzle.target},
         )
-
-
-def open_countdown(source: CountdownSource, settings: SourceSettings) -> CountdownPrompts:
-    """Open the prompts of a run."""
-    return CountdownPrompts(
-        lambda text: settings.tokenizer.encode(text).tolist(),
-        seed=settings.seed,
-        split=settings.split,
-        min_numbers=source.min_numbers,
-        max_numbers=source.max_numbers,
-        puzzles=source.puzzles,
-        shuffle=settings.shuffle,
-    )
 
 
 def _below(rng: random.Random, bound: int) -> int:

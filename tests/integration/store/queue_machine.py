@@ -28,9 +28,8 @@ from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_prompt
 
-from .dump import copy_of_keys, put_back
 from .queue_workers import PICK, QueueWorkers, segments
-from .store_mesh import group, limits, policy
+from .store_mesh import copy_of_keys, group, limits, policy, put_back
 from .stored_keys import read_truth
 
 ATTEMPTS = 2

@@ -31,8 +31,7 @@ from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_segments
 from rollmesh.types import FinishReason, ForkStatus, Segment
 
-from .lost_uploads import Forgetful
-from .store_mesh import UNSCORABLE, held, scored, segment
+from .store_mesh import UNSCORABLE, Forgetful, held, scored, segment
 
 T = TypeVar("T")
 

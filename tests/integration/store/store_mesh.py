@@ -1,4 +1,4 @@
-"""A small mesh around a real store: what the tests build their scenes from."""
+"""A small mesh around a real store, every key of a run as plain values, and a Redis that forgets an upload."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.segments import slice_segment
 from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
+from rollmesh.store.scripts import UploadExpired
 from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
 
 
@@ -177,3 +178,70 @@ class Mesh:
                 await self.complete(item, float(item.trajectory.member_index), version)
                 done += 1
         return done
+
+
+_READ = {
+    b"string": ("GET",),
+    b"hash": ("HGETALL",),
+    b"list": ("LRANGE", 0, -1),
+    b"set": ("SMEMBERS",),
+    b"zset": ("ZRANGE", 0, -1, "WITHSCORES"),
+    b"stream": ("XRANGE", "-", "+"),
+}
+
+
+async def dump(store: TrajectoryStore) -> dict[str, tuple[object, bool]]:
+    """Value by key, and whether the key will go away by itself."""
+    command, found = store.connection.command, {}
+    for key in sorted(await command("KEYS", store.connection.keys.prefix + "*")):
+        verb, *arguments = _READ[await command("TYPE", key)]
+        value = await command(verb, key, *arguments)
+        # The server may list these in another order the next time.
+        plain = sorted(value) if isinstance(value, set) or verb == "SMEMBERS" else value
+        found[key.decode()] = (plain, await command("PTTL", key) != -1)
+    return found
+
+
+def changed(before: dict[str, tuple[object, bool]], after: dict[str, tuple[object, bool]]) -> list[str]:
+    """Keys that are not what they were."""
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+async def copy_of_keys(store: TrajectoryStore) -> dict[bytes, bytes]:
+    """Every key of a run as the server would write it down."""
+    command = store.connection.command
+    keys = await command("KEYS", store.connection.keys.prefix + "*")
+    return dict(zip(keys, await store.connection.commands([("DUMP", key) for key in keys]), strict=True))
+
+
+async def put_back(store: TrajectoryStore, copy: dict[bytes, bytes]) -> None:
+    """Make a run what it was when it was copied."""
+    keys = await store.connection.command("KEYS", store.connection.keys.prefix + "*")
+    await store.connection.commands([("DEL", key) for key in keys])
+    await store.connection.commands([("RESTORE", key, 0, value) for key, value in copy.items()])
+
+
+class Forgetful:
+    """Redis as it is after a kill between the uploads and the script, once: the upload in question is gone."""
+
+    def __init__(self, store: TrajectoryStore, script: str, upload: str) -> None:
+        self.store, self.script, self.upload = store, script, upload
+        self.refused = 0
+        self._run = store.connection.run
+        store.connection.run = self.run  # type: ignore[method-assign,assignment]
+
+    async def run(self, name: str, *arguments: Any) -> Any:
+        if name != self.script:
+            return await self._run(name, *arguments)
+        command = self.store.connection.command
+        lost = [key for key in await command("KEYS", self.upload) if await command("TTL", key) != -1]
+        assert len(lost) == 1
+        await command("DEL", *lost)
+        before = await dump(self.store)
+        try:
+            return await self._run(name, *arguments)
+        except UploadExpired:
+            self.refused += 1
+            self.store.connection.run = self._run  # type: ignore[method-assign]
+            assert changed(before, await dump(self.store)) == []
+            raise

@@ -94,56 +94,6 @@ async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: Tr
     assert (await read_truth(store)).problems == []
 
 
-async def test_a_replacement_opened_by_a_burial_comes_before_younger_groups(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=1)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 1)
-    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    leased = [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 4)]
-    assert leased == ["e0-0.1", "e0-0.2", "e0-1.0", "e0-1.1"]
-
-
-async def test_progress_resets_the_attempts(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=1)
-    await mesh.admit(1)
-    offset = 0
-    for _ in range(4):
-        leased = (await store.trajectories.lease(mesh.session, 1))[0]
-        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", 1)
-        await mesh.append("e0-0.0", offset, 2)
-        offset += 2
-        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-
-
-async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=3)
-    await mesh.admit(1)
-    for attempt, tokens in ((1, 2), (1, 3), (2, 4), (3, 5)):
-        leased = (await store.trajectories.lease(mesh.session, 1))[0]
-        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
-        await store.trajectories.restart(mesh.session, ["e0-0.0"])
-        await mesh.append("e0-0.0", 0, tokens)
-        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    assert [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 1)] == ["e0-0.1"]
-    assert [(letter.trajectory_id, letter.reason) for letter in await store.dead_letters.newest()] == [
-        ("e0-0.0", "max_attempts")
-    ]
-    assert (await read_truth(store)).problems == []
-
-
-async def test_a_new_attempt_that_continues_is_progress_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=2)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
-    await mesh.append("e0-0.0", 0, 8)
-    await store.trajectories.restart(mesh.session, ["e0-0.0"])
-    for offset, attempt in ((0, 2), (2, 1), (4, 1), (6, 1)):
-        await mesh.append("e0-0.0", offset, 2)
-        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-        leased = (await store.trajectories.lease(mesh.session, 1))[0]
-        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt), "it need not pass the old 8"
-
-
 async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

@@ -10,8 +10,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import DomainTotals, PromptOutcome
 from rollmesh.store import TrajectoryStore
 
-from .dump import copy_of_keys, put_back
-from .store_mesh import Mesh, group, limits, policy
+from .store_mesh import Mesh, copy_of_keys, group, limits, policy, put_back
 
 DOMAINS = ("algebra", "code")
 

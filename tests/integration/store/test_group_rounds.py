@@ -154,67 +154,6 @@ async def test_a_trajectory_ends_at_its_kept_tokens_and_the_others_are_wasted(st
     assert (await store.prompt_records.read(["0"]))["0"].token_sum == 10, "the history has the sampled lengths"
 
 
-async def test_a_group_that_is_dropped_counts_tokens_after_its_kept_ones_once(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    group_id = await admit(mesh)
-    await complete(mesh, 1.0, 1.0)
-    await store.rounds.close(mesh.leader, await undecided(mesh), [1.0, 0.0], [5, 2])
-    await store.leadership.evict(mesh.leader, [group_id], "straggler_timeout")
-    assert (await store.mesh.counts()).dropped_tokens == {"shortened": 3, "straggler_timeout": 7}
-
-
-async def test_the_surplus_of_every_round_is_cut_off(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    await admit(mesh, needed=2, spare=1)
-    await complete(mesh, 1.0, 0.0)
-    found = await undecided(mesh)
-    assert (await store.mesh.counts()).trajectories["surplus"] == 1
-    assert await store.rounds.extend(mesh.leader, found, 4, 4, "{}")
-    await complete(mesh, 1.0, 1.0)
-    found = await undecided(mesh)
-    assert (found.launched, len(found.members)) == (7, 4)
-    assert (await store.mesh.counts()).trajectories["surplus"] == 3
-    assert (await read_truth(store)).problems == []
-
-
-async def test_members_without_a_score_are_replaced_and_a_group_without_two_scores_gets_no_decision(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await begin(store, most_members=4)
-    await admit(mesh)
-    await complete(mesh, None, 1.0)
-    assert (await store.mesh.view()).undecided_groups == 0
-    await complete(mesh, 0.0)
-    found = await undecided(mesh)
-    assert [m.member_index for m in found.members] == [1, 2]
-    await store.rounds.close(mesh.leader, found)
-    await admit(mesh)
-    await complete(mesh, None, 1.0)
-    await complete(mesh, None)
-    await complete(mesh, None)
-    view = await store.mesh.view()
-    assert (view.undecided_groups, view.open_groups, view.ready_groups) == (0, 0, 1)
-    assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
-
-
-async def test_a_lease_has_the_plan_of_the_round_that_launched_its_member(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    await admit(mesh, plan='{"hint": 0.5}')
-    first, second = await lease(mesh)
-    assert first.plan == second.plan == {"hint": 0.5}
-    await mesh.complete(first, 1.0)
-    await store.trajectories.release(mesh.session, [second.trajectory.trajectory_id])
-    (again,) = await lease(mesh)
-    assert again.plan == {"hint": 0.5}
-    await mesh.complete(again, 0.0)
-    await store.rounds.extend(mesh.leader, await undecided(mesh), 3, 1, '{"hint": [1, "a"]}')
-    (third,) = await lease(mesh)
-    assert third.plan == {"hint": [1, "a"]}
-    await store.trajectories.fail(mesh.session, [(third.trajectory.trajectory_id, "broke")])
-    (replacement,) = await lease(mesh)
-    assert replacement.plan == {"hint": [1, "a"]}
-
-
 async def over_the_bound(mesh: Mesh) -> str:
     """A group in its second round, with tokens of policy 0, when the trainer is past them."""
     group_id = await admit(mesh, needed=2, plan='{"round": 0}')
@@ -230,43 +169,6 @@ async def over_the_bound(mesh: Mesh) -> str:
     await mesh.store.training.report_trained(mesh.trainer, 1)
     await mesh.store.policies.announce(mesh.trainer, policy(1))
     return group_id
-
-
-@pytest.mark.parametrize("aside", [False, True])
-async def test_a_group_that_begins_again_begins_with_its_first_round(store: TrajectoryStore, aside: bool) -> None:
-    mesh = await begin(store)
-    group_id = await over_the_bound(mesh)
-    again = store.restarted.set_aside if aside else store.restarted.restart
-    assert [await again(mesh.leader, [group_id]) for _ in range(2)] == [1, 0]
-    if aside:
-        assert await store.restarted.recall(mesh.leader, 2, 1) == 1
-    assert (await read_truth(store)).problems == []
-    leased = await lease(mesh)
-    assert {each.plan["round"] for each in leased} == {0}
-    # Before the lost member 3 there is one more than the first round launches: spare, unless the group was set aside.
-    assert [each.trajectory.member_index for each in leased] == [0, 1, 2]
-    for each in leased if aside else leased[:2]:
-        await mesh.complete(each, float(each.trajectory.member_index), version=1)
-    assert (await store.mesh.counts()).trajectories["surplus"] == (0 if aside else 1)
-    found = await undecided(mesh)
-    assert (found.round, {m.round for m in found.members}) == (0, {0})
-    await store.rounds.close(mesh.leader, found)
-    assert (await store.mesh.view()).ready_groups == 1
-    assert (await read_truth(store)).problems == []
-
-
-async def test_undecided_groups_go_with_an_eviction_and_a_rollback(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    first, second = await admit(mesh), await admit(mesh)
-    await complete(mesh, 1.0, 0.0, 1.0, 0.0)
-    stale = (await store.rounds.undecided())[0]
-    assert await store.leadership.evict(mesh.leader, [first], "straggler_timeout") == 1
-    assert not await store.rounds.extend(mesh.leader, stale, 4, 2, "{}")
-    assert (await undecided(mesh)).group_id == second
-    assert await store.training.roll_back(mesh.trainer) == 1
-    assert await store.rounds.undecided() == []
-    assert (await store.mesh.view()).undecided_groups == 0
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: TrajectoryStore) -> None:

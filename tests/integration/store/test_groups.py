@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rollmesh.errors import DataError
+from rollmesh.mesh import Cursor
 from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .store_mesh import UNSCORABLE, Mesh, environment_segment, known, scored, segment
+from .store_mesh import UNSCORABLE, Mesh, environment_segment, group, known, scored, segment
 from .stored_keys import read_truth
-
-
-async def test_an_unscorable_member_is_replaced_and_the_group_completes(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    await mesh.complete(first, None)
-    await mesh.complete(second, 1.0)
-    view = await store.mesh.view()
-    assert (view.open_groups, view.ready_groups, view.pending) == (1, 0, 1)
-    replacement = (await store.trajectories.lease(mesh.session, 1))[0]
-    assert replacement.trajectory.trajectory_id == "e0-0.2"
-    await mesh.complete(replacement, 0.0)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
-    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2"]
 
 
 async def test_a_group_without_two_scores_dies_when_replacements_are_used_up(store: TrajectoryStore) -> None:
@@ -40,14 +25,6 @@ async def test_a_group_without_two_scores_dies_when_replacements_are_used_up(sto
     assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "too_few_scored", 20)
     assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
     assert (await read_truth(store)).problems == []
-
-
-async def test_a_group_with_two_scores_is_ready_when_replacements_are_used_up(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, group_size=3)
-    await mesh.admit(1, needed=3)
-    for value in (None, 1.0, None, 0.0, None, None):
-        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
-    assert [g.group_id for g in (await store.mesh.view()).ready] == ["e0-0"]
 
 
 async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
@@ -90,21 +67,6 @@ async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: Tr
     mesh = await Mesh.start(store)
     with pytest.raises(DataError, match="not a finite number"):
         await mesh.score("e0-0.0", float("nan"))
-
-
-async def test_groups_without_two_scores_are_counted_in_a_row(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, filter_zero_variance=True)
-    await mesh.admit(4)
-
-    async def complete_group(*values: float | None) -> int:
-        for value in values:
-            await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
-        return (await store.mesh.view()).unscored_in_a_row
-
-    nothing = (None, None, None, None)
-    assert [await complete_group(*nothing), await complete_group(*nothing)] == [1, 2]
-    assert await complete_group(1.0, 1.0) == 0, "a filtered group was scored"
-    assert await complete_group(*nothing) == 1
 
 
 async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(store: TrajectoryStore) -> None:
@@ -193,33 +155,75 @@ async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_i
     assert (counts.drops, counts.dropped_tokens) == ({}, {"unscorable": 5, "dead": 7})
 
 
-@pytest.mark.parametrize("value", [None, 1.0])
-async def test_no_token_is_wasted_twice_when_the_group_is_dropped_too(
-    store: TrajectoryStore, value: float | None
+async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:
+    for member, tokens in enumerate(lengths):
+        trajectory_id = f"e0-{index}.{member}"
+        assert await mesh.finish(trajectory_id, 0, tokens) == 1
+        assert await mesh.score(trajectory_id, float(member)) == 1
+
+
+async def test_the_shortest_groups_are_listed_although_many_were_admitted_before_them(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups_per_batch=1)
+    await mesh.admit(6)
+    await store.trajectories.lease(mesh.session, 12)
+    for index in range(6):
+        await finish_group(mesh, index, 20 - index, 20 - index)
+    admitted = [g.group_id for g in (await store.mesh.view()).ready]
+    assert admitted == ["e0-0", "e0-1"], "a list has two batches"
+    shortest = [(g.group_id, g.token_count) for g in (await store.mesh.view(shortest=True)).ready]
+    assert set(shortest) == {("e0-0", 40), ("e0-1", 38), ("e0-4", 32), ("e0-5", 30)}
+
+
+async def test_a_reverted_cut_makes_its_groups_ready_with_their_tokens(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await store.trajectories.lease(mesh.session, 8)
+    await finish_group(mesh, 0, 3, 4)
+    await finish_group(mesh, 1, 8, 1)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    assert (await read_truth(store)).problems == []
+    dropped, left = await store.connection.run("roll_back", mesh.trainer, 8, "a trainer that dies after the revert")
+    assert (dropped, left) == (0, 1)
+    tokens = await store.connection.command("ZRANGE", store.connection.keys.single("ready_tokens"), 0, -1, "WITHSCORES")
+    assert {gid: int(count) for gid, count in tokens} == {b"e0-0": 7, b"e0-1": 9}
+    assert await store.training.roll_back(mesh.trainer) == 2
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_group_goes_from_admission_to_trained_and_leaves_nothing_but_a_tombstone(
+    store: TrajectoryStore,
 ) -> None:
     mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    await mesh.complete(first, None)
-    await mesh.append(second.trajectory.trajectory_id, 0, 3)
-    await store.trajectories.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
-    for rest in (None, value):
-        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], rest)
-    counts = await store.mesh.counts()
-    assert counts.drops == {"too_few_scored": 1}
-    scored_tokens = 0 if value is None else 5
-    assert counts.dropped_tokens == {"unscorable": 15 - scored_tokens, "dead": 3, "too_few_scored": scored_tokens}
-    assert sum(counts.dropped_tokens.values()) == counts.totals["saved_tokens_total"]
-    assert [d.token_count for d in await store.ledger.drops()] == [18], "the ledger keeps what the whole group had"
+    assert await mesh.admit(2) == 2
+    assert await mesh.complete_all() == 4
+    view = await store.mesh.view()
+    assert [g.group_id for g in view.ready] == ["e0-0", "e0-1"]
+    assert [g.min_train_step for g in view.ready] == [0, 0]
 
+    await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-0"])
+    batch = await store.training.claim(mesh.trainer, 1, timeout=0.1)
+    assert batch is not None
+    assert [g.group_id for g in batch.groups] == ["e0-1", "e0-0"]
+    trajectory = batch.groups[1].trajectories[1]
+    assert trajectory.trajectory_id == "e0-0.1"
+    assert trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(trajectory.prompt.token_ids, np.arange(4))
+    assert trajectory.finish_reason is FinishReason.STOP
+    assert trajectory.outcome is not None
+    assert trajectory.outcome.kind is OutcomeKind.SCORED
+    assert trajectory.outcome.parts == {"exact": 1.0}
+    assert trajectory.shaped_reward == 1.0
 
-async def test_a_group_of_one_is_ready_with_one_score_and_dropped_without(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, group_size=1)
-    await mesh.admit(2, needed=1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    await mesh.complete(first, 1.0)
-    await mesh.complete(second, None)
-    (replacement,) = await store.trajectories.lease(mesh.session, 2)
-    await mesh.complete(replacement, None)
-    assert [group.group_id for group in (await store.mesh.view()).ready] == ["e0-0"]
-    assert await store.ledger.dropped_groups() == {"e0-1": "too_few_scored"}
+    await store.training.confirm_batch_file(mesh.trainer, 1, "d1")
+    assert (await store.mesh.view()).admitted_unconsumed == 2
+    await store.training.report_trained(mesh.trainer, 1)
+    view = await store.mesh.view()
+    assert (view.trained_step, view.cut_step, view.admitted_unconsumed) == (1, 1, 0)
+    leftovers = await store.connection.command("KEYS", f"{store.connection.keys.prefix}[tspgbuch]*:*")
+    assert leftovers == []
+    # An old cursor cannot bring a trained group back.
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
+    admitted = await store.leadership.admit(
+        mesh.leader, [group(0), group(1), group(2)], Cursor(index=0), Cursor(index=3)
+    )
+    assert admitted == 1

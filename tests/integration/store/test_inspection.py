@@ -1,4 +1,4 @@
-"""Looking at single trajectories of a real queue: pages, one trajectory, marks of those in flight."""
+"""Reads of single trajectories on a real server: pages, records, histories, and what is not in a batch yet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 from rollmesh.errors import DataError
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, inspection
 from rollmesh.store.inspection import TrajectoryMark
+from rollmesh.store.payload import INLINE_LIMIT_BYTES
 
-from .store_mesh import Mesh, policy, segment
+from .store_mesh import Mesh, known, policy, segment
+from .test_restarted_groups import train_one_step
 
 
 async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> list[TrajectoryMark]:
@@ -198,3 +200,151 @@ async def test_the_view_says_what_was_written_and_what_the_server_may_hold(store
     assert 0 < seen.used_memory_bytes < seen.max_memory_bytes
     expected = seen.used_memory_bytes + 4 * seen.saved_bytes_total / seen.finished_total
     assert seen.memory_ratio == pytest.approx(expected / seen.max_memory_bytes)
+
+
+async def sentences(store: TrajectoryStore, trajectory_id: str) -> list[str]:
+    inspected = await store.inspection.inspect(trajectory_id)
+    assert inspected is not None
+    return list(inspected.history.sentences())
+
+
+async def test_a_trajectory_tells_how_often_its_group_and_its_worker_restarted_it(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await train_one_step(mesh)
+    await mesh.admit(1)
+    assert await sentences(store, "e0-2.0") == []
+    for _ in range(2):
+        await store.trajectories.lease(mesh.session, 2)
+        await mesh.append("e0-2.0", 0, 3)
+        await store.restarted.restart(mesh.leader, ["e0-2"])
+    again = ["restarted 2 times with its group, which exceeded the staleness bound"]
+    assert await sentences(store, "e0-2.0") == again
+    await store.trajectories.lease(mesh.session, 2)
+    await mesh.append("e0-2.1", 0, 3)
+    await store.trajectories.restart(mesh.session, ["e0-2.1"])
+    assert await sentences(store, "e0-2.1") == [*again, "restarted once by its worker"]
+    await mesh.append("e0-2.1", 0, 3)
+    await store.restarted.set_aside(mesh.leader, ["e0-2"])
+    aside = "set aside once with its group, which exceeded the staleness bound"
+    assert await sentences(store, "e0-2.1") == [*again, f"{aside}: it waits for a long round"]
+    await store.restarted.recall(mesh.leader, 2, 1)
+    assert await sentences(store, "e0-2.1") == [*again, aside]
+
+
+async def test_a_rest_and_a_cut_off_are_told_and_a_cut_off_trajectory_has_no_tokens(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.policies.announce(mesh.trainer, policy(1))
+    await mesh.admit(1, spare=1)
+    first, second, third = await store.trajectories.lease(mesh.session, 3)
+    spare = third.trajectory.trajectory_id
+    await mesh.append(spare, 0, 4, version=1)
+    await store.trajectories.release(mesh.session, [spare], ReleaseReason.RESTED)
+    resting = "resting since train step 1: it continues under a newer policy, or when nothing else can run"
+    assert await sentences(store, spare) == [resting]
+    assert (await store.mesh.counts()).oldest_rest_step == 1
+    await mesh.complete(first, 1.0)
+    await mesh.complete(second, 0.0)
+    surplus = "surplus: cut off unfinished, because enough other members of its group were scored"
+    assert await sentences(store, spare) == [surplus]
+    found = await store.inspection.inspect(spare)
+    assert found is not None and found.trajectory is not None
+    assert (found.mark.token_count, found.trajectory.response_token_count) == (4, 0)
+    assert (await store.mesh.counts()).oldest_rest_step is None
+
+
+async def test_the_newest_drop_of_a_group_is_found_on_any_page_of_the_ledger(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(5)
+    for index, reason in enumerate(["stale", "straggler_timeout", "stale", "run_complete"]):
+        await store.leadership.evict(mesh.leader, [f"e0-{index}"], reason)
+    drops = [await store.ledger.newest_drop(f"e0-{index}", page=2) for index in range(5)]
+    assert [drop.reason if drop else None for drop in drops] == [
+        "stale",
+        "straggler_timeout",
+        "stale",
+        "run_complete",
+        None,
+    ]
+
+
+CHUNK = 3000
+
+
+async def output_bytes(store: TrajectoryStore) -> int:
+    info = await store.connection.command("INFO", "stats")
+    return int(info["total_net_output_bytes"])
+
+
+async def test_a_stage_end_reads_only_the_tokens_that_came_since_the_last_one(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    names = [leased.trajectory.trajectory_id for leased in await store.trajectories.lease(mesh.session, 4)]
+    for name in names[:3]:
+        for offset in range(0, 10 * CHUNK, CHUNK):
+            await mesh.append(name, offset, CHUNK)
+    first = await store.unclaimed.read({})
+    assert list(first) == names[:3]
+    before = await output_bytes(store)
+    again = await store.unclaimed.read(first)
+    assert all(again[name] is first[name] for name in names[:3]) and len(again) == 3
+    assert await output_bytes(store) - before < 10_000, "nothing has changed, so no tokens are read"
+
+    await mesh.append(names[0], 10 * CHUNK, CHUNK)
+    await mesh.append(names[3], 0, 5)
+    before = await output_bytes(store)
+    now = await store.unclaimed.read(again)
+    assert CHUNK * 4 < await output_bytes(store) - before < 2 * CHUNK * 8 + 10_000, "one chunk of 3,000 tokens"
+    assert [now[name] is again.get(name) for name in names] == [False, True, True, False]
+    whole = await store.unclaimed.read({})
+    for name in names:
+        ours, theirs = now[name].trajectory, whole[name].trajectory
+        assert np.array_equal(ours.response_ids, theirs.response_ids)
+        assert ours.response_token_count == theirs.response_token_count
+        assert [len(s) for s in ours.segments] == [len(s) for s in theirs.segments]
+        assert now[name].elements == whole[name].elements and now[name].digests == whole[name].digests
+
+
+async def test_a_trajectory_that_began_again_is_read_whole_though_it_is_as_long_as_before(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 1)
+    await mesh.append("e0-0.0", 0, 8)
+    await mesh.append("e0-0.0", 8, 4)
+    seen = await store.unclaimed.read({})
+    await store.trajectories.restart(mesh.session, ["e0-0.0"])
+    assert await store.unclaimed.read(seen) == {}
+    begun = await known(store, "e0-0.0", 0)
+    other = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(8, start=77)], **begun)
+    await store.trajectories.append(mesh.session, [other])
+    await mesh.append("e0-0.0", 8, 4)
+    now = await store.unclaimed.read(seen)
+    assert now["e0-0.0"].trajectory.response_token_count == seen["e0-0.0"].trajectory.response_token_count
+    expected = np.concatenate([other.segments[0].token_ids, segment(4, 0, 8).token_ids])
+    assert np.array_equal(now["e0-0.0"].trajectory.response_ids, expected)
+
+
+async def test_linked_chunks_are_read_once_too(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.trajectories.lease(mesh.session, 1)
+    large = INLINE_LIMIT_BYTES // 4
+    await mesh.append("e0-0.0", 0, large)
+    seen = await store.unclaimed.read({})
+    await mesh.append("e0-0.0", large, 6)
+    before = await output_bytes(store)
+    now = await store.unclaimed.read(seen)
+    assert await output_bytes(store) - before < 10_000
+    assert now["e0-0.0"].trajectory.response_token_count == large + 6
+
+
+async def test_a_group_that_leaves_the_queue_is_not_unclaimed_any_more(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    seen = await store.unclaimed.read({})
+    assert len(seen) == 4
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    now = await store.unclaimed.read(seen)
+    assert list(now) == ["e0-1.0", "e0-1.1"] and all(now[i] is seen[i] for i in now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -38,13 +37,6 @@ async def test_one_leader_at_a_time_and_a_former_one_is_refused(store: Trajector
         await store.leadership.set_desired(mesh.leader, Desired(pool_size=1))
     with pytest.raises(SessionLost):
         await store.leadership.reap(mesh.leader)
-
-
-async def test_leadership_that_was_not_renewed_passes_on(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await store.connection.command("HSET", store.connection.keys.single("meta"), "leader_until", 1)
-    assert await store.leadership.acquire("other") is not None
-    assert not await store.leadership.renew(mesh.leader)
 
 
 async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
@@ -246,19 +238,6 @@ async def test_the_straggler_time_starts_again_after_a_time_without_a_leader(sto
     assert renewed >= since
 
 
-async def test_the_desired_state_carries_the_reason_of_the_wait_and_an_older_leader_wrote_none(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await Mesh.start(store)
-    written = Desired(pool_size=3, reason="barrier", paused=True, waiting_for="2 more ready groups of 4")
-    await store.leadership.set_desired(mesh.leader, written)
-    stored = (await store.leadership.desired(), (await store.mesh.view()).desired)
-    assert [(desired, desired.waiting_for) for desired in stored] == [(written, written.waiting_for)] * 2
-    await store.connection.command("HDEL", store.connection.keys.single("desired"), "waiting_for")
-    stored = (await store.leadership.desired(), (await store.mesh.view()).desired)
-    assert [(desired, desired.waiting_for) for desired in stored] == [(written, "")] * 2
-
-
 async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.leadership.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
@@ -269,20 +248,6 @@ async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: T
     seen = await store.mesh.view()
     assert seen.blocked_since is not None
     assert seen.blocked_since <= seen.now
-
-
-async def test_a_view_without_single_groups_carries_none(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(3)
-    await mesh.complete_all()
-    await mesh.admit(3)
-    listed, seen = await store.mesh.view(), await store.mesh.view(groups=False)
-    assert (len(listed.ready), len(listed.stalest_open)) == (3, 3)
-    assert (seen.listed, seen.ready, seen.stalest_open) == (False, (), ())
-    assert replace(seen, now=0.0, used_memory_bytes=0, memory_ratio=0.0) == replace(
-        listed, now=0.0, used_memory_bytes=0, memory_ratio=0.0, listed=False, ready=(), stalest_open=()
-    )
-    assert seen.desired == Desired(pool_size=64)
 
 
 async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
+from rollmesh.errors import Conflict, DataError, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, NewGroup, ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.store import Append, FirstToken, NewGroup, ReleaseReason, TrajectoryStore, WriteStatus
 from rollmesh.store.redis_connection import Argument
-from rollmesh.types import FinishReason, Prompt
+from rollmesh.types import Prompt
 
-from .dump import copy_of_keys, put_back
-from .store_mesh import Mesh, environment_segment, group, limits, policy
+from .store_mesh import Mesh, copy_of_keys, environment_segment, group, limits, policy, put_back
 from .stored_keys import read_truth
 
 
@@ -57,32 +57,6 @@ async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(stor
     leased = await store.trajectories.lease(mesh.session, 4)
     assert [item.trajectory.trajectory_id for item in leased] == ["e0-0.0"]
     assert (await read_truth(store)).problems == []
-
-
-async def test_a_rest_that_the_next_policy_precedes_ends_at_that_policy(store: TrajectoryStore) -> None:
-    """The worker believed in policy 0 when it released its trajectory, whose newest tokens are of policy 0."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
-    await mesh.append("e0-0.0", 0, 4)
-    await mesh.append("e0-0.1", 0, 4)
-    await store.policies.announce(mesh.trainer, policy(1))
-    await mesh.append("e0-0.1", 4, 4, version=1)
-    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-0.1"], ReleaseReason.RESTED)
-    await store.leadership.set_desired(mesh.leader, Desired(pool_size=64, rest_before_step=1))
-    leased = await store.trajectories.lease(mesh.session, 4)
-    assert [item.trajectory.trajectory_id for item in leased] == ["e0-0.0"]
-    assert (await store.mesh.view()).resting == 1
-    assert (await read_truth(store)).problems == []
-
-
-async def test_a_retried_lease_gets_the_same_trajectories(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(3)
-    once = await store.connection.run("lease", mesh.session, "nonce", 2)
-    twice = await store.connection.run("lease", mesh.session, "nonce", 2)
-    assert once == twice
-    assert (await store.mesh.view()).leased == 2
 
 
 async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
@@ -224,27 +198,6 @@ async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_l
     assert (await read_truth(store)).problems == []
 
 
-async def test_a_closed_session_gives_its_work_back_at_once(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 3)
-    await mesh.append("e0-0.0", 0, 4)
-    await mesh.finish("e0-0.1", 0, 3)
-    await store.sessions.close(mesh.session)
-    view = await store.mesh.view()
-    assert (view.leased, view.partial, view.pending, view.finished) == (0, 1, 2, 1)
-    with pytest.raises(SessionLost):
-        await store.sessions.heartbeat(mesh.session)
-    mesh.session = await store.sessions.open("next")
-    waiting = await store.trajectories.lease_scoring(mesh.session, 4)
-    assert [t.trajectory.trajectory_id for t in waiting] == ["e0-0.1"]
-    assert waiting[0].trajectory.finish_reason is FinishReason.STOP
-    assert waiting[0].trajectory.response_token_count == 3
-    assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
-    assert await store.trajectories.lease_scoring(mesh.session, 4) == []
-    assert (await read_truth(store)).problems == []
-
-
 async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
@@ -266,7 +219,97 @@ async def test_a_second_start_must_bring_the_same_limits(store: TrajectoryStore)
         await store.limits.init_run(limits(max_staleness=3))
 
 
-async def test_two_launchers_with_different_windows_cannot_share_a_run(store: TrajectoryStore) -> None:
-    await store.limits.init_run(limits(window_groups=4, most_members=4))
-    with pytest.raises(Conflict, match="schedule.window_groups: this run was started with 4, not 3"):
-        await store.limits.init_run(limits(window_groups=3, most_members=4))
+async def test_the_time_of_the_first_lease_stays_with_the_trajectory(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    before = time.time()
+    first = {t.trajectory.trajectory_id: t.first_lease_time for t in await store.trajectories.lease(mesh.session, 2)}
+    assert len(first) == 2
+    assert all(before - 1.0 <= since <= time.time() + 1.0 for since in first.values())
+    assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.SAVED
+    await store.trajectories.release(mesh.session, list(first), ReleaseReason.DRAINED)
+    while time.time() <= max(first.values()) + 0.002:  # the server's clock has moved on by then
+        await asyncio.sleep(0)
+    again = {t.trajectory.trajectory_id: t.first_lease_time for t in await store.trajectories.lease(mesh.session, 2)}
+    assert again == first
+
+
+async def test_a_finished_trajectory_whose_worker_died_still_knows_its_first_lease(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first = await store.trajectories.lease(mesh.session, 1)
+    await mesh.finish(first[0].trajectory.trajectory_id, 0, 4)
+    await store.sessions.close(mesh.session)
+    heir = await store.sessions.open("heir")
+    (orphan,) = await store.trajectories.lease_scoring(heir, 1)
+    assert orphan.trajectory.trajectory_id == first[0].trajectory.trajectory_id
+    assert orphan.first_lease_time == first[0].first_lease_time
+
+
+async def begin(mesh: Mesh, version: int, *trajectory_ids: str, session: str | None = None) -> list[WriteStatus]:
+    items = [FirstToken(trajectory_id=i, policy_version=version) for i in trajectory_ids]
+    return [
+        result.status for result in await mesh.store.trajectories.report_first_tokens(session or mesh.session, items)
+    ]
+
+
+async def age(mesh: Mesh) -> dict[str, int | None]:
+    """Smallest train step of every open group."""
+    return {g.group_id: g.min_train_step for g in (await mesh.store.mesh.view()).stalest_open}
+
+
+async def two_versions(store: TrajectoryStore, groups: int = 1, needed: int = 2) -> Mesh:
+    mesh = await Mesh.start(store, pool_size=1 << 14, group_size=needed)
+    await store.policies.announce(mesh.trainer, policy(1))
+    await mesh.admit(groups, needed)
+    return mesh
+
+
+async def test_a_group_is_as_old_as_its_first_token_although_nothing_is_saved(store: TrajectoryStore) -> None:
+    mesh = await two_versions(store)
+    await store.trajectories.lease(mesh.session, 2)
+    assert await age(mesh) == {"e0-0": None}
+    assert await begin(mesh, 1, "e0-0.0") == [WriteStatus.SAVED]
+    assert await age(mesh) == {"e0-0": 1}
+    assert await begin(mesh, 0, "e0-0.1") == [WriteStatus.SAVED]
+    assert await begin(mesh, 1, "e0-0.1") == [WriteStatus.SAVED]
+    assert await age(mesh) == {"e0-0": 0}
+    assert (await store.mesh.view()).unclaimed_by_step == ((0, 1),)
+    for trajectory_id, version in (("e0-0.0", 1), ("e0-0.1", 0)):
+        assert await mesh.finish(trajectory_id, 0, 5, version) == 1
+        assert await mesh.score(trajectory_id, 1.0) == 1
+    assert [g.min_train_step for g in (await store.mesh.view()).ready] == [0]
+
+
+async def test_a_first_token_is_reported_by_the_holder_and_of_an_announced_version_only(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await two_versions(store)
+    await store.trajectories.lease(mesh.session, 1)
+    another = await store.sessions.open("another")
+    assert await begin(mesh, 0, "e0-0.0", session=another) == [WriteStatus.LOST]
+    assert await begin(mesh, 0, "e0-0.1", "e9-9.0") == [WriteStatus.LOST] * 2
+    with pytest.raises(Conflict, match="policy version 7 has not been announced"):
+        await begin(mesh, 7, "e0-0.0")
+    assert await age(mesh) == {"e0-0": None}
+
+
+@pytest.mark.parametrize("by", ["release", "close_session"])
+async def test_many_unsaved_first_tokens_go_back_in_bounded_calls(store: TrajectoryStore, by: str) -> None:
+    """Each reads every member of its group: a call ends after so many, and the next one continues."""
+    mesh = await two_versions(store, groups=24, needed=64)
+    ids: list[str] = []
+    while leased := await store.trajectories.lease(mesh.session, 64):
+        ids += [item.trajectory.trajectory_id for item in leased]
+    first = [f"e0-{index}.0" for index in range(24)]
+    await begin(mesh, 0, *first)
+    assert set((await age(mesh)).values()) <= {0, None}
+    if by == "release":
+        assert await store.trajectories.release(mesh.session, first) == 24
+        assert (await store.mesh.view()).pending == 24
+    else:
+        await store.sessions.close(mesh.session)
+        assert (await store.mesh.view()).pending == len(ids) == 24 * 64
+    seen = await store.mesh.view()
+    assert seen.unclaimed_by_step == ()
+    assert seen.leased + seen.pending == 24 * 64

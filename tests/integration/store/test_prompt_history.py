@@ -75,26 +75,6 @@ async def test_a_member_is_solved_by_its_outcome_and_without_one_by_its_reward(s
     assert {i: (r.solved, r.reward_sum) for i, r in (await history(store)).items()} == {"0": (1, -0.25), "1": (1, 0.5)}
 
 
-async def test_a_record_has_the_newest_train_step_and_scored_members_only(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, keeps_history=True)
-    await admit(mesh, (0, 0), (0, 1))
-    await end(mesh, "e0-0", (4, 1.0), (6, 0.0))
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    await store.training.report_trained(mesh.trainer, 1)
-    await store.policies.announce(mesh.trainer, policy(1))
-    await end(mesh, "e0-1", (50, None), (3, 0.5))
-    assert "1" not in await history(store), "a replacement is still to come"
-    await store.trajectories.lease(mesh.session, 8)
-    await mesh.finish("e0-1.2", 0, 2)
-    for _ in range(2):
-        assert await mesh.score("e0-1.2", -0.25) in (1, 2)
-    assert (await history(store))["1"] == PromptRecord(
-        groups=1, members=2, solved=1, reward_sum=0.25, token_sum=5, longest=3, train_step=1
-    )
-
-
 async def test_a_group_without_two_scores_and_a_replayed_one_are_in_the_history(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, keeps_history=True)
     await admit(mesh, (0, 0))
@@ -256,28 +236,3 @@ async def test_the_history_is_bounded_and_a_record_takes_about_100_bytes(store: 
     await end(mesh, "e1-0", *GROUPS["e1-0"])
     assert (await history(store))["0"].groups == 1
     await store.connection.command("UNLINK", key)
-
-
-async def test_a_group_that_begins_again_after_it_was_ready_counts_twice_here_and_in_the_file(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await Mesh.start(store, keeps_history=True, max_staleness=0)
-    await admit(mesh, (0, 0), (0, 1))
-    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
-    await end(mesh, "e0-1", (4, 0.5), (6, 0.0))
-    await store.leadership.cut(mesh.leader, 1, ["e0-1"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    await store.training.report_trained(mesh.trainer, 1)
-    await store.policies.announce(mesh.trainer, policy(1))
-    assert await store.restarted.restart(mesh.leader, ["e0-0"]) == 1
-    for item in await store.trajectories.lease(mesh.session, 8):
-        await mesh.complete(item, float(item.trajectory.member_index), version=1)
-    file = await store.prompt_records.unsaved(mesh.trainer, 1)
-    assert [o.group_id for o in file] == ["e0-0", "e0-0~2", "e0-1"]
-    before = await history(store)
-    assert (before["0"].groups, before["0"].token_sum) == (2, 20)
-    await mesh.save_outcomes(1, file)
-    await forget_everything(store)
-    await reassert(mesh, [file])
-    assert await history(store) == before

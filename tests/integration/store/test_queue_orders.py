@@ -37,17 +37,6 @@ async def test_groups_start_by_rank_within_a_block_and_blocks_in_admission_order
     assert (await read_truth(store)).problems == []
 
 
-async def test_a_returned_trajectory_and_a_replacement_keep_the_place_of_their_group(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=3)
-    await admit(mesh, [replace(group(i), start_rank=rank) for i, rank in enumerate([90, 20, 50])])
-    assert len(await lease(mesh)) == 6
-    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-1.1", "e0-2.0"], ReleaseReason.DRAINED)
-    assert await store.trajectories.fail(mesh.session, [("e0-2.1", "broke")]) == 1
-    page, _ = await store.inspection.trajectory_page("pending", None, 10)
-    assert [mark.trajectory_id for mark in page] == ["e0-1.1", "e0-2.0", "e0-2.2", "e0-0.0"]
-    assert await lease(mesh) == ["e0-1.1", "e0-2.0", "e0-2.2", "e0-0.0"]
-
-
 async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store: TrajectoryStore) -> None:
     """In blocks of 4, with the rank of its first group: eleven groups are admitted before it."""
     mesh = await Mesh.start(store, groups_per_batch=4, max_attempts=1)
@@ -91,19 +80,6 @@ async def test_partial_trajectories_continue_in_the_resume_order(
     await admit(mesh, [replace(group(3), start_rank=0)])
     assert (await lease(mesh))[:4] == expected, "new trajectories come after all of them"
     assert (await read_truth(store)).problems == []
-
-
-async def test_a_trajectory_past_the_length_of_its_siblings_is_not_near_its_end(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, resume_order=ResumeOrder.NEAREST_END)
-    await admit(mesh, [group(0), group(1)])
-    await lease(mesh)
-    for index in (0, 1):
-        await mesh.finish(f"e0-{index}.1", 0, 10)
-        await mesh.score(f"e0-{index}.1", 1.0)
-    await mesh.append("e0-0.0", 0, 11)
-    await mesh.append("e0-1.0", 0, 1)
-    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-1.0"], ReleaseReason.DRAINED)
-    assert await lease(mesh) == ["e0-1.0", "e0-0.0"]
 
 
 async def test_a_large_group_with_places_by_rank_leaves_every_queue_at_once(store: TrajectoryStore) -> None:

@@ -14,23 +14,6 @@ from .store_mesh import Mesh, limits, policy
 from .stored_keys import read_truth
 
 
-async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(4)
-    await mesh.complete_all()
-    await mesh.admit(1)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    assert await store.training.roll_back(mesh.trainer) == 5
-    view = await store.mesh.view()
-    assert (view.admitted_unconsumed, view.cut_step) == (0, 0)
-    assert (await store.mesh.counts()).drops == {"rolled_back": 5}
-    await mesh.admit(2)
-    await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, ["e0-5", "e0-6"])
-    assert await store.training.claim(mesh.trainer, 1, 1.0) is not None
-    assert (await read_truth(store)).problems == []
-
-
 async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(6)

@@ -119,17 +119,6 @@ async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: Trajector
     assert (await read_truth(store)).problems == []
 
 
-async def test_re_registration_never_exceeds_the_pool(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, pool_size=3)
-    await mesh.admit(3)
-    await store.trajectories.lease(mesh.session, 2)
-    late = await store.sessions.open("late")
-    await other_server(store)
-    answers = await store.sessions.reregister(late, [held(f"e0-{g}.{m}") for g in (1, 2) for m in (0, 1)])
-    assert sum(a.kept for a in answers) == 1
-    assert (await store.mesh.view()).leased == 3
-
-
 async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

@@ -97,62 +97,6 @@ async def test_a_member_that_takes_an_earlier_members_id_refuses_its_late_saves(
     assert [(i.trajectory.trajectory_id, i.incarnation) for i in replacement] == [("e0-2.3", 1)]
 
 
-async def test_a_group_with_forks_begins_again_with_the_members_of_its_admission(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await train_one_step(mesh)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
-    await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
-    await mesh.append("e0-2.2", 0, 3)
-    assert await store.restarted.restart(mesh.leader, ["e0-2"]) == 1
-    assert await mesh.append("e0-2.2", 3, 1) is WriteStatus.LOST
-    leased = await store.trajectories.lease(mesh.session, 4)
-    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.0", "e0-2.1"]
-    assert (await store.mesh.counts()).dropped_tokens["restarted"] == 3
-    fork = await store.trajectories.fork(mesh.session, "e0-2.0", "another")
-    assert fork.leased is not None
-    assert (fork.leased.trajectory.trajectory_id, fork.leased.incarnation) == ("e0-2.2", 1)
-    assert await mesh.complete_all(version=1) == 0
-    for item, reward in zip([*leased, fork.leased], (1.0, 0.0, 1.0), strict=True):
-        await mesh.complete(item, reward, version=1)
-    assert await truth_of(store) == {"e0-2": "ready"}
-
-
-async def test_a_group_with_forks_keeps_its_spare_members_when_it_begins_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0, most_members=5)
-    await train_one_step(mesh)
-    await mesh.admit(1, spare=1)
-    await store.trajectories.lease(mesh.session, 3)
-    await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
-    await mesh.append("e0-2.0", 0, 3)
-    await store.trajectories.fail(mesh.session, [("e0-2.1", "broke")])  # e0-2.4 replaces it
-    assert await store.restarted.restart(mesh.leader, ["e0-2"]) == 1
-    leased = await store.trajectories.lease(mesh.session, 5)
-    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.0", "e0-2.2", "e0-2.3"]
-
-
-async def test_dead_and_unscorable_members_stay_when_their_group_begins_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await train_one_step(mesh)
-    await mesh.admit(1, needed=3)
-    by_id = {i.trajectory.trajectory_id: i for i in await store.trajectories.lease(mesh.session, 3)}
-    await mesh.append("e0-2.0", 0, 6)
-    await store.trajectories.fail(mesh.session, [("e0-2.0", "broke")])
-    await mesh.complete(by_id["e0-2.1"], None)
-    await mesh.complete(by_id["e0-2.2"], 1.0)
-    await store.restarted.set_aside(mesh.leader, ["e0-2"])
-    assert (await store.mesh.counts()).dropped_tokens == {"dead": 6, "unscorable": 5, "set_aside": 5}
-    assert await truth_of(store) == {"e0-2": "aside"}
-    await store.restarted.recall(mesh.leader, 2, 1)
-    leased = await store.trajectories.lease(mesh.session, 9)
-    assert [i.trajectory.trajectory_id for i in leased] == ["e0-2.2", "e0-2.3", "e0-2.4"]
-    assert [letter.trajectory_id for letter in await store.dead_letters.newest()] == ["e0-2.0"]
-    for item in leased:
-        await mesh.complete(item, float(item.trajectory.member_index == 3), version=1)
-    assert (await store.mesh.view()).ready_groups == 1
-    assert (await read_truth(store)).problems == []
-
-
 @pytest.mark.parametrize("members", [4, 150])
 async def test_a_group_that_is_evicted_during_its_reset_counts_as_drawn_whatever_its_size(
     store: TrajectoryStore, members: int
@@ -193,22 +137,6 @@ async def test_groups_set_aside_wait_until_they_are_recalled_oldest_first(store:
     assert await mesh.complete_all(version=1) == 6
     await store.leadership.cut(mesh.leader, 2, ["e0-2", "e0-3"])
     assert (await store.mesh.view()).recalled_groups == 0, "the long round ends with its cut"
-
-
-async def test_a_rollback_keeps_what_is_aside_and_the_end_of_the_run_counts_it(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await train_one_step(mesh)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 4)
-    await mesh.append("e0-2.0", 0, 2)
-    await mesh.append("e0-3.0", 0, 2)
-    await store.restarted.set_aside(mesh.leader, ["e0-3"])
-    assert await store.training.roll_back(mesh.trainer) == 1
-    assert await truth_of(store) == {"e0-3": "aside"}
-    assert await store.leadership.evict(mesh.leader, ["e0-3"], "run_complete") == 1
-    assert await truth_of(store) == {}
-    assert await store.ledger.dropped_groups() == {"e0-2": "rolled_back", "e0-3": "run_complete"}
-    assert (await store.mesh.counts()).trajectories["leased"] == 0
 
 
 async def test_a_batch_file_takes_its_group_out_of_what_is_aside(store: TrajectoryStore) -> None:

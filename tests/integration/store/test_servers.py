@@ -8,14 +8,18 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import redis
 from pydantic import SecretStr
 
-from rollmesh.config import load_run_config
+from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.launcher.redis import embedded_server, running_store
+from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.health import Waits
-from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore, embedded
 from rollmesh.store.embedded import find_server_binary
 from rollmesh.store.store_metrics import StoreCallWaits
 
@@ -276,3 +280,57 @@ def test_a_start_that_fails_for_another_reason_touches_no_file(tmp_path: Path) -
         assert sorted(path.name for path in (tmp_path / "run" / "appendonlydir").iterdir()) == before
     finally:
         taken.kill()
+
+
+def servers_in(folder: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cwd", "status"]) if p.info["cwd"] == str(folder.resolve())]
+
+
+@pytest.mark.parametrize("name", ["exp[lr=1e-4]", "a*b?", "[!a]", "{a,b}", 'two "words" \\', "-", "größe", "$HOME"])
+def test_a_server_in_a_folder_of_any_name_has_its_password_its_log_and_no_port(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    server = EmbeddedServer(folder, EmbeddedOptions(password="a secret", maxmemory_bytes=1 << 26))
+    assert server.start()
+    try:
+        with redis.Redis.from_url(server.url) as guest, pytest.raises(redis.AuthenticationError):
+            guest.ping()
+        with redis.Redis.from_url(server.url, password="a secret") as client:
+            client.set("key", "value")
+            assert client.config_get("maxmemory")["maxmemory"] == str(1 << 26)
+        assert server.pid is not None
+        assert not psutil.Process(server.pid).net_connections("inet")
+        assert (folder / "redis.log").stat().st_size > 0
+        assert (folder / "appendonlydir").is_dir()
+        assert "a secret" not in "".join(p.read_text() for p in folder.iterdir() if p.is_file() and p.suffix != ".log")
+    finally:
+        server.stop()
+    assert not servers_in(folder)
+
+
+def test_a_server_that_does_not_answer_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_START_SECONDS", -1.0)
+    server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
+    with pytest.raises(StoreUnavailable, match="has not answered"):
+        server.start()
+    assert not servers_in(server.folder)
+
+
+async def test_a_server_whose_start_the_user_stops_is_ended(tmp_path: Path) -> None:
+    run = RunConfig.model_validate(
+        {"name": "stopped", "folder": str(tmp_path), "model": {"path": "models/tiny"}, "trainer": {"train_steps": 1}}
+    )
+    folder = RunFolder(tmp_path)
+    server = embedded_server(run, folder)
+
+    async def use() -> None:
+        async with running_store(run, folder):
+            await asyncio.Event().wait()
+
+    using = asyncio.create_task(use())
+    async with asyncio.timeout(120):
+        while server.pid is None:
+            await asyncio.sleep(0.001)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert not servers_in(server.folder)

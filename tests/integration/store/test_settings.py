@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from rollmesh.config.store import StoreConfig
+from rollmesh.errors import ConfigError
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
 from .store_mesh import Mesh, policy
@@ -105,16 +106,6 @@ async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_
     assert request is not None and request.policy_version == 0
 
 
-async def test_an_unpinning_that_redis_has_forgotten_is_repeated(
-    durable_server: EmbeddedServer, clients: Clients
-) -> None:
-    gateway, _ = clients
-    await gateway.policies.pin(0)
-    await back_as_it_was_before(durable_server, lambda: gateway.policies.pin(None))
-    await gateway.mesh.view()
-    assert await gateway.policies.pinned() is None
-
-
 async def test_a_rollback_that_was_carried_out_is_not_asked_for_again(
     durable_server: EmbeddedServer, clients: Clients
 ) -> None:
@@ -167,3 +158,42 @@ async def test_nothing_is_leased_while_the_launcher_pauses(store: TrajectoryStor
     assert await store.trajectories.lease(mesh.session, 1) == []
     await store.settings.set_launcher_paused(False)
     assert len(await store.trajectories.lease(mesh.session, 1)) == 1
+
+
+async def test_the_newest_wish_holds_until_it_is_taken_back(store: TrajectoryStore) -> None:
+    assert await store.scaling.requests() == {}
+    await store.scaling.request("generator", 3)
+    await store.scaling.request("reward", 2)
+    await store.scaling.request("generator", 0)
+    assert await store.scaling.requests() == {"generator": 0, "reward": 2}
+    await store.scaling.request("generator", None)
+    assert await store.scaling.requests() == {"reward": 2}
+
+
+async def test_a_wish_says_whether_a_launcher_carries_it_out(store: TrajectoryStore) -> None:
+    assert not await store.scaling.request("generator", 2)
+    assert await store.scaling.take("launcher") == {"generator": 2}
+    assert await store.scaling.request("generator", 3)
+    await store.scaling.leave()
+    assert not await store.scaling.request("generator", 2)
+    assert await store.scaling.requests() == {"generator": 2}
+
+
+@pytest.mark.parametrize(
+    ("service", "replicas", "text"),
+    [
+        ("trainer", 2, "launcher.trainer_processes"),
+        ("trainer", None, "launcher.trainer_processes"),
+        ("generators", 2, "generators cannot be scaled: expected one of generator, reward, rollout"),
+        ("generator", -1, "generator=-1: expected 0 to 256 replicas"),
+        ("generator", 257, "expected 0 to 256"),
+        ("rollout", 0, "rollout=0: expected 1 to 256"),
+        ("reward", 0, "reward=0: expected 1 to 256"),
+    ],
+)
+async def test_a_wish_that_cannot_be_met_is_refused_with_the_reason(
+    store: TrajectoryStore, service: str, replicas: int | None, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        await store.scaling.request(service, replicas)
+    assert await store.scaling.requests() == {}

@@ -1,10 +1,15 @@
-"""Groups with spare members: once enough members are scored, the others are cut off and counted as surplus."""
+"""Members beyond the needed ones: spare ones, which are cut off as surplus, and forks, which the group waits for."""
 
 from __future__ import annotations
 
-from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
+import pytest
 
-from .store_mesh import Mesh, policy
+from rollmesh.errors import SessionLost
+from rollmesh.mesh import Desired
+from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.types import ForkStatus
+
+from .store_mesh import Mesh, held
 from .stored_keys import read_truth
 
 
@@ -41,64 +46,6 @@ async def test_the_last_needed_score_cuts_off_members_in_every_state(store: Traj
     assert await store.trajectories.lease(mesh.session, 8) == []
 
 
-async def test_a_batch_has_the_scored_members_only_and_the_surplus_goes_with_its_group(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1, needed=2, spare=1)
-    first, second, third = await store.trajectories.lease(mesh.session, 3)
-    await mesh.append(first.trajectory.trajectory_id, 0, 3)
-    await mesh.complete(second, 1.0)
-    await mesh.complete(third, 0.0)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
-    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2"]
-    await train(mesh)
-    counts = await store.mesh.counts()
-    assert (counts.trajectories["surplus"], counts.totals["surplus_total"]) == (0, 1)
-    assert counts.dropped_tokens == {"surplus": 3}
-    assert (await read_truth(store)).problems == []
-
-
-async def test_tokens_of_the_surplus_do_not_age_the_group(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await store.policies.announce(mesh.trainer, policy(1))
-    await mesh.admit(1, needed=2, spare=1)
-    old, first, second = await store.trajectories.lease(mesh.session, 3)
-    await mesh.append(old.trajectory.trajectory_id, 0, 3, version=0)
-    await mesh.complete(first, 1.0, version=1)
-    assert [g.min_train_step for g in (await store.mesh.view()).stalest_open] == [0]
-    await mesh.complete(second, 0.0, version=1)
-    view = await store.mesh.view()
-    assert [(g.group_id, g.min_train_step) for g in view.ready] == [("e0-0", 1)]
-    assert view.unclaimed_by_step == ((1, 1),)
-
-
-async def test_a_filtered_group_counts_its_surplus_once(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, filter_zero_variance=True)
-    await mesh.admit(1, needed=2, spare=1)
-    first, second, third = await store.trajectories.lease(mesh.session, 3)
-    await mesh.append(third.trajectory.trajectory_id, 0, 3)
-    await mesh.complete(first, 1.0)
-    await mesh.complete(second, 1.0)
-    counts = await store.mesh.counts()
-    assert counts.dropped_tokens == {"surplus": 3, "filtered_all_right": 10}
-    assert counts.trajectories["surplus"] == 0
-    assert sum(counts.dropped_tokens.values()) == counts.totals["saved_tokens_total"]
-    assert (await read_truth(store)).problems == []
-
-
-async def test_members_without_a_score_are_replaced_up_to_the_most_members(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, most_members=5)
-    await mesh.admit(1, needed=2, spare=2)
-    for value in (None, None, None, 1.0):
-        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
-    view = await store.mesh.view()
-    assert (view.open_groups, view.pending) == (1, 1), "four members and one replacement"
-    await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], 0.0)
-    assert (await store.mesh.view()).ready_groups == 1
-    assert (await read_truth(store)).problems == []
-
-
 async def test_a_group_without_spare_members_waits_for_its_forks(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, most_members=3)
     await mesh.admit(1)
@@ -109,3 +56,97 @@ async def test_a_group_without_spare_members_waits_for_its_forks(store: Trajecto
     await mesh.complete(first, 1.0)
     await mesh.complete(second, 0.0)
     assert (await store.mesh.view()).open_groups == 1
+
+
+async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first, second = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert fork.status is ForkStatus.FORKED and fork.leased is not None
+    child = fork.leased
+    assert child.trajectory.trajectory_id == "e0-0.2"
+    assert child.trajectory.prompt.token_ids.tolist() == first.trajectory.prompt.token_ids.tolist()
+    assert (child.attempt, child.lease_new, child.trajectory.segments) == (1, True, ())
+    assert (await store.mesh.view()).leased == 3
+    assert (await read_truth(store)).problems == []
+
+    await mesh.complete(first, 1.0)
+    await mesh.complete(second, 0.0)
+    assert (await store.mesh.view()).ready_groups == 0
+    await mesh.complete(child, 1.0)
+    view = await store.mesh.view()
+    assert view.ready_groups == 1
+    await store.leadership.cut(mesh.leader, 1, [group.group_id for group in view.ready])
+    batch = await store.training.claim(mesh.trainer, 1, 5)
+    assert batch is not None
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.0", "e0-0.1", "e0-0.2"]
+    assert (await read_truth(store)).problems == []
+
+
+@pytest.mark.parametrize("returned", ["released", "registered again"])
+async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
+    store: TrajectoryStore, returned: str
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    (first, _) = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert fork.leased is not None
+    child = fork.leased.trajectory.trajectory_id
+    if returned == "released":
+        await store.trajectories.release(mesh.session, [child], ReleaseReason.DRAINED)
+    else:
+        await store.sessions.reregister(mesh.session, [held("e0-0.0"), held("e0-0.1")], "worker")
+    assert (await store.mesh.view()).pending == 1
+    again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert again.leased is not None
+    assert again.leased.trajectory.trajectory_id == child
+    assert ((await store.mesh.view()).pending, (await store.mesh.view()).leased) == (0, 3)
+    assert (await store.mesh.counts()).totals["forks_total"] == 1
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_member_that_another_worker_has_leased_meanwhile_is_not_given_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    (first, _) = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert fork.leased is not None
+    await store.trajectories.release(mesh.session, [fork.leased.trajectory.trajectory_id], ReleaseReason.FAILED)
+    assert len(await store.trajectories.lease(await store.sessions.open("another"), 4)) == 1
+    again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert again.leased is not None
+    assert again.leased.trajectory.trajectory_id != fork.leased.trajectory.trajectory_id
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_fork_is_refused_where_nothing_may_be_leased(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, pool_size=3)
+    await mesh.admit(2)
+    leased = await store.trajectories.lease(mesh.session, 3)
+    name = leased[0].trajectory.trajectory_id
+    assert (await store.trajectories.fork(mesh.session, name, "a")).status is ForkStatus.POOL_FULL
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=3, paused=True))
+    assert (await store.trajectories.fork(mesh.session, name, "a")).status is ForkStatus.PAUSED
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=64))
+    stranger = await store.sessions.open("stranger")
+    assert (await store.trajectories.fork(stranger, name, "a")).status is ForkStatus.LOST
+    for nonce in "ab":
+        assert (await store.trajectories.fork(mesh.session, name, nonce)).status is ForkStatus.FORKED
+    assert (await store.trajectories.fork(mesh.session, name, "c")).status is ForkStatus.GROUP_FULL
+    await store.sessions.close(mesh.session)
+    with pytest.raises(SessionLost):
+        await store.trajectories.fork(mesh.session, name, "d")
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_lease_can_leave_new_work_alone(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    (first,) = await store.trajectories.lease(mesh.session, 1)
+    assert await mesh.append(first.trajectory.trajectory_id, 0, 4) == 1
+    await store.trajectories.release(mesh.session, [first.trajectory.trajectory_id], ReleaseReason.DRAINED)
+    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(mesh.session, 8, 0)] == ["e0-0.0"]
+    assert await store.trajectories.lease(mesh.session, 8, 0) == []
+    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(mesh.session, 8, 1)] == ["e0-0.1"]

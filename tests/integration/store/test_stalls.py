@@ -159,45 +159,6 @@ async def test_a_finished_trajectory_is_not_scored_for_the_tokens_of_another_wor
     assert [t.incarnation for t in await store.trajectories.lease_scoring(awake, 1)] == [1]
 
 
-async def test_a_restart_that_is_sent_again_changes_nothing_and_only_the_holder_can_send_it(
-    store: TrajectoryStore,
-) -> None:
-    mesh, other = await stalled(store)
-    assert await store.trajectories.restart(mesh.session, [NAME]) == [None]
-    assert await store.trajectories.restart(other, [NAME]) == [1]
-    assert await store.trajectories.restart(other, [NAME, "e0-0.1"]) == [1, None]
-    assert (await store.mesh.counts()).totals["restarts_total"] == 1
-    await append(store, other, [], THEIRS, incarnation=1)
-    assert await store.trajectories.restart(other, [NAME]) == [2]
-    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
-    assert [(t.trajectory.trajectory_id, t.incarnation) for t in await store.trajectories.lease(other, 1)] == [
-        (NAME, 2)
-    ]
-
-
-async def test_a_queue_of_the_version_before_continues_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
-    await append(store, mesh.session, [], OURS)
-    # What that version left: digests of single saves, under the number of tokens before them.
-    key = store.connection.keys.of("trajectory", NAME)
-    await store.connection.command("HDEL", key, "d100", "incarnation")
-    await store.connection.command("HSET", key, "c0", "0123456789abcdef")
-    await store.trajectories.release(mesh.session, [NAME], ReleaseReason.DRAINED)
-    (leased,) = await store.trajectories.lease(mesh.session, 1)
-    assert leased.incarnation == 0
-    await other_server(store)
-    assert [
-        a.kept for a in await store.sessions.reregister(mesh.session, [held(NAME, *leased.trajectory.segments)])
-    ] == [True]
-    assert await append(store, mesh.session, [OURS], segment(20, start=100)) is WriteStatus.SAVED
-    assert await append(store, mesh.session, [OURS], segment(20, start=100)) is WriteStatus.DUPLICATE
-    assert await append(store, mesh.session, [THEIRS, OURS], segment(1)) is WriteStatus.REFUSED
-    assert await store.trajectories.restart(mesh.session, [NAME]) == [1]
-    assert not [f for f in await store.connection.command("HKEYS", key) if f[:1] in b"cd"]
-
-
 async def test_an_offset_without_the_digest_of_the_tokens_before_it_is_a_clear_error(store: TrajectoryStore) -> None:
     item = Append(trajectory_id=NAME, token_offset=4, segments=[segment(2)], digest=TokenDigest())
     with pytest.raises(DataError, match="token_offset is 4, but digest covers 0 tokens"):

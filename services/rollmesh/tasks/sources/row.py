@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.characters import half_character
-from rollmesh.config.data import DOMAIN_PATTERN, JsonlSource
+from rollmesh.config.data import DOMAIN_PATTERN
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, short_repr
@@ -39,16 +39,6 @@ class RowFormat:
     verifier_field: str | None = None
     verifier_required: bool = True
     chat: bool = False
-
-
-def table_format(source: JsonlSource) -> RowFormat:
-    """Return the format of the rows of a file."""
-    return RowFormat(
-        prompt_field=source.prompt_field,
-        answer_field=source.answer_field,
-        verifier_field=source.verifier_field,
-        chat=source.chat,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,9 +90,9 @@ class RowSource(PromptSource, Protocol):
 
 
 SOURCES: Mapping[str, str] = {
-    "countdown": "countdown:open_countdown",
-    "jsonl": "sources.tables:open_jsonl",
-    "parquet": "sources.tables:open_parquet",
+    "countdown": "countdown:CountdownPrompts",
+    "jsonl": "sources.tables:open_table",
+    "parquet": "sources.tables:open_table",
     "reasoning_gym": "reasoning_gym:ReasoningGymPrompts",
     "python": "sources.tables:open_python",
     "mixture": "sources.derived:open_mixture",

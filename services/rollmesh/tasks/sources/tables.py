@@ -13,7 +13,7 @@ import numpy as np
 
 from rollmesh.config.data import JsonlSource, ParquetSource, PythonSource
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.row import Row, RowFormat, table_format
+from rollmesh.tasks.sources.row import Row, RowFormat
 from rollmesh.tasks.sources.rows import RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 from rollmesh.user_code import call_target, load_target, own_code
@@ -83,9 +83,16 @@ class JsonlRows:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
 
 
-def open_jsonl(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
+def open_table(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
     """Open the file of a run; the rows are checked here."""
-    return RowPrompts(JsonlRows(source.path), table_format(source), settings)
+    rows = ParquetRows(source.path) if isinstance(source, ParquetSource) else JsonlRows(source.path)
+    form = RowFormat(
+        prompt_field=source.prompt_field,
+        answer_field=source.answer_field,
+        verifier_field=source.verifier_field,
+        chat=source.chat,
+    )
+    return RowPrompts(rows, form, settings)
 
 
 def _check_format(begin: bytes, path: str | Path) -> None:
@@ -153,11 +160,6 @@ class ParquetRows:
 
     def prompt_id(self, number: int) -> str:
         return f"{self._path.name}:{number + 1}"
-
-
-def open_parquet(source: ParquetSource, settings: SourceSettings) -> RowPrompts:
-    """Open the table of a run; the rows are checked here."""
-    return RowPrompts(ParquetRows(source.path), table_format(source), settings)
 
 
 class PythonRows:

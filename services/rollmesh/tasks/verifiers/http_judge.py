@@ -63,7 +63,15 @@ class HttpJudgeVerifier:
         ``temperature``, ``max_tokens`` and ``chat_template_kwargs``, for example {enable_thinking: false}, are sent to
         a chat model; null leaves one out, for judges that refuse it. Raises ConfigError with the invalid option.
         """
-        _check_options(url, format, timeout_seconds, retries, scale, model, template, concurrency)
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"reward.options.url: {url!r} must begin with http:// or https://")
+        if format == "chat" and (not model or "{response}" not in template):
+            raise ConfigError("reward.options: format=chat needs model, and a template that contains {response}")
+        if not timeout_seconds > 0 or retries < 0 or concurrency < 1 or not math.isfinite(scale):
+            raise ConfigError(
+                f"reward.options: timeout_seconds={timeout_seconds} (> 0), retries={retries} (>= 0), "
+                f"concurrency={concurrency} (>= 1), scale={scale} (finite)"
+            )
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "chat_template_kwargs": chat_template_kwargs}
         self._url = url
         self._chat = format == "chat"
@@ -183,27 +191,6 @@ def _compiled(score_pattern: str) -> re.Pattern[str]:
     if pattern.groups < 1:
         raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
     return pattern
-
-
-def _check_options(
-    url: str,
-    format: str,
-    timeout_seconds: float,
-    retries: int,
-    scale: float,
-    model: str,
-    template: str,
-    concurrency: int,
-) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"reward.options.url: {url!r} must begin with http:// or https://")
-    if format == "chat" and (not model or "{response}" not in template):
-        raise ConfigError("reward.options: format=chat needs model, and a template that contains {response}")
-    if not timeout_seconds > 0 or retries < 0 or concurrency < 1 or not math.isfinite(scale):
-        raise ConfigError(
-            f"reward.options: timeout_seconds={timeout_seconds} (> 0), retries={retries} (>= 0), "
-            f"concurrency={concurrency} (>= 1), scale={scale} (finite)"
-        )
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

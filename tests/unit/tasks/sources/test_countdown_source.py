@@ -6,22 +6,38 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.countdown import CountdownPrompts, Puzzle, draw_puzzle
-from rollmesh.tasks.sources.source_protocol import PromptSource, Split
+from rollmesh.tasks.sources.source_protocol import PromptSource, SourceSettings, Split
+from rollmesh.types import Int32Array
 
 PINNED = ["4 9 2 6 1 5 8 > 3 :", "7 4 6 1 9 8 5 > 3 :", "4 1 2 5 8 7 > 7 :"]
 """The first prompts of the demo's evaluation."""
 
 
-def encode(text: str) -> list[int]:
-    return [ord(word[0]) for word in text.split()]
+class Words:
+    """A tokenizer of one token per word."""
+
+    def encode(self, text: str) -> Int32Array:
+        return np.array([ord(word[0]) for word in text.split()], np.int32)
 
 
 def source(seed: int = 0, split: Split = "train", low: int = 5, high: int = 8) -> CountdownPrompts:
-    return CountdownPrompts(encode, seed=seed, split=split, min_numbers=low, max_numbers=high)
+    settings = SourceSettings(
+        tokenizer=Words(),  # type: ignore[arg-type]
+        seed=seed,
+        split=split,
+        shuffle=True,
+        max_prompt_tokens=64,
+        held_out_ratio=0.0,
+        keep_messages=False,
+        on_checked=None,
+    )
+    return CountdownPrompts(CountdownSource.model_construct(min_numbers=low, max_numbers=high), settings)
 
 
 def test_the_same_position_is_the_same_prompt_in_any_order_of_access() -> None:
@@ -89,7 +105,7 @@ def test_the_prompt_carries_its_text_and_what_the_verifier_needs() -> None:
     prompt = prompts.prompt(0, 7)
     puzzle = source().puzzle(0, 7)
     assert puzzle.text.endswith(f"> {puzzle.target} :")
-    assert prompt.token_ids.tolist() == encode(puzzle.text)
+    assert prompt.token_ids.tolist() == Words().encode(puzzle.text).tolist()
     assert prompt.metadata == {"numbers": list(puzzle.numbers), "target": puzzle.target}
     assert prompt.verifier == "countdown"
 
