@@ -23,8 +23,7 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
 from rollmesh.report.compare import compare, equality_verdict, print_comparison
 from rollmesh.report.console import run_console
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 
 Updates = Annotated[int, typer.Option(help="Train steps of each run.", min=2)]
 Folder = Annotated[Path | None, typer.Option(help="Parent of the run folders; default: in runs/.")]

@@ -8,8 +8,7 @@ from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import CachePool, Desired, EngineLoad, GroupView, MeshView
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 
 _STEP = 100
 """Train step of the views: the middle of a run."""

@@ -32,8 +32,7 @@ from benchmarks.real_run import real_run
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 from rollmesh.sim.calibration import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
 from rollmesh.sim.run_records import RunRecords
 

@@ -17,8 +17,7 @@ from typing import Any
 from benchmarks.published.speed_ups import PublishedArm, PublishedSetup, PublishedSpeedUp, Quantity
 from rollmesh.config import load_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 from rollmesh.sim.arms import parse_setup
 from rollmesh.sim.figures import Figures, figures
 from rollmesh.sim.roofline import WEIGHT_BYTES, Efficiencies, find_gpu, find_model, weight_count

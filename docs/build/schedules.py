@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from docs.build.page_text import templates, write_pages
 from docs.build.picture import draw
 from docs.build.pictured_run import LENGTHS, UPDATE_TICKS, UPDATES, PicturedRun
-from docs.build.preset_advice import ADVICE
 from rollmesh.cli.schedule_table import numbers
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.report.formats import percent
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 
 PICTURES = "schedules"
 _BATCH, _GROUP = 4, 2
@@ -34,7 +32,6 @@ def schedule_files() -> dict[str, str]:
     document = environment.get_template("schedules.md.j2").render(
         presets=PRESETS,
         numbers={name: ", ".join(numbers(preset)) for name, preset in PRESETS.items()},
-        advice=ADVICE,
         figures={name: figures_of(run) for name, run in runs.items()},
         batch=_BATCH,
         size=_GROUP,

@@ -1,4 +1,4 @@
-"""Command ``rollmesh schedules``: every preset with its numbers, its source and its deviations."""
+"""Command ``rollmesh schedules``: every preset with its numbers, its source, its use and its cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollmesh.scheduling.presets import PRESETS, Preset
 
 
 def schedules() -> None:
-    """Print the schedules that `schedule.preset` names: numbers, source, deviations, companion settings.
+    """Print the schedules that `schedule.preset` names: numbers, source, deviations, use, cost, companion settings.
 
     B is `schedule.groups_per_batch`, n is `schedule.group_size`, the trajectories of a prompt. Every number can be
     overridden in the run file.
@@ -22,6 +22,8 @@ def schedules() -> None:
         typer.echo(f"  source: {preset.source}")
         if preset.deviation:
             typer.echo(f"  differs: {preset.deviation}")
+        typer.echo(f"  use: {preset.use}")
+        typer.echo(f"  cost: {preset.cost}")
         if preset.goes_with:
             typer.echo(f"  goes with: {preset.goes_with}")
 

@@ -40,22 +40,21 @@ class ScheduleConfig(Section):
         "streamrl",
         "flexmarl",
     ] = "copris"
-    """Named schedule of the literature."""
+    """Named schedule of the literature; docs/schedules.md and ``rollmesh schedules`` have their numbers."""
     groups_per_batch: int = Field(default=16, ge=1, le=2048)
     """B: groups that one train step consumes; trajectories with harvest trajectory."""
     group_size: int = Field(default=8, ge=1, le=1024)
     """n: trajectories of a prompt. They are a group, which n scored ones complete, or n groups of one each with harvest
     trajectory."""
     harvest: Literal["group", "trajectory"] | None = None
-    """Unit in which answers enter a batch; null uses the value of the preset (sorted, sorted_partial: trajectory, all
-    others: group). trajectory: every answer is a group of one, and the answers to one prompt may be in different
-    batches; it needs an advantage that compares the trajectories of a batch (reinforce_pp)."""
+    """Unit in which answers enter a batch; null uses the value of the preset. trajectory: every answer is a group of
+    one, and the answers to one prompt may be in different batches; it needs an advantage that compares the trajectories
+    of a batch (reinforce_pp)."""
     spare_members: int | None = Field(default=None, ge=0, le=100)
     """Trajectories launched per group beyond n; null uses the value of the preset. Once n are scored the others are cut
     off, which favours short answers: compare the drops by length decile (RollPacker)."""
     wave_batches: int | None = Field(default=None, ge=1, le=64)
-    """Batches of a wave, for presets with waves (sync, one_step_off, april, sorted,
-    sorted_partial, rollpacker, ulorl, kimi, streamrl, flexmarl): the next wave opens after they are cut; null uses the
+    """Batches of a wave, for presets with waves: the next wave opens after they are cut; null uses the
     value of the preset (SortedRL: several batches a wave)."""
     spare_groups: int | None = Field(default=None, ge=0, le=4096)
     """Groups open beyond those that the wave needs, for presets with waves; null uses the value of the preset
@@ -67,7 +66,7 @@ class ScheduleConfig(Section):
     pool_size: PoolSize = None
     """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the smaller of what
     the caches of the generators hold and of what the trainer can consume in time, by Little's law on measured times; it
-    needs a preset without waves and without a barrier (copris, areal, pipeline, roll, dart), and no segments. With a
+    needs a preset without waves and without a barrier, and no segments. With a
     window of at most two batches the trainer's bound is always one batch."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest staleness of a trained trajectory, in train steps; null uses the value of the preset."""
@@ -90,15 +89,15 @@ class ScheduleConfig(Section):
     (StreamRL, FlexMARL)."""
     segment_tokens: int | None = Field(default=None, ge=0)
     """Tokens of one policy version after which an unfinished trajectory rests: it continues under a newer policy, or
-    when no other trajectory can run. 0 for no rest, null uses the value of the preset (ulorl: an eighth of
-    rollout.max_new_tokens, kimi: a quarter, but at least rollout.partial_save_tokens). Episodes that are saved only at
+    when no other trajectory can run. 0 for no rest, null uses the value of the preset, a share
+    of rollout.max_new_tokens, but at least rollout.partial_save_tokens. Episodes that are saved only at
     their end do not rest. A generator that is late with its reload begins another segment of its version."""
     start_order: Literal["admission", "longest_expected"] | None = None
-    """Order in which groups start, within blocks of groups_per_batch admitted groups; null uses the value of the preset
-    (streamrl: longest_expected, all others: admission). longest_expected: the longest
-    mean length of the prompt's earlier trajectories first, prompts without any before them (StreamRL). It needs
-    prompts that come again (more than one epoch), and a rank correlation of at least 0.5 between expected and true
-    lengths, measured over the newest 256 groups; below that, and before 32 groups, the order is admission."""
+    """Order in which groups start, within blocks of groups_per_batch admitted groups; null uses the value of the
+    preset. longest_expected: the longest mean length of the prompt's earlier trajectories first, prompts without any
+    before them (StreamRL). It needs prompts that come again (more than one epoch), and a rank correlation of at least
+    0.5 between expected and true lengths, measured over the newest 256 groups; below that, and before 32 groups, the
+    order is admission."""
     resume_order: Literal["admission", "most_tokens", "nearest_end"] = "admission"
     """Order in which partial trajectories continue, before new ones start, within blocks of groups_per_batch admitted
     groups. admission: the first admitted group first; most_tokens: the most tokens first; nearest_end: the fewest
@@ -107,9 +106,8 @@ class ScheduleConfig(Section):
     orders among them are ours."""
     cut_order: Literal["admission", "shortest", "oldest"] | None = None
     """Order in which ready groups enter a batch, after the groups that later batches could no longer train; null uses
-    the value of the preset (roll: oldest, sorted and sorted_partial: shortest, all others: admission). admission: the
-    first admitted first; shortest: the fewest tokens of scored trajectories first (SortedRL); oldest: the oldest
-    weights first (ROLL)."""
+    the value of the preset. admission: the first admitted first; shortest: the fewest tokens of scored trajectories
+    first (SortedRL); oldest: the oldest weights first (ROLL)."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal; refunds their capacity."""
     max_filtered_in_a_row: int | None = Field(default=None, ge=1)

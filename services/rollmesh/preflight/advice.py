@@ -14,7 +14,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.preflight.run_model import parameters_text
 from rollmesh.scheduling import OnStale, Schedule
-from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
+from rollmesh.scheduling.admission import BYTES_PER_TOKEN, trajectory_bytes
 
 _ADMISSION_SHARE = 0.8
 """Share of the Redis memory limit above which admission of new groups waits."""

@@ -157,10 +157,11 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
         )
     one_batch = bounds.wave_batches == 1 and not bounds.spare_groups
     if PRESETS[section.preset].admission is not AdmissionRule.WAVE or not one_batch:
+        waves = {n: p for n, p in PRESETS.items() if p.admission is AdmissionRule.WAVE and not p.spare_batches}
+        able = [name for name, preset in waves.items() if preset.wave_batches == 1]
         yield (
             f"schedule.part_groups={parts}: schedule.preset={section.preset} may cut other groups than the first ready "
-            "ones; take a preset that opens one batch at a time (sync, one_step_off, streamrl, flexmarl) without spare "
-            "groups, or set 0"
+            f"ones; take a preset that opens one batch at a time ({', '.join(able)}) without spare groups, or set 0"
         )
     if section.groups_per_batch % parts:
         yield (

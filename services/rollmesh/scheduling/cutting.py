@@ -10,13 +10,12 @@ falling due at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from rollmesh.mesh import GroupView, MeshView, WaitReason
-from rollmesh.scheduling.axes import OnStale
-from rollmesh.scheduling.orders import cut_key
+from rollmesh.mesh import Decisions, DropReason, Eviction, GroupView, MeshView, WaitReason
+from rollmesh.scheduling.axes import CutOrder, OnStale
 from rollmesh.scheduling.resolved_schedule import Schedule
 
 
@@ -142,3 +141,49 @@ def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:
 def _oldest_step(schedule: Schedule, view: MeshView) -> float:
     """Return the oldest train step whose tokens the next batch may train on."""
     return -math.inf if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else view.cut_step - schedule.max_staleness
+
+
+def cut_key(order: CutOrder) -> Callable[[GroupView], tuple[float, int]]:
+    """Return the sort key of ready groups; equal groups leave in admission order."""
+
+    def key(group: GroupView) -> tuple[float, int]:
+        first = 0.0
+        if order is CutOrder.SHORTEST:
+            first = group.token_count
+        elif order is CutOrder.OLDEST:
+            first = math.inf if group.min_train_step is None else group.min_train_step
+        return first, group.admission_index
+
+    return key
+
+
+def may_begin_again(schedule: Schedule, view: MeshView) -> bool:
+    """Tell from the counts of the view whether a group begins again."""
+    return schedule.on_stale in (OnStale.RESTART, OnStale.SET_ASIDE) and any_stale(schedule, view)
+
+
+def with_fates(schedule: Schedule, view: MeshView, decisions: Decisions) -> Decisions:
+    """Add what happens to the open and ready groups that exceed the staleness bound at the next cut."""
+    # docs/architecture.md: The staleness bound
+    ids = stale_groups(schedule, view)
+    match schedule.on_stale:
+        case OnStale.RESTART:
+            return replace(decisions, restart=ids)
+        case OnStale.SET_ASIDE:
+            return replace(decisions, set_aside=ids)
+        case _:
+            evicted = tuple(Eviction(group_id=group_id, reason=DropReason.STALE) for group_id in ids)
+            return replace(decisions, evict=evicted + decisions.evict)
+
+
+def groups_to_recall(schedule: Schedule, view: MeshView) -> int:
+    """Return B when a long round begins, or when a leader has left its recall unfinished; else 0.
+
+    It begins when B groups are aside, and no group is ready or has tokens. If all groups of a long round are dropped,
+    new groups take their place.
+    """
+    batch = schedule.groups_per_batch
+    if view.recalled_groups:
+        return batch if view.recalled_groups < batch and view.aside_groups else 0
+    is_idle = not view.ready_groups and not view.unclaimed_by_step
+    return batch if is_idle and view.aside_groups >= batch else 0

@@ -10,8 +10,7 @@ from rollmesh.mesh import Decisions, Desired, DropReason, Eviction, MeshView, Wa
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
 from rollmesh.scheduling.auto_pool import pool_and_bound
 from rollmesh.scheduling.axes import OnStale
-from rollmesh.scheduling.begin_again import groups_to_recall, may_begin_again, with_fates
-from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut
+from rollmesh.scheduling.cutting import CutPlan, any_stale, groups_to_recall, may_begin_again, plan_cut, with_fates
 from rollmesh.scheduling.resolved_schedule import Schedule
 from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out, wakes_resting
 

@@ -1,32 +1,17 @@
-"""Named schedules from the literature: one row of numbers and switches each.
+"""Named schedules from the literature: one row of numbers and switches each (``rollmesh schedules`` prints them).
 
-preset        max_staleness  window  pool_size       admission    barrier  on_stale  other
-sync          0              B       B*n             wave         no       pace
-one_step_off  1              2*B     B*n             wave         no       pace
-copris        4              5*B     ceil(1.5*B)*n   pool         no       pace
-copris_paper  8              9*B     2*B*n           pool         yes      pace
-april         5              6*B     2*B*n           wave         yes      pace      spare_groups B
-sorted        0              4*B     4*B             wave         yes      restart   harvest trajectory, wave_batches 4,
-                                                                                     cut_order shortest
-sorted_partial 4             5*B     4*B             wave         yes      pace      as sorted, spare_groups B
-areal         4              5*B     B*n             concurrency  no       pace
-pipeline      1              2*B     the window      pool         no       pace
-roll          1              2*B     the window      pool         no       evict     cut_order oldest
-dart          2              2*B     ceil(1.5*B)*n   pool         no       pace
-rollpacker    0              1.25*B  1.25*B*1.25*n   wave         yes      set_aside spare_groups B/4, spare_members n/4
-ulorl         7              8*B     2*B*n           wave         yes      pace      spare_groups B, segment_tokens 1/8
-kimi          0              2*B     2*B*n           wave         yes      mask_old_segments  the same, 1/4
-streamrl      1              2*B     B*n             wave         no       pace      part_groups B/8, longest first
-flexmarl      0              B       B*n             wave         no       pace      part_groups B/4
-
-B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is (max_staleness + 1) * B unless
-the run file sets window_groups.
+B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is (max_staleness + 1) * B unless the row
+or the run file sets window_groups. All that documents and the chart say about a preset is generated from its row.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rollmesh.config.yaml_text import parse_yaml
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
 
 
@@ -38,6 +23,10 @@ class Preset:
     """Paper or code that defines the schedule."""
     deviation: str = ""
     """Difference between the schedule and its source."""
+    use: str
+    """Work that it suits."""
+    cost: str
+    """What it costs there."""
     goes_with: str = ""
     """Settings of other sections: those of the source, or those that ``deviation`` names."""
     harvest: Harvest = Harvest.GROUP
@@ -70,6 +59,9 @@ PRESETS = {
     "sync": Preset(
         source="GRPO and PPO as usual: generate, wait, train",
         deviation="none",
+        use="The reference for every comparison: each token is on-policy. Use it to check a loss, a verifier or a "
+        "reward before any schedule is blamed.",
+        cost="Generators wait for the trainer, and the trainer waits for the longest answer of every batch.",
         admission=AdmissionRule.WAVE,
         max_staleness=0,
         fixed_staleness=True,
@@ -78,6 +70,8 @@ PRESETS = {
     "one_step_off": Preset(
         source="asynchronous RLHF (arXiv 2410.18252): batch s+1 is generated while the trainer works on batch s",
         deviation="generators load a version in the middle of a batch, so an answer may have tokens of two versions",
+        use="Short answers of similar lengths, with about as much time for an update as for a batch.",
+        cost="Every batch after the first is one step old. The longest answer of a batch still blocks it.",
         admission=AdmissionRule.WAVE,
         max_staleness=1,
         fixed_staleness=True,
@@ -86,6 +80,10 @@ PRESETS = {
     "copris": Preset(
         source="CoPRIS (arXiv 2511.05589)",
         deviation="no stages: generation continues during the update; the paper bounds no staleness",
+        use="The default: long and uneven answers, generators that come and go, and a correction by importance "
+        "sampling.",
+        cost="Finished groups wait for a slow trainer, up to the window: staleness rises to the bound while generators "
+        "idle. Lower pool_size or max_staleness then.",
         admission=AdmissionRule.POOL,
         max_staleness=4,
         pool_batches=1.5,
@@ -93,6 +91,9 @@ PRESETS = {
     "copris_paper": Preset(
         source="CoPRIS (arXiv 2511.05589): 1024 requests in flight for 64 * 8 samples a step; stages alternate",
         deviation="the paper bounds neither the stages of a trajectory nor its staleness",
+        use="Results that are compared with the paper's, or generators and trainer on the same devices, one after the "
+        "other.",
+        cost="Nothing is generated during an update, and every unfinished answer is pre-filled again after it.",
         goes_with="trainer.algorithm.old_logprobs: stage_end",
         admission=AdmissionRule.POOL,
         max_staleness=8,
@@ -105,6 +106,11 @@ PRESETS = {
         "would exceed 5 steps, so 6 versions, blocks the cut, in the source it may become older; the denominator of "
         "the ratio is the sampler's log-probability, in the source that of the current policy, which corrects nothing: "
         "on the demo 5 to 10 points less",
+        use="Generators and trainer on the same devices, with a long tail: twice the prompts start, and a batch takes "
+        "the first complete ones.",
+        cost="Long answers are completed over several policies, so they are the off-policy ones, which the importance "
+        "ratio corrects: on the demo it learned as `copris` did. The source's code has truncated importance sampling "
+        "as an option: `loss: tis` with `old_logprobs: current`.",
         goes_with="trainer.algorithm.old_logprobs: sampler",
         admission=AdmissionRule.WAVE,
         spare_batches=1,
@@ -117,6 +123,10 @@ PRESETS = {
         "first finished answers, the shortest first; the others begin again",
         deviation="a finished answer that misses its batch begins again too, because it is off-policy. The last batch "
         "of a wave waits for its longest answers with idle slots: more prompts would leave the longest untrained",
+        use="On-policy training with uneven lengths, where answers are short enough to begin again, and the advantage "
+        "needs no group.",
+        cost="Tokens of restarted answers are lost. A batch has answers of similar lengths, so lengths differ from "
+        "batch to batch within a wave.",
         goes_with="trainer.algorithm.advantage: reinforce_pp",
         harvest=Harvest.TRAJECTORY,
         admission=AdmissionRule.WAVE,
@@ -135,6 +145,8 @@ PRESETS = {
         deviation="the log-probabilities of all versions of an answer enter the ratio as they were sampled, at most "
         "max_staleness steps old; the paper bounds no staleness. That bound, and not the end of the wave, is what "
         "makes long answers train",
+        use="As sorted, with answers too long to begin again.",
+        cost="The long answers of a wave are trained last, and off-policy.",
         goes_with="trainer.algorithm.advantage: reinforce_pp",
         harvest=Harvest.TRAJECTORY,
         admission=AdmissionRule.WAVE,
@@ -148,6 +160,9 @@ PRESETS = {
     "areal": Preset(
         source="AReaL (arXiv 2505.24298): eta = 4 for code, 8 for maths; max_concurrent is one batch by default",
         deviation="the bound is also checked for every token of a batch; the source counts the started answers alone",
+        use="A fixed number of requests in flight, with decoupled PPO, which tolerates more staleness.",
+        cost="One more forward pass per batch for the log-probabilities. A group keeps its place until its longest "
+        "answer ends.",
         goes_with="trainer.algorithm: {loss: decoupled_ppo, old_logprobs: recompute}",
         admission=AdmissionRule.CONCURRENCY,
         max_staleness=4,
@@ -157,6 +172,10 @@ PRESETS = {
         source="PipelineRL (arXiv 2509.19128): window_groups is groups_per_update + ceil(max_lag / attempts)",
         deviation="the lag is always bounded, by default to one batch; in the source max_lag is null by default, and "
         "the oldest samples leave a ring buffer",
+        use="Generators that take new weights within an answer (keep_kv): the newest possible tokens at full "
+        "occupancy.",
+        cost="Tokens after a swap attend to a cache of older weights; no checkpoint reproduces them, so the audit does "
+        "not score them again.",
         goes_with="generator.on_new_version: keep_kv",
         admission=AdmissionRule.POOL,
         max_staleness=1,
@@ -167,6 +186,8 @@ PRESETS = {
         source="ROLL (arXiv 2512.22560): window_groups is B + ceil(B * alpha), max_staleness is ceil(alpha)",
         deviation="a batch takes the ready groups; the source waits for unfinished prompts of the older step. Age "
         "counts from the oldest token, in the source from the start of the prompt",
+        use="A hard bound on the age of an answer, where throughput counts more than its longest answers.",
+        cost="Answers that are too slow are dropped. This biases the lengths: watch the drops by length decile.",
         goes_with="trainer.algorithm.old_logprobs: recompute",
         admission=AdmissionRule.POOL,
         max_staleness=1,
@@ -180,6 +201,8 @@ PRESETS = {
         deviation="the dynamic number of rollouts of a task and the pool of stored successes are left out; "
         "staleness may be one step more than the window gives, so that generators need not all load at "
         "once",
+        use="Agents and environments with waits: trajectories are independent, and generators reload one at a time.",
+        cost="During a staggered reload some generators serve the older policy.",
         goes_with="generator.reload_at_once: 1, trainer.algorithm: {loss: tis, old_logprobs: recompute}",
         admission=AdmissionRule.POOL,
         # With the bound at the end of the window, a full window would make every generator load at once.
@@ -192,6 +215,10 @@ PRESETS = {
         "round",
         deviation="the planner of parallelism, the scheduler of rewards and training on idle rollout devices are left "
         "out",
+        use="On-policy training with a long tail: short rounds with a quarter more prompts and answers, and a long "
+        "round for the late ones now and then.",
+        cost="The surplus and the answers that are set aside lose their tokens. Long prompts come late: watch the "
+        "drops and the surplus by length decile.",
         admission=AdmissionRule.WAVE,
         spare_batches=0.25,
         spare_member_share=0.25,
@@ -208,6 +235,8 @@ PRESETS = {
         deviation="the mask of well-mastered tokens is off unless trainer.algorithm.masks has it (mastered). When "
         "every trajectory rests and no batch is complete, all continue under the same policy; the number "
         "of unfinished groups and their age are bounded",
+        use="Very long answers: each is generated in segments, and finished answers do not wait for the others.",
+        cost="A long answer is written by several policies, one per segment.",
         goes_with="trainer.algorithm.old_logprobs: current, schedule.filter_zero_variance: true",
         admission=AdmissionRule.WAVE,
         spare_batches=1,
@@ -224,6 +253,8 @@ PRESETS = {
         "longest answer; the source does not say how many prompts are open at once. A group trains when "
         "its last answer ends, so answers that ended under an older policy are masked whole. Detection "
         "of repetitions and prioritized sampling of prompts are left out",
+        use="Very long answers with a budget of tokens per iteration and answer.",
+        cost="A long answer needs several iterations, and its early segments are off-policy.",
         goes_with="trainer.algorithm: {advantage: dr_grpo}",
         admission=AdmissionRule.WAVE,
         spare_batches=1,
@@ -240,6 +271,9 @@ PRESETS = {
         "first",
         deviation="lengths are expected from the prompt history instead of a trained ranker; the enumeration of "
         "instances is left out: longest first is within 4/3 of the best makespan",
+        use="A trainer apart from the generators, whose update takes long: it works on ready groups while the batch "
+        "completes.",
+        cost="One step of staleness. Longest first needs prompts that come again; without them the order is admission.",
         admission=AdmissionRule.WAVE,
         parts=8,
         max_staleness=1,
@@ -250,6 +284,9 @@ PRESETS = {
     "flexmarl": Preset(
         source="FlexMARL (arXiv 2602.09578): gradients of micro-batches of 16 of 64 samples, one optimizer step",
         deviation="the movement of instances between agents is left out",
+        use="On-policy training where the update takes long beside the generation: gradients are computed while the "
+        "batch completes.",
+        cost="The trainer makes several small passes; the last part still waits for the longest answer.",
         admission=AdmissionRule.WAVE,
         parts=4,
         max_staleness=0,
@@ -257,3 +294,21 @@ PRESETS = {
         pool_batches=1,
     ),
 }
+
+
+def companion_settings(preset: Preset) -> list[str]:
+    """Return the settings that go with a preset, as ``a.b=c`` overrides of a run file."""
+    return [f"{field}={json.dumps(value)}" for field, value in companion_fields(preset)]
+
+
+def companion_fields(preset: Preset) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted fields of the run file that go with a preset, with their values."""
+    return _leaves(parse_yaml(f"{{{preset.goes_with}}}"))
+
+
+def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -16,8 +16,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.yaml_text import field_value
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import Harvest
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 from rollmesh.sim.calibration import Calibration
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.figures import Figures, figures

@@ -17,8 +17,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult
 from rollmesh.scheduling import Schedule
-from rollmesh.scheduling.companions import companion_settings
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_settings
 
 from ..report.made_run import make_run
 

@@ -10,7 +10,6 @@ import pytest
 
 from docs.build.picture import COLOURS, draw
 from docs.build.pictured_run import UPDATE_TICKS, UPDATES
-from docs.build.preset_advice import ADVICE
 from docs.build.schedules import PICTURES, figures_of, pictured, schedule_files
 from rollmesh.scheduling.presets import PRESETS
 
@@ -25,10 +24,6 @@ def test_the_committed_document_and_pictures_are_those_of_the_code() -> None:
         assert (DOCS / name).read_text() == text, f"docs/{name}: {remedy}"
     committed = {file.relative_to(DOCS).as_posix() for file in (DOCS / PICTURES).iterdir()}
     assert committed == files.keys() - {"schedules.md"}, remedy
-
-
-def test_every_preset_has_advice() -> None:
-    assert set(PRESETS) <= set(ADVICE)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling import Schedule, decide
-from rollmesh.scheduling.admission import groups_to_admit
-from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
+from rollmesh.scheduling.admission import BYTES_PER_TOKEN, groups_to_admit, trajectory_bytes
 
 from .views import RUN, group, schedule, view
 

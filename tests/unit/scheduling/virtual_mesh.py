@@ -26,8 +26,7 @@ from rollmesh.scheduling.application import (
 )
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.axes import StartOrder
-from rollmesh.scheduling.cutting import blocking_groups
-from rollmesh.scheduling.orders import CutOrder
+from rollmesh.scheduling.cutting import CutOrder, blocking_groups
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from rollmesh.config import RunConfig
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.axes import Harvest
-from rollmesh.scheduling.companions import companion_fields
 from rollmesh.scheduling.next_policy import ReloadRules
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_fields
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.fleet import FleetSettings
