@@ -14,8 +14,7 @@ import yaml
 
 from benchmarks.processes import TrainingRun, command
 from rollmesh.config.recipes import recipe_file
-from rollmesh.scheduling.companions import companion_fields
-from rollmesh.scheduling.presets import PRESETS
+from rollmesh.scheduling.presets import PRESETS, companion_fields
 
 SESSION_TTL_SECONDS = 5.0
 TRAIN_STEPS = 24
