@@ -41,6 +41,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a field: --set trainer.train_steps=10", metavar="FIELD=VALUE"),
 ]
+VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

@@ -12,19 +12,15 @@ with many_imports():
 
     import rollmesh
     from rollmesh.cli import (
-        backups,
         configuration,
-        dead_letters,
-        exports,
+        inspection,
         method_table,
-        replicas,
-        run_commands,
+        operations,
         schedule_table,
         serving,
         sim,
-        starter,
+        status,
         up,
-        viewing,
     )
     from rollmesh.cli.plain_help import PlainGroup
 
@@ -60,21 +56,14 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, starter.init)
+_add("Runs", up.up, up.demo, up.init)
 serving.register(app)
-_add("Inspection", run_commands.status, run_commands.eval_, run_commands.explain, run_commands.audit)
-_add("Inspection", viewing.view, viewing.compare, run_commands.report, run_commands.pin, run_commands.rollback)
+_add("Inspection", status.status, inspection.eval_, inspection.explain, inspection.audit, inspection.view)
+_add("Inspection", inspection.compare, inspection.report, operations.pin, operations.rollback)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
-_add(
-    "Runs",
-    exports.export,
-    replicas.scale,
-    backups.backup,
-    schedule_table.schedules,
-    method_table.methods,
-)
+_add("Runs", operations.export, operations.scale, operations.backup, schedule_table.schedules, method_table.methods)
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
-app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Inspection")
+app.add_typer(operations.dead_letters, name="dead-letters", rich_help_panel="Inspection")
 
 
 def main() -> None:

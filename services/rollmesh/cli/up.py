@@ -1,10 +1,10 @@
-"""``rollmesh up`` and ``demo``: complete runs on this machine."""
+"""``rollmesh up``, ``demo`` and ``init``: complete runs on this machine, and the files of a first one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TextIO, cast
 
@@ -22,13 +22,16 @@ from rollmesh.cli.common import (
 )
 from rollmesh.cli.serving import inline_services
 from rollmesh.config import RunConfig, load_run_config, text_override
+from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
+from rollmesh.file_writes import write_text
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs
 from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.preflight.run_checks import check_inline, check_run
+from rollmesh.recipes.countdown.starter_rows import starter_rows
 from rollmesh.report.console import run_console
 from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.runtime.logging import configure_logging
@@ -93,8 +96,6 @@ def demo(
 
     Example: `rollmesh demo`
     """
-    from rollmesh.config.recipes import recipe_file
-
     with clear_errors():
         overrides = [*(_ADAPTER_DEMO if adapter else ()), *_overrides(set_, folder)]
         config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
@@ -173,3 +174,47 @@ def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> No
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:
     return [*(set_ or ()), *([text_override("folder", folder)] if folder else [])]
+
+
+_ROWS: Mapping[str, Callable[[], str]] = {"countdown": starter_rows}
+"""Functions that return the data file, by task."""
+DATA_FILE = "data.jsonl"
+
+
+def init(
+    task: Annotated[str, typer.Argument(help=f"Task: {', '.join(_ROWS)}.", metavar="TASK")] = "countdown",
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder to write into (default: the task's name).", metavar="FOLDER")
+    ] = None,
+) -> None:
+    """Write a commented run file, data and a verifier that train within two minutes on two CPU cores.
+
+    Change the files step by step into those of your own task.
+
+    Example: `rollmesh init countdown mine`, then `cd mine` and `rollmesh up run.yaml`
+    """
+    with clear_errors():
+        target = folder or Path(task)
+        files = {target / name: text for name, text in starter_files(task).items()}
+        if existing := [file for file in files if file.exists()]:
+            raise ConfigError(f"{existing[0]} exists; give another FOLDER: rollmesh init TASK FOLDER")
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            for file, text in files.items():
+                write_text(file, text)
+        except OSError:  # such as a full disk: the same command works again once there is room
+            for file in files:
+                file.unlink(missing_ok=True)
+            raise
+        for file in files:
+            typer.echo(f"wrote {file}")
+    typer.echo(f"next: cd {target} && rollmesh up run.yaml")
+
+
+def starter_files(task: str) -> dict[str, str]:
+    """Return the texts of the files by name. Raises ConfigError for an unknown task."""
+    if task not in _ROWS:
+        raise ConfigError(f"TASK={task}: expected {', '.join(_ROWS)}; for a folder of another name: init TASK FOLDER")
+    starter = recipe_file(task, "starter")
+    texts = {file.name: file.read_text(encoding="utf-8") for file in sorted(starter.iterdir()) if file.is_file()}
+    return {**texts, DATA_FILE: _ROWS[task]()}

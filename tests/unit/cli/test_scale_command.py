@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.replicas import parse_replicas
+from rollmesh.cli.operations import parse_replicas
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
-from rollmesh.cli.starter import DATA_FILE, starter_files
+from rollmesh.cli.up import DATA_FILE, starter_files
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.recipes.countdown.demonstrations import SearcherMix, draw_demonstration
