@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
 from benchmarks.models import SMALL, write_random_model
 from benchmarks.workloads import group_of, random_ids, scored
-from rollmesh.algorithms.losses.loss_protocol import LossInput
-from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.algorithms.losses import LossInput, loss_options, ppo_clip
+from rollmesh.config.loss_methods import LOSSES
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Int32Array, Prompt, Segment, Trajectory
@@ -151,7 +151,7 @@ class PaddedTrainer:
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self._loss = LOSSES["ppo_clip"]
+        self._options = loss_options(LOSSES["ppo_clip"], dual_clip=10.0)
 
     def step(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> None:
         """Make one update with GRPO advantages and token-mean PPO-clip, the default of ``PolicyTrainer``.
@@ -203,4 +203,4 @@ class PaddedTrainer:
             sequence_index=torch.arange(len(rows))[:, None].expand_as(logprobs),
             sequence_count=len(rows),
         )
-        return self._loss.loss(data, self._loss.options(dual_clip=10.0)).loss.masked_fill(~data.mask, 0).sum()
+        return ppo_clip(data, self._options).loss.masked_fill(~data.mask, 0).sum()

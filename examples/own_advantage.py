@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
+from rollmesh.algorithms.advantages import TrajectoryColumns
 
 
 def whole_answers(data: TrajectoryColumns, *, least: int = 2) -> Tensor:

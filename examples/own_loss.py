@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses import ClipReason, LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.ratios import ratio
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.curriculum.planners import Round
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
+from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
 
 
 def short_first(draw: Draw, prompts: PromptTable, history: History, train_step: int, *, steps: int = 200) -> int:

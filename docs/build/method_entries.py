@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from docs.build.field_rows import FieldRow, field_tables, prose
-from rollmesh.config.methods import Method
-from rollmesh.config.yaml_text import parse_yaml
+from rollmesh.config.methods import Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,33 +24,28 @@ class MethodEntry:
     """Part of a run file."""
 
 
-def method_entries(
-    point: str, methods: Mapping[str, Method], settings: Mapping[str, Sequence[str]]
-) -> list[MethodEntry]:
-    """Return the entries of a point; ``settings`` has the overrides of each method by ``point/method``."""
-    # The two budgets have the same methods.
-    key = {"budget": "token_budget", "replay": "replay"}.get(point, point)
+def method_entries(point: Point[Any]) -> list[MethodEntry]:
+    """Return the entries of a point."""
     return [
         MethodEntry(
             name=name,
             source=prose(f"Source: {method.source}." + (f" Differs: {method.deviation}." if method.deviation else "")),
             rows=tuple(row for table in field_tables(method.options.model_json_schema()) for row in table.rows),
-            example=run_file_part(settings[f"{key}/{name}"]),
+            example=run_file_part(point.example(name)),
         )
-        for name, method in methods.items()
+        for name, method in point.methods.items()
     ]
 
 
-def run_file_part(overrides: Sequence[str]) -> str:
-    """Return ``a.b=c`` overrides as a part of a run file."""
+def run_file_part(fields: Mapping[str, Any]) -> str:
+    """Return values by dotted field as a part of a run file."""
     tree: dict[str, Any] = {}
-    for override in overrides:
-        dotted, _, value = override.partition("=")
+    for dotted, value in fields.items():
         *sections, field = dotted.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[field] = parse_yaml(value)
+        node[field] = value
     return as_yaml(tree)
 
 

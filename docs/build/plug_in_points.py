@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 
 from rollmesh import group_outcome, prompt_history
-from rollmesh.algorithms.advantages import advantage_protocol
-from rollmesh.algorithms.losses import loss_protocol
-from rollmesh.algorithms.token_masks import mask_protocol
-from rollmesh.curriculum import budget_protocol, planner_protocol, sampler_protocol, shaper_protocol
+from rollmesh.algorithms import advantages, losses, token_masks
+from rollmesh.curriculum import budgets, planners, prompt_tables, shapers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +32,13 @@ def _contracts() -> Mapping[str, str]:
     outcome = protocol_source(group_outcome, "MemberOutcome", "GroupOutcome")
     record = protocol_source(prompt_history, "PromptRecord")
     return {
-        "sampler": protocol_source(sampler_protocol, "Draw", "PromptTable", "History", "PromptSampler"),
-        "planner": "\n\n\n".join((protocol_source(planner_protocol, "Round", "RolloutPlanner"), outcome, record)),
-        "group_shaper": protocol_source(shaper_protocol, "Closing", "GroupShaper"),
-        "budget": protocol_source(budget_protocol, "Budget"),
-        "advantage": protocol_source(advantage_protocol, "TrajectoryColumns", "Advantage"),
-        "loss": protocol_source(loss_protocol, "ClipReason", "LossInput", "LossOptions", "TokenLoss", "PolicyLoss"),
-        "masks": protocol_source(mask_protocol, "MaskInput", "TokenMask"),
+        "sampler": protocol_source(prompt_tables, "Draw", "PromptTable", "History", "Sampler"),
+        "planner": "\n\n\n".join((protocol_source(planners, "Round", "RolloutPlanner"), outcome, record)),
+        "group_shaper": protocol_source(shapers, "Closing", "GroupShaper"),
+        "budget": protocol_source(budgets, "Budget"),
+        "advantage": protocol_source(advantages, "TrajectoryColumns", "Advantage"),
+        "loss": protocol_source(losses, "ClipReason", "LossInput", "LossOptions", "TokenLoss", "PolicyLoss"),
+        "masks": protocol_source(token_masks, "MaskInput", "TokenMask"),
     }
 
 

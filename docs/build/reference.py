@@ -12,7 +12,7 @@ from docs.build.task_entries import (
     source_entries,
     verifier_entries,
 )
-from rollmesh.cli.method_table import POINTS, method_settings
+from rollmesh.cli.method_table import POINTS
 from rollmesh.cli.schedule_table import numbers
 from rollmesh.config import RunConfig
 from rollmesh.scheduling.presets import PRESETS
@@ -54,10 +54,10 @@ def reference_pages() -> dict[str, str]:
             contract=protocol_source(environment_protocol, "EnvironmentReply", "Environment", "SnapshotEnvironment"),
         ),
     }
-    points, settings = plug_in_points(), method_settings()
+    points = plug_in_points()
     for name in dict.fromkeys(point.page for point in points.values()):
         chosen = {key: point for key, point in points.items() if point.page == name}
-        entries = {point.title: method_entries(key, POINTS[key], settings) for key, point in chosen.items()}
+        entries = {point.title: method_entries(POINTS[key]) for key, point in chosen.items()}
         pages[f"{name}.md"] = page("methods", points=list(chosen.values()), methods=entries)
     return pages
 

@@ -1,4 +1,4 @@
-"""Objects of a user's code, which a run file names as ``module:attribute``."""
+"""Binder of a user's code, which a run file names as ``module:attribute``: found, its signature and results checked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,27 +110,6 @@ def load_target(target: str, field: str) -> Any:
         raise ConfigError(f"{field}: module {module_name!r} has no {attribute!r}") from error
 
 
-def load_function(
-    target: str, field: str, inputs: tuple[str, ...], options: Mapping[str, Any], options_field: str = ""
-) -> Callable[..., Any]:
-    """Import a function of ``inputs``, which takes the options as keywords.
-
-    Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
-    ``FIELD_options`` unless given.
-    """
-    function: Any = load_target(target, field)
-    if not callable(function):
-        raise ConfigError(f"{field}: {target} must be a function of ({', '.join(inputs)})")
-    try:
-        inspect.signature(function).bind(*inputs, **options)
-    except (TypeError, ValueError) as error:
-        # ValueError: a function of a compiled library has no signature.
-        called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
-        raise ConfigError(f"{field}: {target} cannot be called as f({called}): {error}") from error
-    found: Callable[..., Any] = function
-    return found
-
-
 def call_target(found: Any, target: str, field: str, options: Mapping[str, Any], options_field: str) -> Any:
     """Call a user's class or function with its options. Raises ConfigError if it takes others, or raises an error."""
     try:
@@ -140,6 +120,55 @@ def call_target(found: Any, target: str, field: str, options: Mapping[str, Any],
         pass  # a function of a compiled library has no signature
     with own_code(f"{field}={target}", ConfigError):
         return found(**options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFunction:
+    """A user's function with its options. What it raises, and what does not fit, is an error of its field."""
+
+    field: str
+    target: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    problem: Callable[..., str]
+    """Problem of a result, from the result and the inputs; empty without one."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the function. Raises DataError, which names the field, the target, the file and the line."""
+        with own_code(f"{self.field}={self.target}"):
+            result = self.function(*inputs, **self.options)
+        if problem := self.problem(result, *inputs):
+            raise DataError(f"{self.field}={self.target}: returned {problem}")
+        return result
+
+    def declares(self, trait: str) -> bool:
+        """Tell whether the user has set ``function.TRAIT = True``."""
+        return bool(getattr(self.function, trait, False))
+
+
+def bind_own(
+    target: str,
+    field: str,
+    inputs: tuple[str, ...],
+    options: Mapping[str, Any],
+    problem: Callable[..., str],
+    options_field: str = "",
+) -> OwnFunction:
+    """Import a user's function of ``inputs``, which takes the options as keywords.
+
+    Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
+    ``FIELD_options`` unless given.
+    """
+    function = load_target(target, field)
+    if not callable(function):
+        raise ConfigError(f"{field}: {target} must be a function of ({', '.join(inputs)})")
+    try:
+        inspect.signature(function).bind(*inputs, **options)
+    except (TypeError, ValueError) as error:
+        # ValueError: a function of a compiled library has no signature.
+        called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
+        raise ConfigError(f"{field}: {target} cannot be called as f({called}): {error}") from error
+    return OwnFunction(field=field, target=target, function=function, options=options, problem=problem)
 
 
 def _folders() -> list[str]:

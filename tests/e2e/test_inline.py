@@ -26,7 +26,7 @@ ROWS = ("1 2 5 > 7 :", "3 4 9 > 5 :", "2 6 8 > 4 :", "1 4 7 > 8 :")
 OWN_CODE = """
 import itertools, os, sys
 from pathlib import Path
-from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+from rollmesh.algorithms.losses import ppo_clip
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 
 

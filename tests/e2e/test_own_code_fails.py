@@ -11,7 +11,7 @@ import yaml
 
 MINE = """
 import sys
-from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+from rollmesh.algorithms.losses import ppo_clip
 
 IS_TRIAL = "preflight" in sys.argv[0]
 

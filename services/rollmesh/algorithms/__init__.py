@@ -1,6 +1,5 @@
-"""Pure functions of reinforcement learning: advantages, losses, corrections, masks. No I/O, no service imports.
+"""Functions of reinforcement learning on arrays of one batch: advantages, losses, token masks, corrections. No I/O.
 
-Importing this package loads nothing; the submodules load torch, except ``shaping``, which rollout workers use.
-
-The trainer's learner calls them with arrays of one batch. They must not read the run file or any other file.
+Name, source, options and deviation of a method are in its row: ``config/advantage_methods.py``, ``loss_methods.py``,
+``old_logprob_methods.py``.
 """

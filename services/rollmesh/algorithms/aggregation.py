@@ -1,4 +1,4 @@
-"""Aggregation of per-token losses to one number.
+"""Sums over ragged sets, and the aggregation of per-token losses to one number.
 
 An aggregation is a weight per token, computed from the ORIGINAL tokens and divided by its sum over the whole minibatch.
 Masking a token removes it from the numerator and changes no denominator, so it shrinks the update instead of
@@ -11,9 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
-from rollmesh.algorithms.segment_columns import segment_count
+
+def segment_sum(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum ``values`` [items] by ``index`` int64 [items] in [0, count); differentiable; returns [count]."""
+    return values.new_zeros(count).index_add(0, index, values)
+
+
+def segment_count(index: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
+    """Count the items per segment (only those with ``mask``), int64 [count]."""
+    return torch.bincount(index if mask is None else index[mask], minlength=count)
 
 
 def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:

@@ -1,44 +1,18 @@
-"""Sources of the denominator of the importance ratio.
+"""Denominator of the importance ratio, by the old-logprob source of a run (``config/old_logprob_methods.py``).
 
-sampler    the concatenated behavior_logprobs of all versions that sampled the trajectory: rollmesh's variant of
-           CoPRIS, and the fallback of every other source
-stage_end  the trainer's own log-probabilities, computed at the end of each stage with the weights that sampled it
-           (CoPRIS as published, arXiv 2511.05589; strategy 3 of Missing Old Logits, arXiv 2605.12070); needs a barrier
-recompute  one pass with the weights right before the train step: pi_prox of decoupled PPO (arXiv 2505.24298)
-current    the same weights for every token, mixed caches included: pseudo on-policy (POIS of UloRL, arXiv 2507.19766)
-snapshot   the stored weights of the version that sampled the token (strategy 1 of Missing Old Logits)
-loglinear  between the behavior_logprobs and those of the gradient pass, without a pass of its own (AReaL)
-ewma       one pass with an exponentially weighted average of the weights as proximal policy (Missing Old Logits)
-
-A token that attended to another version's KV cache has no exact policy, and no recomputation reproduces it. The sources
-that claim exactness fall back to ``sampler`` for such tokens, counted by reason.
+``sampler`` is the fallback of every other source: a token that attended to another version's KV cache has no exact
+policy, and no recomputation reproduces it. Sources that claim exactness fall back for such tokens, counted by reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-
-class TrainerLogprobs(Enum):
-    """Trainer-side log-probabilities that a source uses."""
-
-    NONE = "none"
-    STEP_START = "step_start"
-    """Log-probabilities of one pass with the weights before the first update of the train step."""
-    STAGE_END = "stage_end"
-    """Log-probabilities recorded at the end of the stage that sampled the token."""
-    SNAPSHOT = "snapshot"
-    """Log-probabilities recomputed with the stored weights of the token's version."""
-    AVERAGE = "average"
-    """Log-probabilities under the average of the weights at the start of the train step."""
-    GRADIENT_PASS = "gradient_pass"
-    """Log-probabilities of the gradient pass, in a share that grows with the token's staleness."""
+from rollmesh.config.old_logprob_methods import OLD_LOGPROBS, OldLogprobMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,68 +31,24 @@ class OldLogprobs:
         return {reason: count for reason, count in counts.items() if count}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OldLogprobSource:
-    """One source of the denominator, with its requirements."""
+def choose_old_logprobs(
+    source: OldLogprobMethod, *, behavior: Tensor, trainer: Tensor, available: Tensor, pure: Tensor, policy: Tensor
+) -> OldLogprobs:
+    """Choose ``trainer`` for the tokens that the source covers, ``behavior`` for the others.
 
-    name: str
-    trainer_logprobs: TrainerLogprobs
-    needs_pure: bool
-    """True if tokens sampled on another version's cache fall back."""
-    missing_reason: str = "missing"
-    """Reason counted for tokens without a trainer-side value."""
-
-    def choose(
-        self, *, behavior: Tensor, trainer: Tensor, available: Tensor, pure: Tensor, policy: Tensor
-    ) -> OldLogprobs:
-        """Choose ``trainer`` for the tokens that the source covers, ``behavior`` for the others.
-
-        All [tokens]: ``behavior`` and ``trainer`` float log-probabilities, ``available`` bool where ``trainer``
-        exists, ``pure`` bool where one version's weights and cache sampled the token, ``policy`` bool where a policy
-        sampled it (only those are counted).
-        """
-        if self.trainer_logprobs in (TrainerLogprobs.NONE, TrainerLogprobs.GRADIENT_PASS):
-            nowhere = torch.zeros_like(policy)
-            return OldLogprobs(values=behavior, from_trainer=nowhere, fell_back={})
-        mixed = policy & ~pure if self.needs_pure else torch.zeros_like(policy)
-        missing = policy & ~available & ~mixed
-        taken = policy & available & ~mixed
-        return OldLogprobs(
-            values=torch.where(taken, trainer.to(behavior.dtype), behavior),
-            from_trainer=taken,
-            fell_back={"mixed_cache": mixed, self.missing_reason: missing},
-        )
-
-
-SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
-    {
-        source.name: source
-        for source in (
-            OldLogprobSource(name="sampler", trainer_logprobs=TrainerLogprobs.NONE, needs_pure=False),
-            OldLogprobSource(name="current", trainer_logprobs=TrainerLogprobs.STEP_START, needs_pure=False),
-            OldLogprobSource(name="recompute", trainer_logprobs=TrainerLogprobs.STEP_START, needs_pure=True),
-            OldLogprobSource(
-                name="stage_end",
-                trainer_logprobs=TrainerLogprobs.STAGE_END,
-                needs_pure=True,
-                missing_reason="stage_not_recorded",
-            ),
-            OldLogprobSource(
-                name="snapshot",
-                trainer_logprobs=TrainerLogprobs.SNAPSHOT,
-                needs_pure=True,
-                missing_reason="version_not_kept",
-            ),
-            OldLogprobSource(
-                name="ewma",
-                trainer_logprobs=TrainerLogprobs.AVERAGE,
-                needs_pure=False,
-                missing_reason="average_not_kept",
-            ),
-            OldLogprobSource(name="loglinear", trainer_logprobs=TrainerLogprobs.GRADIENT_PASS, needs_pure=False),
-        )
-    }
-)
+    All [tokens]: ``behavior`` and ``trainer`` float log-probabilities, ``available`` bool where ``trainer`` exists,
+    ``pure`` bool where one version's weights and cache sampled the token, ``policy`` bool where a policy sampled it
+    (only those are counted).
+    """
+    if not source.is_known_early:
+        return OldLogprobs(values=behavior, from_trainer=torch.zeros_like(policy), fell_back={})
+    mixed = policy & ~pure if source.needs_pure else torch.zeros_like(policy)
+    taken = policy & available & ~mixed
+    return OldLogprobs(
+        values=torch.where(taken, trainer.to(behavior.dtype), behavior),
+        from_trainer=taken,
+        fell_back={"mixed_cache": mixed, source.missing_reason: policy & ~available & ~mixed},
+    )
 
 
 def loglinear_share(staleness: Tensor) -> Tensor:
@@ -130,5 +60,5 @@ def loglinear_share(staleness: Tensor) -> Tensor:
     return staleness / (staleness + 1.0).double()
 
 
-FALLBACK_REASONS = tuple(sorted({"mixed_cache", *(source.missing_reason for source in SOURCES.values())}))
+FALLBACK_REASONS = tuple(sorted({"mixed_cache", *(row.missing_reason for row in OLD_LOGPROBS.methods.values())}))
 """All reasons that may occur in ``OldLogprobs.fallbacks``."""

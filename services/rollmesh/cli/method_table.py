@@ -9,36 +9,13 @@ from typing import Any
 
 import typer
 
-from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.budget_methods import BUDGET_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS
-from rollmesh.config.mask_methods import MASK_METHODS
-from rollmesh.config.methods import Method
-from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
-from rollmesh.config.planner_methods import PLANNER_METHODS
-from rollmesh.config.recipes import recipe_file
-from rollmesh.config.replay_methods import REPLAY_METHODS
-from rollmesh.config.sampler_methods import SAMPLER_METHODS
-from rollmesh.config.shaper_methods import SHAPER_METHODS
-from rollmesh.config.update_scales import UPDATE_SCALES
-from rollmesh.config.yaml_text import parse_yaml
+from rollmesh.config.curriculum import CURRICULUM_POINTS
+from rollmesh.config.methods import Method, Point
+from rollmesh.config.trainer import TRAINER_POINTS
 
-POINTS: Mapping[str, Mapping[str, Method]] = MappingProxyType(
-    {
-        "sampler": SAMPLER_METHODS,
-        "planner": PLANNER_METHODS,
-        "group_shaper": SHAPER_METHODS,
-        "budget": BUDGET_METHODS,
-        "advantage": ADVANTAGE_METHODS,
-        "loss": LOSS_METHODS,
-        "masks": MASK_METHODS,
-        "old_logprobs": OLD_LOGPROB_METHODS,
-        "update_scale": UPDATE_SCALES,
-        "replay": REPLAY_METHODS,
-    }
-)
-"""Methods by the field of ``curriculum`` or ``trainer.algorithm`` that names them; budget is its two budgets,
-and replay is ``trainer.replay``."""
+POINTS: Mapping[str, Point[Any]] = MappingProxyType({**CURRICULUM_POINTS, **TRAINER_POINTS})
+"""Points by the field of ``curriculum`` or ``trainer.algorithm`` that names a method; budget is its two budgets, and
+replay is ``trainer.replay``."""
 
 
 def methods() -> None:
@@ -49,7 +26,7 @@ def methods() -> None:
     Example: `rollmesh methods`
     """
     for point, found in POINTS.items():
-        for name, method in found.items():
+        for name, method in found.methods.items():
             typer.secho(f"{point}: {name}", bold=True)
             if options := option_defaults(method):
                 typer.echo(f"  options: {', '.join(options)}")
@@ -68,12 +45,10 @@ def option_defaults(method: Method) -> list[str]:
 
 def method_settings() -> dict[str, list[str]]:
     """Return the ``a.b=c`` overrides with which the demo trains each method, by ``point/method``."""
-    text = recipe_file("countdown", "methods.yaml").read_text(encoding="utf-8")
-    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = parse_yaml(text)
     return {
-        f"{field.removesuffix('.by').rpartition('.')[2]}/{name}": [
-            f"{key}={json.dumps(value)}" for key, value in ({field: name} | dict(others)).items()
+        f"{point.field.removesuffix('.by').rpartition('.')[2]}/{name}": [
+            f"{field}={json.dumps(value)}" for field, value in point.example(name).items()
         ]
-        for field, methods in table.items()
-        for name, others in methods.items()
+        for point in POINTS.values()
+        for name in point.methods
     }

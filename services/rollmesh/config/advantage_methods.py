@@ -1,15 +1,14 @@
-"""Advantages by their name in the run file."""
+"""Advantages that a run file names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field
 
-from rollmesh.config.methods import Method
+from rollmesh.config.methods import Method, Point
 from rollmesh.config.section import Section
 
 
@@ -17,20 +16,20 @@ from rollmesh.config.section import Section
 class AdvantageMethod(Method):
     """One advantage."""
 
-    compares: str = "group"
-    """Trajectories that it compares: group, batch, or none."""
+    compares: Literal["group", "batch", "none"] = "group"
+    """Trajectories that it compares."""
     whole_batch: bool = False
     """Known only once the whole batch is cut."""
     needs_policy: bool = False
     """Reads sums of log-probabilities under the policy at the start of the step."""
+    needs_reference: bool = False
+    """Reads sums of log-probabilities under the pinned reference version."""
     aggregation: str | None = None
     """The only aggregation with which it is its source's method; None if any is."""
     ignores_shaping: bool = False
     """Reads which answers are right instead of the shaped rewards."""
     uses_equal_rewards: bool = False
     """Trains on groups whose rewards are all equal."""
-    needs_reference: bool = False
-    """Reads sums of log-probabilities under the pinned reference version."""
     group_spread: bool = False
     """Divides by the spread of the rewards of a group."""
 
@@ -93,70 +92,105 @@ class TbaOptions(Section):
     """Weight of the KL to the reference version."""
 
 
-ADVANTAGE_METHODS: Mapping[str, AdvantageMethod] = MappingProxyType(
-    {
-        "grpo": AdvantageMethod(source="DeepSeekMath, arXiv 2402.03300", options=GrpoOptions, group_spread=True),
-        "dr_grpo": AdvantageMethod(source="arXiv 2503.20783", deviation="the advantage only, not its aggregation"),
-        "rloo": AdvantageMethod(source="Back to Basics, arXiv 2402.14740"),
-        "reinforce_pp": AdvantageMethod(
-            source="REINFORCE++, arXiv 2501.03262",
-            compares="batch",
-            whole_batch=True,
-            deviation="every trajectory weighs the same; no KL in the reward",
-        ),
-        "mc_grpo": AdvantageMethod(
-            source="MC-GRPO (code)",
-            options=McGrpoOptions,
-            group_spread=True,
-            deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
-        ),
-        "grpo_lambda": AdvantageMethod(
-            source="GRPO-lambda (descriptions; no code of the authors read)",
-            options=GrpoLambdaOptions,
-            group_spread=True,
-            whole_batch=True,
-            ignores_shaping=True,
-            uses_equal_rewards=True,
-            deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
-        ),
-        "drpo": AdvantageMethod(
-            source="DRPO (code)",
-            options=DrpoOptions,
-            needs_policy=True,
-            aggregation="sequence_mean_token_mean",
-            ignores_shaping=True,
-            deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without a "
-            "right and a wrong answer stay in the denominators",
-        ),
-        "xrpo_novelty": AdvantageMethod(
-            source="XRPO (reviews)",
-            options=XrpoNoveltyOptions,
-            group_spread=True,
-            deviation="the advantage only; novelty under the behavior policy",
-        ),
-        "pairs": AdvantageMethod(
-            source="Shuffle-R1 (fork)",
-            options=PairsOptions,
-            group_spread=True,
-            deviation="no batch reshuffle; dropped answers stay in the denominators",
-        ),
-        "filtered_bc": AdvantageMethod(
-            source="TTI (code)", compares="none", ignores_shaping=True, uses_equal_rewards=True
-        ),
-        "tba": AdvantageMethod(
-            source="TBA, arXiv 2503.18929",
-            options=TbaOptions,
-            needs_policy=True,
-            needs_reference=True,
-            aggregation="token_mean",
-            uses_equal_rewards=True,
-            deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule",
-        ),
-    }
+_EQUAL_REWARDS = {"schedule.filter_zero_variance": False}
+
+ADVANTAGES = Point(
+    field="trainer.algorithm.advantage",
+    inputs=("TrajectoryColumns",),
+    own=AdvantageMethod(source="your code", compares="none", whole_batch=True),
+    methods=MappingProxyType(
+        {
+            "grpo": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:grpo",
+                source="DeepSeekMath, arXiv 2402.03300",
+                options=GrpoOptions,
+                group_spread=True,
+                deviation="ddof 1, which the source leaves open, as in the code of CoPRIS",
+            ),
+            "dr_grpo": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:dr_grpo",
+                source="Understanding R1-Zero-Like Training, arXiv 2503.20783",
+                deviation="the advantage only, not its aggregation, which divides every answer by a constant length",
+            ),
+            "rloo": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:rloo", source="Back to Basics, arXiv 2402.14740"
+            ),
+            "reinforce_pp": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:reinforce_pp",
+                source="REINFORCE++, arXiv 2501.03262",
+                compares="batch",
+                whole_batch=True,
+                deviation="every trajectory weighs the same, where the source normalises token by token; no KL in the "
+                "reward",
+            ),
+            "mc_grpo": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:mc_grpo",
+                source="MC-GRPO (code)",
+                options=McGrpoOptions,
+                group_spread=True,
+                deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
+                example={"schedule.group_size": 9},
+            ),
+            "grpo_lambda": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:grpo_lambda",
+                source="GRPO-lambda (descriptions; no code of the authors read)",
+                options=GrpoLambdaOptions,
+                group_spread=True,
+                whole_batch=True,
+                ignores_shaping=True,
+                uses_equal_rewards=True,
+                deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
+                example=_EQUAL_REWARDS,
+            ),
+            "drpo": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:drpo",
+                source="DRPO (code)",
+                options=DrpoOptions,
+                needs_policy=True,
+                aggregation="sequence_mean_token_mean",
+                ignores_shaping=True,
+                deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without "
+                "a right and a wrong answer stay in the denominators",
+                example={
+                    "trainer.algorithm.advantage_options": {"longest_tokens": 512},
+                    "trainer.algorithm.aggregation": "sequence_mean_token_mean",
+                },
+            ),
+            "xrpo_novelty": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:xrpo_novelty",
+                source="XRPO (reviews)",
+                options=XrpoNoveltyOptions,
+                group_spread=True,
+                deviation="the advantage only; novelty under the behavior policy",
+            ),
+            "pairs": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:pairs",
+                source="Shuffle-R1 (fork)",
+                options=PairsOptions,
+                group_spread=True,
+                deviation="no batch reshuffle; dropped answers stay in the denominators; set twice the members to "
+                "train on",
+                example={"trainer.algorithm.skip_zero_advantage": True},
+            ),
+            "filtered_bc": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:filtered_bc",
+                source="TTI (code)",
+                compares="none",
+                ignores_shaping=True,
+                uses_equal_rewards=True,
+                example=_EQUAL_REWARDS,
+            ),
+            "tba": AdvantageMethod(
+                function="rollmesh.algorithms.advantages:tba",
+                source="TBA, arXiv 2503.18929",
+                options=TbaOptions,
+                needs_policy=True,
+                needs_reference=True,
+                aggregation="token_mean",
+                uses_equal_rewards=True,
+                deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule",
+                example={"trainer.algorithm.advantage_options": {"beta": 0.05}, **_EQUAL_REWARDS},
+            ),
+        }
+    ),
 )
-
-
-def advantage_method(name: str) -> AdvantageMethod:
-    """Return a named advantage; the properties of ``module:function`` are unknown, so it may need the whole batch."""
-    own = AdvantageMethod(source="your code", compares="none", whole_batch=True)
-    return ADVANTAGE_METHODS.get(name, own)

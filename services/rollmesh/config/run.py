@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.agents import AgentsConfig
 from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.curriculum import CurriculumConfig
@@ -17,8 +16,7 @@ from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.launcher import LauncherConfig
-from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
-from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.model import ModelConfig
 from rollmesh.config.network import NetworkConfig
 from rollmesh.config.reward import RewardConfig
@@ -164,7 +162,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"{evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
             "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
         )
-    if config.schedule.group_size < 2 and advantage_method(algorithm.advantage).compares == "group":
+    if config.schedule.group_size < 2 and algorithm.advantage_method.compares == "group":
         yield (
             f"schedule.group_size={config.schedule.group_size}: {algorithm.advantage} compares the "
             "members of a group, so it needs at least 2, or trainer.algorithm.advantage=reinforce_pp"
@@ -176,7 +174,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "state, and a replay cannot compute them again"
         )
     yield from _advantage_problems(config)
-    if config.trainer.replay is not None and algorithm.old_logprobs in ("sampler", "stage_end"):
+    if config.trainer.replay is not None and not algorithm.old_logprob_method.corrects_replay:
         reason = (
             "sampler leaves nothing to correct the age of replayed groups with"
             if algorithm.old_logprobs == "sampler"
@@ -187,8 +185,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
             "old_logprobs=recompute, current, snapshot, loglinear or ewma, or trainer.replay=null"
         )
     yield from _loss_problems(config.trainer)
-    recomputed = algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
-    if recomputed and config.generator.on_new_version == "keep_kv":
+    if algorithm.old_logprob_method.needs_pure and config.generator.on_new_version == "keep_kv":
         yield (
             f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} cannot reproduce tokens that "
             "attended to another version's cache: use generator.on_new_version=interrupt or old_logprobs=sampler"
@@ -198,8 +195,8 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
 def _advantage_problems(config: RunConfig) -> Iterator[str]:
     """Yield the settings that the advantage would ignore, or with which it is not the method of its source."""
     algorithm = config.trainer.algorithm
-    name, method = algorithm.advantage, advantage_method(algorithm.advantage)
-    aggregation = algorithm.aggregation or loss_aggregation(algorithm.loss)
+    name, method = algorithm.advantage, algorithm.advantage_method
+    aggregation = algorithm.aggregation or algorithm.loss_method.aggregation
     if method.aggregation not in (None, aggregation):
         given = algorithm.aggregation or f"null, which is {aggregation} with loss={algorithm.loss}"
         yield (
@@ -222,14 +219,14 @@ def _advantage_problems(config: RunConfig) -> Iterator[str]:
 def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Yield the settings that the loss or a mask would ignore."""
     algorithm = trainer.algorithm
-    loss = LOSS_METHODS.get(algorithm.loss)
+    loss, source = algorithm.loss_method, algorithm.old_logprob_method
     if algorithm.loss == "kimi" and algorithm.old_logprobs in ("recompute", "current") and trainer.minibatches == 1:
         yield (
             f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.algorithm.loss=kimi and "
             "trainer.minibatches=1 leaves out the squared term: old_logprobs are those of the policy itself at the "
             "only update of the step; use old_logprobs=sampler, loglinear or snapshot, or more minibatches"
         )
-    if loss is not None and loss.corrects_behavior and algorithm.old_logprobs == "sampler":
+    if loss.corrects_behavior and algorithm.old_logprobs == "sampler":
         yield (
             f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
             "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
@@ -242,22 +239,20 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
             "ratio where the advantage is positive, and filtered_bc gives 0 elsewhere; use old_logprobs=sampler"
         )
     # The default is allowed, because the resolved run file of every run contains it.
-    if loss is not None and not loss.has_dual_clip and algorithm.dual_clip not in (None, DUAL_CLIP):
+    if not loss.has_dual_clip and algorithm.dual_clip not in (None, DUAL_CLIP):
         yield (
             f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
             "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
         )
     for field in ("clip_low", "clip_high"):
         value = getattr(algorithm, field)
-        if loss is not None and not loss.has_bounds and value is not None:
+        if getattr(loss, field) is None and value is not None:
             yield (
                 f"trainer.algorithm.{field}={value:g}: trainer.algorithm.loss={algorithm.loss} has no bounds and would "
                 f"ignore it; leave {field} out"
             )
     for index, mask in enumerate(algorithm.masks):
-        method = MASK_METHODS.get(mask.name)
-        without_values = algorithm.old_logprobs in ("sampler", "loglinear")
-        if method is not None and method.needs == "old_logprobs" and without_values:
+        if MASKS[mask.name].needs == "old_logprobs" and not source.is_known_early:
             yield (
                 f"trainer.algorithm.masks.{index}={mask.name} with trainer.algorithm.old_logprobs="
                 f"{algorithm.old_logprobs} would mask nothing: it compares the trainer's log-probabilities before the "

@@ -2,67 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS
-from rollmesh.config.mask_methods import MASK_METHODS, MaskConfig
-from rollmesh.config.methods import check_name, complete_options
-from rollmesh.config.old_logprob_methods import OLD_LOGPROB_METHODS
-from rollmesh.config.replay_methods import ReplayConfig
+from rollmesh.config.advantage_methods import ADVANTAGES, AdvantageMethod
+from rollmesh.config.loss_methods import LOSSES, MASKS, LossMethod, MaskConfig
+from rollmesh.config.methods import Point, listed
+from rollmesh.config.old_logprob_methods import (
+    OLD_LOGPROBS,
+    REPLAYS,
+    UPDATE_SCALES,
+    OldLogprobMethod,
+    OldLogprobName,
+    ReplayConfig,
+    UpdateScaleName,
+)
 from rollmesh.config.section import Section
-from rollmesh.config.update_scales import UPDATE_SCALES
+
+TRAINER_POINTS: Mapping[str, Point[Any]] = {
+    "advantage": ADVANTAGES,
+    "loss": LOSSES,
+    "masks": MASKS,
+    "old_logprobs": OLD_LOGPROBS,
+    "update_scale": UPDATE_SCALES,
+    "replay": REPLAYS,
+}
+"""Points by the name that ``rollmesh methods`` prints."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
 
 
+def _comparing(*kinds: tuple[str, bool]) -> str:
+    """Return the advantages by what they compare, and whether they need the whole batch."""
+    rows = ADVANTAGES.methods.items()
+    return listed([name for name, row in rows if (row.compares, row.whole_batch) in kinds])
+
+
+def _losses(*, without: str) -> str:
+    """Return the losses whose row has no value of this trait."""
+    return listed([name for name, row in LOSSES.methods.items() if not getattr(row, without)])
+
+
+def _default_bounds(bound: str) -> str:
+    """Return the losses by their default of a bound, and those without bounds."""
+    names: dict[float, list[str]] = {}
+    for name, row in LOSSES.methods.items():
+        if (value := getattr(row, bound)) is not None:
+            names.setdefault(value, []).append(name)
+    defaults = ", ".join(f"{listed(of)} {value:g}" for value, of in names.items())
+    return f"null uses the default of the loss ({defaults}). {_losses(without=bound)} have no bounds."
+
+
+def _old_logprobs(trait: str) -> str:
+    """Return the sources of old logprobs with a trait."""
+    return listed([name for name, row in OLD_LOGPROBS.methods.items() if getattr(row, trait)], "or")
+
+
+_OTHER_AGGREGATIONS = ", ".join(
+    f"{name}: {row.aggregation}" for name, row in LOSSES.methods.items() if row.aggregation != "token_mean"
+)
+
+
 class AlgorithmConfig(Section):
     """Advantage, old-logprob source, loss, token masks."""
 
-    advantage: str = Field(default="grpo", json_schema_extra={"examples": [*ADVANTAGE_METHODS, "module:function"]})
-    """Advantage: grpo, dr_grpo, rloo, mc_grpo, drpo, xrpo_novelty, pairs and tba compare the trajectories of a group,
-    reinforce_pp those of the whole batch, grpo_lambda both, filtered_bc none; or ``module:function`` of your code."""
+    advantage: str = Field(
+        default="grpo",
+        json_schema_extra={"examples": [*ADVANTAGES.methods, "module:function"]},
+        description=f"Advantage: {_comparing(('group', False))} compare the trajectories of a group, "
+        f"{_comparing(('batch', True))} those of the whole batch, {_comparing(('group', True))} both, "
+        f"{_comparing(('none', False))} none; or ``module:function`` of your code.",
+    )
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the advantage; ``rollmesh methods`` lists them."""
-    loss: str = Field(default="ppo_clip", json_schema_extra={"examples": [*LOSS_METHODS, "module:function"]})
-    """Policy loss: ppo_clip, decoupled_ppo, tis, gspo, cispo, minpro, topr, kimi, or ``module:function`` of your code
-    with the defaults of ppo_clip; decoupled_ppo and tis need old_logprobs other than sampler."""
+    loss: str = Field(
+        default="ppo_clip",
+        json_schema_extra={"examples": [*LOSSES.methods, "module:function"]},
+        description=f"Policy loss: {', '.join(LOSSES.methods)}, or ``module:function`` of your code with the defaults "
+        f"of ppo_clip; {listed([name for name, row in LOSSES.methods.items() if row.corrects_behavior])} need "
+        "old_logprobs other than sampler.",
+    )
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss beyond the fields of this section; ``rollmesh methods`` lists them."""
-    masks: tuple[MaskConfig, ...] = ()
-    """Token masks in order; each takes tokens out of the loss that the ones before it left. icepop, ratio, opsm and
-    m2po need old_logprobs recompute, current, snapshot, ewma or stage_end."""
-    old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot", "loglinear", "ewma"] = "sampler"
+    masks: tuple[MaskConfig, ...] = Field(
+        default=(),
+        description="Token masks in order; each takes tokens out of the loss that the ones before it left. "
+        f"{listed([name for name, row in MASKS.methods.items() if row.needs == 'old_logprobs'])} need old_logprobs "
+        f"{_old_logprobs('is_known_early')}.",
+    )
+    old_logprobs: OldLogprobName = "sampler"
     """Source of the denominator of the ratio."""
     old_logprobs_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the old-logprob source; ``rollmesh methods`` lists them."""
-    clip_low: float | None = Field(default=None, gt=0)
-    """Lower clip; null uses the default of the loss (ppo_clip, decoupled_ppo, tis and minpro 0.2, gspo 3e-4, cispo 1:
-    none). topr and kimi have no bounds."""
-    clip_high: float | None = Field(default=None, gt=0)
-    """Upper clip; null uses the default of the loss (ppo_clip, decoupled_ppo, tis and minpro 0.28, gspo 4e-4,
-    cispo 4). topr and kimi have no bounds."""
-    dual_clip: float | None = Field(default=DUAL_CLIP, gt=1)
-    """c of the dual clip on negative advantages; null is off. Losses without it (gspo, cispo, minpro, topr, kimi)
-    reject other values than the default."""
+    clip_low: float | None = Field(
+        default=None, gt=0, description=f"Lower clip, 1 for none; {_default_bounds('clip_low')}"
+    )
+    clip_high: float | None = Field(default=None, gt=0, description=f"Upper clip; {_default_bounds('clip_high')}")
+    dual_clip: float | None = Field(
+        default=DUAL_CLIP,
+        gt=1,
+        description="c of the dual clip on negative advantages; null is off. Losses without it "
+        f"({_losses(without='has_dual_clip')}) reject other values than the default.",
+    )
     tis_cap: float = Field(default=2.0, gt=0)
     """C of truncated importance sampling."""
-    aggregation: Literal["token_mean", "sequence_mean_token_mean"] | None = None
-    """Aggregation of the loss over tokens; null uses the default of the loss: token_mean (gspo:
-    sequence_mean_token_mean)."""
-    update_scale: Literal["none", "ess"] = "none"
+    aggregation: Literal["token_mean", "sequence_mean_token_mean"] | None = Field(
+        default=None,
+        description="Aggregation of the loss over tokens; null uses the default of the loss: token_mean "
+        f"({_OTHER_AGGREGATIONS}).",
+    )
+    update_scale: UpdateScaleName = "none"
     """Factor on the learning rate of an update: none, or ess, which lowers it with the effective sample size of the
     trajectories (VCPO)."""
     update_scale_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the update scale; ``rollmesh methods`` lists them."""
-    skip_zero_advantage: bool = False
-    """Leave trajectories with advantage 0 out of the forward and backward passes, which do not change the gradient: not
-    with kl_coefficient, update_scale, loss kimi, mask m2po, or a loss or mask of your code. Denominators still count
-    their tokens; the statistics of the policy (entropy, ratios, KL) then describe the other trajectories."""
+    skip_zero_advantage: bool = Field(
+        default=False,
+        description="Leave trajectories with advantage 0 out of the forward and backward passes, which do not change "
+        "the gradient: not with kl_coefficient, update_scale, "
+        f"loss {listed([name for name, row in LOSSES.methods.items() if row.pulls_without_advantage])}, "
+        f"mask {listed([name for name, row in MASKS.methods.items() if row.whole_batch])}, or a loss or mask of your "
+        "code. Denominators still count their tokens; the statistics of the policy (entropy, ratios, KL) then describe "
+        "the other trajectories.",
+    )
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL to the pinned reference version; 0 is off."""
     kl_reference_version: int = Field(default=0, ge=0)
@@ -72,41 +138,59 @@ class AlgorithmConfig(Section):
     @field_validator("advantage")
     @classmethod
     def _advantage_is_known(cls, advantage: str) -> str:
-        return check_name(advantage, ADVANTAGE_METHODS)
+        return ADVANTAGES.check_name(advantage)
 
     @field_validator("loss")
     @classmethod
     def _loss_is_known(cls, loss: str) -> str:
-        return check_name(loss, LOSS_METHODS)
+        return LOSSES.check_name(loss)
 
     @model_validator(mode="after")
     def _options_fit_their_methods(self) -> Self:
-        complete_options(self.advantage, self.advantage_options, ADVANTAGE_METHODS, "advantage_options")
-        complete_options(self.loss, self.loss_options, LOSS_METHODS, "loss_options")
-        complete_options(self.old_logprobs, self.old_logprobs_options, OLD_LOGPROB_METHODS, "old_logprobs_options")
-        complete_options(self.update_scale, self.update_scale_options, UPDATE_SCALES, "update_scale_options")
+        _complete_options(self)
         return self
 
+    @property
+    def advantage_method(self) -> AdvantageMethod:
+        """Row of the advantage."""
+        return ADVANTAGES[self.advantage]
 
-def with_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the option fields of an algorithm section with the defaults of its methods filled in."""
-    masks = [
-        mask.model_copy(update={"options": complete_options(mask.name, mask.options, MASK_METHODS, "options")})
-        for mask in algorithm.masks
-    ]
-    return {
-        "advantage_options": complete_options(
-            algorithm.advantage, algorithm.advantage_options, ADVANTAGE_METHODS, "advantage_options"
-        ),
-        "loss_options": complete_options(algorithm.loss, algorithm.loss_options, LOSS_METHODS, "loss_options"),
-        "old_logprobs_options": complete_options(
-            algorithm.old_logprobs, algorithm.old_logprobs_options, OLD_LOGPROB_METHODS, "old_logprobs_options"
-        ),
-        "update_scale_options": complete_options(
-            algorithm.update_scale, algorithm.update_scale_options, UPDATE_SCALES, "update_scale_options"
-        ),
-        "masks": tuple(masks),
-    }
+    @property
+    def loss_method(self) -> LossMethod:
+        """Row of the loss; a user's code has the bounds and the aggregation of ppo_clip."""
+        return LOSSES[self.loss]
+
+    @property
+    def old_logprob_method(self) -> OldLogprobMethod:
+        """Row of the old-logprob source."""
+        return OLD_LOGPROBS[self.old_logprobs]
+
+    def filled(self) -> Self:
+        """Return the section with the defaults of its loss and of the options of its methods filled in."""
+        loss = self.loss_method
+        masks = tuple(
+            mask.model_copy(update={"options": MASKS.complete_options(mask.name, mask.options, "options")})
+            for mask in self.masks
+        )
+        return self.model_copy(
+            update={
+                "clip_low": loss.clip_low if self.clip_low is None else self.clip_low,
+                "clip_high": loss.clip_high if self.clip_high is None else self.clip_high,
+                "aggregation": self.aggregation or loss.aggregation,
+                "masks": masks,
+                **_complete_options(self),
+            }
+        )
+
+
+def _complete_options(algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of the methods of a section with their defaults filled in, by field."""
+    found = {}
+    for name in ("advantage", "loss", "old_logprobs", "update_scale"):
+        field = f"{name}_options"
+        method, options = getattr(algorithm, name), getattr(algorithm, field)
+        found[field] = TRAINER_POINTS[name].complete_options(method, options, field)
+    return found
 
 
 class TrainerConfig(Section):
@@ -144,6 +228,8 @@ class TrainerConfig(Section):
     """Completions recorded per train step for inspection."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, old-logprob source, loss."""
-    replay: ReplayConfig | None = None
-    """Groups of earlier batches in every batch; null for none. It needs old_logprobs recompute, current, snapshot,
-    loglinear or ewma."""
+    replay: ReplayConfig | None = Field(
+        default=None,
+        description="Groups of earlier batches in every batch; null for none. It needs old_logprobs "
+        f"{_old_logprobs('corrects_replay')}.",
+    )

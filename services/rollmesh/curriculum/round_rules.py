@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from rollmesh.config import RunConfig
-from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
-from rollmesh.curriculum.planners.planner_registry import load_planner
-from rollmesh.curriculum.shaper_protocol import Closing, GroupShaper
-from rollmesh.curriculum.shapers.shaper_registry import load_shaper
+from rollmesh.curriculum.planners import RolloutPlanner, Round, load_planner
+from rollmesh.curriculum.shapers import Closing, GroupShaper, load_shaper
 from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
-from rollmesh.user_code import own_code
 
 Records = Mapping[str, PromptRecord]
 
@@ -38,7 +35,6 @@ class RoundRules:
     """None for one round of all members."""
     shaper: GroupShaper
     planner_name: str
-    shaper_name: str
     group_size: int
     spare_members: int
     most_members: int
@@ -51,14 +47,13 @@ class RoundRules:
         Raises ConfigError for a user's code that cannot be loaded or called.
         """
         section = config.curriculum
-        if section.planner == "single" and section.group_shaper == "none":
+        is_single = section.planner == "single"
+        if is_single and section.group_shaper == "none":
             return None
-        single = section.planner == "single"
         return cls(
-            planner=None if single else load_planner(section.planner, section.planner_options),
+            planner=None if is_single else load_planner(section.planner, section.planner_options),
             shaper=load_shaper(section.group_shaper, section.group_shaper_options),
             planner_name=section.planner,
-            shaper_name=section.group_shaper,
             group_size=group_size,
             spare_members=spare_members,
             most_members=section.largest_group(group_size),
@@ -68,15 +63,14 @@ class RoundRules:
         """Return the first round of a group. Raises DataError, which names the planner, for a round that cannot be."""
         if self.planner is None:
             return Round(needed=self.group_size, launched=self.group_size + self.spare_members)
-        planner = self.planner
-        found = self._of_planner(lambda: planner.first(seen, self.group_size))
+        found = self.planner.first(seen, self.group_size)
         # Advantages within a group need two scores; a group of one is compared with its batch.
         least = min(2, self.group_size)
-        if found is None or not least <= found.needed <= found.launched <= self.most_members:
-            asked = "no round" if found is None else f"needed={found.needed}, launched={found.launched}"
+        if not least <= found.needed <= found.launched <= self.most_members:
             raise DataError(
-                f"curriculum.planner={self.planner_name}: its first round is {asked}; expected {least} <= needed <= "
-                f"launched <= {self.most_members} (curriculum.most_members)"
+                f"curriculum.planner={self.planner_name}: its first round is needed={found.needed}, launched="
+                f"{found.launched}; expected {least} <= needed <= launched <= {self.most_members} "
+                "(curriculum.most_members)"
             )
         return found
 
@@ -85,12 +79,9 @@ class RoundRules:
 
         A round that would exceed the most members of a group is cut down to them; with no member left, the group ends.
         """
-        wanted = None
-        if self.planner is not None:
-            planner = self.planner
-            wanted = self._of_planner(lambda: planner.next(group))
+        wanted = None if self.planner is None else self.planner.next(group)
         if wanted is None:
-            return RoundDecision(closing=self._closing(group, records))
+            return RoundDecision(closing=self.shaper(group, records))
         scored, room = len(group.members), self.most_members - group.launched
         if wanted.launched < 1 or wanted.needed <= scored:
             raise DataError(
@@ -99,7 +90,7 @@ class RoundRules:
                 "members and launched of at least 1, or None to close the group"
             )
         if room < 1:
-            return RoundDecision(closing=self._closing(group, records), is_bounded=True)
+            return RoundDecision(closing=self.shaper(group, records), is_bounded=True)
         launched = min(room, wanted.launched)
         # Members that never got a score may leave fewer than the planner counted on.
         needed = min(wanted.needed, scored + launched)
@@ -114,17 +105,3 @@ class RoundRules:
             raise DataError(
                 f"curriculum.planner={self.planner_name}: the plan {planned.plan!r} of a round is not JSON: {error}"
             ) from error
-
-    def _of_planner(self, call: Callable[[], object]) -> Round | None:
-        field = f"curriculum.planner={self.planner_name}"
-        with own_code(field):
-            found = call()
-        if found is None:
-            return None
-        if not isinstance(found, Round):
-            raise DataError(f"{field}: returned {type(found).__name__} instead of a Round")
-        return found
-
-    def _closing(self, group: GroupOutcome, records: Records) -> Closing:
-        with own_code(f"curriculum.group_shaper={self.shaper_name}"):
-            return self.shaper(group, records)

@@ -23,16 +23,15 @@ from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.data import PythonSource
 from rollmesh.config.methods import is_own
 from rollmesh.config.secrets import inherited_environment, secret_environment
-from rollmesh.curriculum.budgets.budget_registry import load_budget
-from rollmesh.curriculum.history_table import HistoryTable, prompt_table
+from rollmesh.curriculum.budgets import load_budget
+from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
 from rollmesh.curriculum.round_rules import RoundRules
-from rollmesh.curriculum.sampler_protocol import Draw
+from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError, DataError, RollmeshError, VerifierError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.preflight.run_model import RunModel
 from rollmesh.prompt_history import PromptRecord, domain_record
 from rollmesh.reward.scored_answer import prompt_metadata
-from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_protocol import (
     Environment,
@@ -326,7 +325,7 @@ def try_methods(config: RunConfig, source: RowSource) -> None:
 
 def _try_sampler(config: RunConfig, source: RowSource) -> None:
     """Draw without a history and with one. The trial's table may be the first rows only, so any row is accepted."""
-    sampler, rows = bind_sampler(config.curriculum), source.rows()
+    sampler, rows = load_sampler(config.curriculum), source.rows()
     assert sampler is not None
     table = prompt_table(rows.names, rows.domains, rows.endless, rows.weights)
     history = HistoryTable(table)
@@ -356,8 +355,7 @@ def _try_rounds(config: RunConfig) -> None:
     for records in ({}, {"trial": _SEEN}):
         rules.decide(group, records)
         if rules.planner is not None:  # its next round may have put off the shaper
-            with own_code(f"curriculum.group_shaper={rules.shaper_name}"):
-                rules.shaper(group, records)
+            rules.shaper(group, records)
 
 
 def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config import RunConfig
-from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
+from rollmesh.config.loss_methods import MASKS, OWN_MASK
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
@@ -39,7 +39,7 @@ _REASON_STYLES: Mapping[str, str] = {
     "environment": "dim",
     "stale": "yellow",
     "weight_truncated": "yellow",
-    **dict.fromkeys((*MASK_METHODS, OWN_MASK), "yellow"),
+    **dict.fromkeys((*MASKS.methods, OWN_MASK), "yellow"),
 }
 _OTHER_REASON = "red"
 """Style of clipped tokens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.checkpoints.batches import BatchFooter, StoredBatch
 from rollmesh.checkpoints.replay_draw import ReplayDraw
-from rollmesh.config.replay_methods import MOST_BATCHES, ReplayConfig, replayed_count
+from rollmesh.config.old_logprob_methods import MOST_BATCHES, ReplayConfig, replayed_count
 from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates
 
 

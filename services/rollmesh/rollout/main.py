@@ -10,13 +10,13 @@ from typing import cast
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.prompts import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.run_failures import RefusedPolicies
-from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health, Waits
 from rollmesh.runtime.lifecycle import Shutdown
@@ -115,7 +115,7 @@ async def open_replica(
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
     deps = worker_deps(settings, name, store, client, reward, program, metrics, health)
     worker = Worker(settings, deps)
-    sampler = bind_sampler(config.curriculum)
+    sampler = load_sampler(config.curriculum)
 
     def open_prompts(on_checked: OnChecked) -> PromptSource:
         source = _prompts(config, tokenizer, on_checked)

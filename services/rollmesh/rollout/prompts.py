@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollmesh.curriculum.history_table import HistoryTable, prompt_table
-from rollmesh.curriculum.sampler_protocol import Draw, PromptSampler
+from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
+from rollmesh.curriculum.samplers import PromptSampler
 from rollmesh.errors import DataError
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.lifecycle import Shutdown

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
-from rollmesh.config.advantage_methods import advantage_method
-from rollmesh.config.replay_methods import replayed_count
+from rollmesh.config.old_logprob_methods import replayed_count
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.curriculum_contradictions import curriculum_contradictions
 from rollmesh.scheduling.presets import PRESETS
@@ -115,7 +114,7 @@ def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> It
         remedy = "schedule.harvest=group"
     else:
         field, remedy = f"schedule.group_size={section.group_size}", "a larger schedule.group_size"
-    compares = advantage_method(advantage).compares
+    compares = config.trainer.algorithm.advantage_method.compares
     if compares == "group":
         yield (
             f"trainer.algorithm.advantage={advantage} compares the members of a group, and with {field} a group has "
@@ -144,7 +143,7 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     if not parts:
         return
     algorithm = config.trainer.algorithm
-    advantage = advantage_method(algorithm.advantage)
+    advantage = algorithm.advantage_method
     if advantage.whole_batch or advantage.needs_policy or advantage.needs_reference:
         yield (
             f"schedule.part_groups={parts}: trainer.algorithm.advantage={algorithm.advantage} is known "

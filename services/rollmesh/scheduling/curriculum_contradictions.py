@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmesh.config import RunConfig
-from rollmesh.config.advantage_methods import advantage_method
-from rollmesh.config.budget_methods import largest_budget
-from rollmesh.config.planner_methods import (
-    PLANNER_METHODS,
+from rollmesh.config.round_methods import (
+    PLANNERS,
+    DapOptions,
     DarsOptions,
+    DotOptions,
     QuorumOptions,
-    most_planned_members,
-    planner_method,
+    largest_budget,
+    largest_z_score,
+    planned_members,
 )
-from rollmesh.config.shaper_methods import DapOptions, DotOptions, largest_z_score
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.schedule_bounds import Bounds
 
@@ -54,8 +54,8 @@ def _of_planner(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator
             f"{planner} with rollout.program=agent: outside agents open the sessions of a group, so no planner can "
             "launch them; set curriculum.planner=single"
         )
-    advantage, norm = advantage_method(algorithm.advantage), algorithm.advantage_options.get("norm")
-    if planner_method(section.planner).adaptive and advantage.group_spread and norm is None:
+    advantage, norm = algorithm.advantage_method, algorithm.advantage_options.get("norm")
+    if PLANNERS[section.planner].adaptive and advantage.group_spread and norm is None:
         yield (
             f"trainer.algorithm.advantage={algorithm.advantage} with {planner}: the size of a group depends on its "
             "rewards, and dividing by their spread would weigh hard prompts unnoticed; set "
@@ -66,10 +66,10 @@ def _of_planner(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator
 
 def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     """Yield the contradictions between the members that a planner launches and the bound on them."""
-    section, method = config.curriculum, planner_method(config.curriculum.planner)
+    section, method = config.curriculum, PLANNERS[config.curriculum.planner]
     size, most = bounds.group_size, section.most_members
-    planned = most_planned_members(section.planner, section.planner_options, size)
-    least = size if method.source == "your code" else planned
+    known = section.planner in PLANNERS.methods
+    least = planned_members(section.planner, section.planner_options, size)[1] if known else size
     if most is not None and most < least:
         yield (
             f"curriculum.most_members={most} with curriculum.planner={section.planner}, which launches up to {least} "
@@ -81,7 +81,7 @@ def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"curriculum.planner={section.planner} with schedule.group_size={size}: a group would have up to {largest} "
             f"members, above {MOST_MEMBERS}; set curriculum.most_members, lower its options, or schedule.group_size"
         )
-    options = method.options.model_validate(section.planner_options) if section.planner in PLANNER_METHODS else None
+    options = method.options.model_validate(section.planner_options) if known else None
     if isinstance(options, QuorumOptions) and options.needed(size) < min(2, size):
         yield (
             f"curriculum.planner_options.share={options.share:g} with schedule.group_size={size} completes a group "
@@ -102,7 +102,7 @@ def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[
             f"{shaper} with schedule.harvest=trajectory (schedule.preset={config.schedule.preset}): every trajectory "
             "is a group, so there is nothing to compare; set schedule.harvest=group or curriculum.group_shaper=none"
         )
-    if advantage_method(advantage).ignores_shaping:
+    if config.trainer.algorithm.advantage_method.ignores_shaping:
         yield (
             f"{shaper} with trainer.algorithm.advantage={advantage}: {advantage} reads which answers are right and "
             "would ignore the shaped rewards; set curriculum.group_shaper=none or another advantage"

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rollmesh.curriculum.history_table import HistoryTable, prompt_table
-from rollmesh.curriculum.sampler_protocol import Draw, PromptSampler
+from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
+from rollmesh.curriculum.samplers import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.sim.length_trace import TracedLengths
 from rollmesh.sim.lengths import LengthModel

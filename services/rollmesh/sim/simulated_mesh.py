@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollmesh.curriculum.round_rules import RoundRules
-from rollmesh.curriculum.sampler_protocol import PromptSampler
+from rollmesh.curriculum.samplers import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import Schedule

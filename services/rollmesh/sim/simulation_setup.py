@@ -8,15 +8,14 @@ from pathlib import Path
 from pydantic import Field
 
 from rollmesh.config import RunConfig
-from rollmesh.config.advantage_methods import advantage_method
 from rollmesh.config.data import MixtureSource
-from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.section import Section
 from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.rollout.sampler_binding import bind_sampler
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts
@@ -134,7 +133,7 @@ def mesh_settings(
         partial_save_tokens=config.rollout.partial_save_tokens,
         devices=_devices(setup, config.generator.replicas),
         failures=failures or FailurePlan(seed=setup.seed),
-        sampler=bind_sampler(config.curriculum),
+        sampler=load_sampler(config.curriculum),
         seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,
     )
@@ -283,9 +282,8 @@ def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> T
 def _evidence_passes(config: RunConfig) -> int:
     """Return the passes without a gradient of ``trainer/learner/train_step.py``; methods of a user's code add none."""
     algorithm = config.trainer.algorithm
-    source, advantage = algorithm.old_logprobs, advantage_method(algorithm.advantage)
-    methods = (MASK_METHODS.get(mask.name) for mask in algorithm.masks)
-    policy = advantage.needs_policy or any(method is not None and method.needs == "policy" for method in methods)
+    source, advantage = algorithm.old_logprobs, algorithm.advantage_method
+    policy = advantage.needs_policy or any(MASKS[mask.name].needs == "policy" for mask in algorithm.masks)
     # Masks are applied before the gradient pass, so its log-probabilities come too late for them.
     start = policy or (source in _STEP_START and (config.trainer.minibatches > 1 or bool(algorithm.masks)))
     older = source in _OLDER_WEIGHTS

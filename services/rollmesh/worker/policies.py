@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from rollmesh.curriculum.budget_protocol import Budget
+from rollmesh.curriculum.budgets import Budget
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.logging import note_policy_version
 from rollmesh.store.policy_registry import PolicyRegistry

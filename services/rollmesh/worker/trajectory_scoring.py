@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from rollmesh.config.reward import RewardConfig
-from rollmesh.curriculum.shapers.overlong import overlong_penalty
+from rollmesh.curriculum.shapers import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.demo_results import demo_result
 from benchmarks.demos import app
-from rollmesh.cli.method_table import POINTS, method_settings
+from rollmesh.cli.method_table import method_settings
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
@@ -35,12 +35,6 @@ def audit(folder: Path, *, green: bool = True) -> None:
     problems = () if green else ("1 admitted group(s) are lost: e0-7",)
     result = AuditResult(run="run", committed_step=8, batch_files=8, groups=128, dropped=dropped, problems=problems)
     (folder / AUDIT_FILE).write_text(json.dumps({**json.loads(result.to_json()), "green": green}))
-
-
-def test_every_method_of_the_registries_has_a_row() -> None:
-    fields = {"budget": "token_budget"}  # the point has two fields, of which the demo runs one
-    every = [f"{fields.get(point, point)}/{name}" for point, methods in POINTS.items() for name in methods]
-    assert list(method_settings()) == every
 
 
 @pytest.mark.parametrize("name", SETTINGS)

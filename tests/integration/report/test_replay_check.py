@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.replay_draw import ReplayDraw
-from rollmesh.config.replay_methods import ReplayConfig
+from rollmesh.config.old_logprob_methods import ReplayConfig
 from rollmesh.report.ledger_counts import StalenessRule, Trained, read_batches
 from rollmesh.report.replay_check import ReplayRule
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 
 from docs.build.metrics import metrics_document
 from rollmesh import step_metrics
-from rollmesh.config.mask_methods import MASK_METHODS
+from rollmesh.config.loss_methods import MASKS
 from rollmesh.gateway.curves import Curves
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.report.plots import plot_specs, style
@@ -140,7 +140,7 @@ def test_tokens_out_of_the_loss_are_counted_by_mask_and_passes_by_trajectory() -
     samples = [s for family in metrics.registry.collect() for s in family.samples]
     masked = {s.labels["reason"]: s.value for s in samples if s.name == "rollmesh_trainer_masked_tokens_total"}
     assert {reason: count for reason, count in masked.items() if count} == {"icepop": 10, "own": 4}
-    assert {"stale", *MASK_METHODS} <= masked.keys()
+    assert {"stale", *MASKS.methods} <= masked.keys()
     values = {s.name: s.value for s in samples}
     assert values["rollmesh_trainer_skipped_trajectories_total"] == 8
     assert values["rollmesh_trainer_learning_rate_factor_ratio"] == 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollmesh.config import RunConfig
 from rollmesh.config.evaluation import EvalConfig
 from rollmesh.config.reward import RewardConfig
-from rollmesh.curriculum.budget_protocol import Budget
+from rollmesh.curriculum.budgets import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.curriculum.planners import OwnPlanner, Round
 from rollmesh.curriculum.round_rules import RoundRules
-from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.curriculum.shapers import Closing
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 from rollmesh.scheduling import Schedule
@@ -51,7 +51,6 @@ def rules(plan: Schedule, **changes: Any) -> RoundRules:
         planner=TwoRounds(),
         shaper=half_of_the_last,
         planner_name="mine:two_rounds",
-        shaper_name="mine:half_of_the_last",
         group_size=plan.group_size,
         spare_members=0,
         most_members=2 * plan.group_size,
@@ -152,7 +151,7 @@ async def test_a_planner_that_fails_stops_the_run_and_its_group_waits(store: Tra
 
     plan = schedule(train_steps=2)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64), **ROUNDS)
-    broken = rules(plan, planner=Fails())
+    broken = rules(plan, planner=OwnPlanner("curriculum.planner=mine:two_rounds", Fails()))
     async with running(store, cluster, ScriptedReward(), plan, rounds=broken), asyncio.timeout(120):
         while not (failure := await store.leadership.failure()):
             await cluster.register()

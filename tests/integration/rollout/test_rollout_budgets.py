@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rollmesh.config.reward import RewardConfig
-from rollmesh.curriculum.budget_protocol import Budget
-from rollmesh.curriculum.budgets.budget_registry import load_budget
+from rollmesh.curriculum.budgets import Budget, load_budget
 from rollmesh.errors import Conflict
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer

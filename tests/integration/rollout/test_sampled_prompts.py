@@ -15,9 +15,9 @@ import pytest
 
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import DataConfig
-from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
+from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
+from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.prompts import PromptDraws
-from rollmesh.rollout.sampler_binding import BoundSampler, bind_sampler
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import SourceRows, build_prompt_source
 from rollmesh.text import Tokenizer
@@ -56,15 +56,16 @@ def misses_later(draw: Draw, prompts: PromptTable, history: History, train_step:
 
 
 def draws(store: TrajectoryStore, function: Callable[..., int]) -> Any:
-    sampler = BoundSampler(name=f"mine:{function.__name__}", function=function)
+    sampler = load_sampler(CurriculumConfig(sampler=f"{__name__}:{function.__name__}"))
+    assert sampler is not None
     return lambda source: PromptDraws(source, sampler, store.prompt_records, 0)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises_later, r"curriculum\.sampler=mine:raises_later: raised IndexError: index \d+ is out of bounds"),
-        (misses_later, r"curriculum\.sampler=mine:misses_later named row \d+; the data has 7 rows, from 0"),
+        (raises_later, r"curriculum\.sampler=[.\w]+:raises_later: raised IndexError: index \d+ is out of bounds"),
+        (misses_later, r"curriculum\.sampler=[.\w]+:misses_later named row \d+; the data has 7 rows, from 0"),
     ],
 )
 async def test_a_sampler_that_fails_stops_the_run_and_loses_nothing(
@@ -109,7 +110,7 @@ async def test_the_default_sampler_is_the_order_from_before_there_were_samplers(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"w{i}", "answer": str(i)}) + "\n" for i in range(12)))
     data = DataConfig.model_validate({"source": {"type": "jsonl", "path": str(path)}, "held_out_ratio": 0.25})
-    assert bind_sampler(CurriculumConfig()) is None, "the leader then opens no draws"
+    assert load_sampler(CurriculumConfig()) is None, "the leader then opens no draws"
     plan = schedule(train_steps=12)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64))
     async with (

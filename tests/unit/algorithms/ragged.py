@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions
+from rollmesh.algorithms.losses import LossInput, LossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
+from rollmesh.algorithms.advantages import TrajectoryColumns
 
 
 def columns(

@@ -8,63 +8,72 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
-from rollmesh.algorithms.advantages.drpo import length_weights
-from rollmesh.algorithms.advantages.grpo_lambda import length_rewards
-from rollmesh.algorithms.advantages.pairs import in_kept_pairs
-from rollmesh.algorithms.advantages.xrpo_novelty import novelty_bonus
+from rollmesh.algorithms.advantages import (
+    dr_grpo,
+    drpo,
+    filtered_bc,
+    grpo,
+    in_kept_pairs,
+    length_rewards,
+    length_weights,
+    mc_grpo,
+    novelty_bonus,
+    reinforce_pp,
+    tba,
+)
+from rollmesh.config.advantage_methods import ADVANTAGES
 
 from .random_trajectories import OF_BATCHES, OF_GROUPS, by_hand, columns, random_columns
 
 CENTRED = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo_lambda", "tba")
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.methods))
 def test_an_advantage_equals_its_formula_on_ragged_groups_in_any_order(name: str) -> None:
     for seed in range(60):
         data = random_columns(seed, graded=bool(seed % 2))
         expected, options = by_hand(name, data)
-        got = ADVANTAGES[name](data, **options)
+        got = ADVANTAGES.bind(name, options)(data)
         assert got.dtype is torch.float64
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_every_advantage_has_a_formula_to_be_compared_with() -> None:
-    assert {*OF_GROUPS, *OF_BATCHES} == set(ADVANTAGES)
+    assert {*OF_GROUPS, *OF_BATCHES} == set(ADVANTAGES.methods)
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"filtered_bc", "grpo_lambda", "reinforce_pp"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES.methods) - {"filtered_bc", "grpo_lambda", "reinforce_pp"}))
 def test_equal_rewards_and_lonely_trajectories_have_no_advantage(name: str) -> None:
     data = columns([1.0, 1.0, 1.0, 5.0], [0, 0, 0, 1])
-    assert (ADVANTAGES[name](data, **OF_GROUPS[name][1]) == 0).all()
+    assert (ADVANTAGES.bind(name, OF_GROUPS[name][1])(data) == 0).all()
 
 
 def test_a_batch_of_equal_rewards_has_no_advantage() -> None:
-    assert ADVANTAGES["reinforce_pp"](columns([0.1] * 7, range(7))).abs().max() < 1e-9
-    assert ADVANTAGES["reinforce_pp"](columns([0.1])).tolist() == [0.0]
+    assert reinforce_pp(columns([0.1] * 7, range(7))).abs().max() < 1e-9
+    assert reinforce_pp(columns([0.1])).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("name", CENTRED)
 def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
     data = columns([0.0, 1.0, 1.0, 0.25, 0.75], lengths=[3, 9, 4, 2, 7], policy=[-3.0, -1.0, -2.0, -5.0, -4.0])
     options = (OF_GROUPS | OF_BATCHES)[name][1]
-    assert abs(float(ADVANTAGES[name](data, **options).sum())) < 1e-9
+    assert abs(float(ADVANTAGES.bind(name, options)(data).sum())) < 1e-9
 
 
 def test_grpo_without_a_norm_is_dr_grpo() -> None:
     for seed in range(10):
         data = random_columns(seed, graded=True)
-        centred = ADVANTAGES["dr_grpo"](data)
-        assert torch.equal(ADVANTAGES["grpo"](data, norm="none"), centred)
-        assert torch.equal(ADVANTAGES["grpo"](data, norm="group_std"), ADVANTAGES["grpo"](data))
+        centred = dr_grpo(data)
+        assert torch.equal(grpo(data, norm="none"), centred)
+        assert torch.equal(grpo(data, norm="group_std"), grpo(data))
 
 
 def test_mc_grpo_gives_the_known_answers_and_clips_unless_told_otherwise() -> None:
     binary, graded = columns([0.0, 0.0, 0.0, 0.0, 1.0]), columns([0.0, 0.25, 0.5, 0.75, 1.0])
-    assert ADVANTAGES["mc_grpo"](binary, adv_clip=None).tolist() == pytest.approx([0, 0, 0, 0, 5000.0])
+    assert mc_grpo(binary, adv_clip=None).tolist() == pytest.approx([0, 0, 0, 0, 5000.0])
     expected = pytest.approx([-2.49, -1.245, 0.0, 1.245, 2.49], abs=5e-4)
-    assert ADVANTAGES["mc_grpo"](graded, adv_clip=None).tolist() == expected
-    assert ADVANTAGES["mc_grpo"](binary, adv_clip=5.0).tolist() == [0, 0, 0, 0, 5.0]
+    assert mc_grpo(graded, adv_clip=None).tolist() == expected
+    assert mc_grpo(binary, adv_clip=5.0).tolist() == [0, 0, 0, 0, 5.0]
 
 
 def test_grpo_lambda_rewards_are_the_known_answer() -> None:
@@ -91,7 +100,7 @@ def test_drpo_is_the_gradient_of_its_objective() -> None:
     weights = length_weights(data.lengths[:2], longest_tokens=40, length_scale=0.5)
     objective = (weights * means[:2]).sum() - 3 * (means[2:] / 3).exp().mean().log()
     (gradient,) = torch.autograd.grad(objective, means)
-    got = ADVANTAGES["drpo"](data, longest_tokens=40, length_scale=0.5, tau=3.0)
+    got = drpo(data, longest_tokens=40, length_scale=0.5, tau=3.0)
     torch.testing.assert_close(got / 4, gradient, rtol=1e-12, atol=1e-12)
 
 
@@ -123,10 +132,10 @@ def test_tba_is_the_gradient_of_trajectory_balance() -> None:
     log_z = (data.reference_logprob_sums - sums + data.rewards / beta).mean().detach()
     loss = (log_z + sums - data.reference_logprob_sums - data.rewards / beta).square().sum()
     (gradient,) = torch.autograd.grad(loss, sums)
-    torch.testing.assert_close(ADVANTAGES["tba"](data, beta=beta), -beta / 2 * gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tba(data, beta=beta), -beta / 2 * gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_a_trajectory_without_a_verdict_is_solved_by_its_reward() -> None:
     data = columns([0.5, 0.0, -1.0, 1.0], outcomes=[float("nan"), float("nan"), 1.0, 0.0])
-    assert ADVANTAGES["filtered_bc"](data).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert filtered_bc(data).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert dataclasses.replace(data, outcome_values=data.rewards).solved.tolist() == [True, False, False, True]

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
 from rollmesh.algorithms.aggregation import AGGREGATIONS, aggregate
-from rollmesh.algorithms.kl import k1, k3
-from rollmesh.algorithms.losses.loss_protocol import LossInput, TokenLoss
-from rollmesh.algorithms.losses.loss_registry import LOSSES
-from rollmesh.algorithms.old_logprobs import SOURCES
-from rollmesh.algorithms.token_masks.mask_registry import MASKS
-from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
-from rollmesh.config.mask_methods import MASK_METHODS
-from rollmesh.config.methods import Method
+from rollmesh.algorithms.losses import LossInput, TokenLoss, gspo, loss_options
+from rollmesh.algorithms.ratios import k1, k3
+from rollmesh.config.advantage_methods import ADVANTAGES
+from rollmesh.config.loss_methods import LOSSES
 
 from .random_trajectories import columns
-
-METHODS = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
 
 ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
     # rewards 1, 0, 0, 1, 1 and then a group of one with reward 5; the sample standard deviation is sqrt(0.3)
@@ -40,7 +28,7 @@ ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES_OF))
 def test_an_advantage_divides_by_what_the_methods_page_says_and_compares_within_its_unit(name: str) -> None:
-    got = ADVANTAGES[name](columns([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], [0, 0, 0, 0, 0, 1]))
+    got = ADVANTAGES.bind(name, {})(columns([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], [0, 0, 0, 0, 0, 1]))
     (right, wrong), alone = ADVANTAGES_OF[name]
     expected = torch.tensor([right, wrong, wrong, right, right, *alone], dtype=torch.float64)
     torch.testing.assert_close(got, expected, rtol=5e-6, atol=0)
@@ -62,10 +50,9 @@ def minibatch(mask: list[bool], log_ratio: float = math.log(1.1)) -> LossInput:
 
 def total(name: str, data: LossInput) -> Tensor:
     """The loss of the minibatch with the defaults of the loss."""
-    definition = LOSSES[name]
-    own = LOSS_METHODS[name].options().model_dump()
-    result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0), **own)
-    weights = AGGREGATIONS[loss_aggregation(name)](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
+    method = LOSSES[name]
+    result: TokenLoss = LOSSES.bind(name, {})(data, loss_options(method, dual_clip=10.0))
+    weights = AGGREGATIONS[method.aggregation](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
     return aggregate(result.loss, data.mask, weights / weights.sum())
 
 
@@ -93,7 +80,7 @@ LOSS_OF: dict[str, tuple[float, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted(LOSSES.methods))
 def test_a_masked_token_leaves_the_numerator_of_a_loss_and_stays_in_its_denominator(name: str) -> None:
     whole, stale = LOSS_OF[name]
     assert value(name, minibatch(ALL)) == pytest.approx(whole, rel=1e-9)
@@ -101,8 +88,8 @@ def test_a_masked_token_leaves_the_numerator_of_a_loss_and_stays_in_its_denomina
 
 
 def test_gspo_counts_the_original_tokens_of_a_sequence_whose_stale_tokens_are_masked() -> None:
-    data, options = minibatch(STALE, 1e-4), LOSSES["gspo"].options()
-    ratio = LOSSES["gspo"].loss(data, options).ratio
+    data, options = minibatch(STALE, 1e-4), loss_options(LOSSES["gspo"])
+    ratio = gspo(data, options).ratio
     torch.testing.assert_close(ratio[:4], torch.full((4,), math.exp(0.75e-4), dtype=torch.float64))
     lengths, kept = torch.tensor([4.0, 1.0], dtype=torch.float64), data.mask.double()
     difference = (data.logprobs - data.old_logprobs) * kept
@@ -117,31 +104,3 @@ def test_the_kl_estimators_are_those_of_the_methods_page() -> None:
     log_p, log_q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
     assert float(k1(log_p, log_q)) == pytest.approx(0.5)
     assert float(k3(log_p, log_q)) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_the_methods_page_states_the_defaults_of_every_loss(name: str) -> None:
-    definition = LOSSES[name]
-    (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
-    bounds = "none" if definition.clip_low is None else f"{definition.clip_low:g} / {definition.clip_high:g}"
-    assert f"| {bounds} | `{loss_aggregation(name)}` |" in row
-
-
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *AGGREGATIONS, *SOURCES, *MASKS}))
-def test_the_methods_page_has_every_advantage_aggregation_mask_and_old_logprob_source(name: str) -> None:
-    assert len(re.findall(rf"^\| `{name}` \|", METHODS, flags=re.MULTILINE)) == 1
-
-
-OF_POINTS = ((ADVANTAGE_METHODS, ADVANTAGES), (LOSS_METHODS, LOSSES), (MASK_METHODS, MASKS))
-
-
-@pytest.mark.parametrize(("methods", "functions"), OF_POINTS)
-def test_the_methods_page_states_every_option_with_its_default(
-    methods: Mapping[str, Method], functions: Mapping[str, object]
-) -> None:
-    assert methods.keys() == functions.keys()
-    for name, method in methods.items():
-        (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
-        for option, field in method.options.model_fields.items():
-            default = "required" if field.is_required() else json.dumps(field.default)
-            assert f"`{option}` ({default})" in row, f"{name}.{option}"

@@ -3,20 +3,29 @@
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput, LossOptions, TokenLoss
-from rollmesh.algorithms.losses.loss_registry import LOSSES
-from rollmesh.algorithms.losses.minpro import smallest_before
-from rollmesh.config.loss_methods import LOSS_METHODS
+from rollmesh.algorithms.losses import (
+    ClipReason,
+    LossInput,
+    LossOptions,
+    TokenLoss,
+    gspo,
+    loss_options,
+    ppo_clip,
+    smallest_before,
+    tis,
+)
+from rollmesh.config.loss_methods import LOSSES
 
 from .ragged import FORMULAS, random_ragged
 
 SEEDS = range(40)
-NAMES = sorted(LOSSES)
+NAMES = sorted(LOSSES.methods)
 
 
 def evaluate(name: str, data: LossInput, options: LossOptions) -> TokenLoss:
     """The loss with the defaults of its own options."""
-    return LOSSES[name].loss(data, options, **LOSS_METHODS[name].options().model_dump())
+    result: TokenLoss = LOSSES.bind(name, {})(data, options)
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -24,7 +33,7 @@ def evaluate(name: str, data: LossInput, options: LossOptions) -> TokenLoss:
 def test_loss_equals_its_formula_on_random_ragged_inputs(name: str, dual_clip: float | None) -> None:
     for seed in SEEDS:
         data = random_ragged(seed)
-        options = LOSSES[name].options(dual_clip=dual_clip)
+        options = loss_options(LOSSES[name], dual_clip=dual_clip)
         formula = FORMULAS[name](data, options)
         got = evaluate(name, data.loss_input(), options).loss
         expected = torch.tensor([formula(x, t) for t, x in enumerate(data.logprobs)], dtype=torch.float64)
@@ -37,7 +46,7 @@ def test_gradient_equals_the_finite_difference_of_the_formula(name: str) -> None
     step = 1e-6
     for seed in SEEDS:
         data = random_ragged(seed)
-        options = LOSSES[name].options(dual_clip=3.0)
+        options = loss_options(LOSSES[name], dual_clip=3.0)
         formula = FORMULAS[name](data, options)
         tensors = data.loss_input()
         (gradient,) = torch.autograd.grad(evaluate(name, tensors, options).loss.sum(), tensors.logprobs)
@@ -52,7 +61,7 @@ def test_gradient_equals_the_finite_difference_of_the_formula(name: str) -> None
 def test_reported_weight_is_what_the_gradient_does_to_the_logprob(name: str) -> None:
     for seed in SEEDS:
         tensors = random_ragged(seed).loss_input()
-        result = evaluate(name, tensors, LOSSES[name].options(dual_clip=3.0))
+        result = evaluate(name, tensors, loss_options(LOSSES[name], dual_clip=3.0))
         (gradient,) = torch.autograd.grad(result.loss.sum(), tensors.logprobs)
         if name == "kimi":
             # The weight is that of the first term; the square adds tau times the log-ratio.
@@ -68,7 +77,7 @@ def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     tensors = data.loss_input(torch.float32)
     far = torch.where(torch.arange(len(data.old)) % 2 == 0, 500.0, -500.0)
     tensors.old_logprobs.copy_(tensors.logprobs.detach() + far)
-    result = evaluate(name, tensors, LOSSES[name].options())
+    result = evaluate(name, tensors, loss_options(LOSSES[name]))
     (gradient,) = torch.autograd.grad(result.loss[tensors.mask].sum(), tensors.logprobs)
     assert torch.isfinite(result.loss).all() and torch.isfinite(gradient).all()
 
@@ -78,7 +87,7 @@ def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
     tensors = random_ragged(3).loss_input()
     tensors.old_logprobs.copy_(tensors.logprobs.detach())
     tensors.behavior_logprobs.copy_(tensors.logprobs.detach())
-    result = evaluate(name, tensors, LOSSES[name].options(dual_clip=10.0))
+    result = evaluate(name, tensors, loss_options(LOSSES[name], dual_clip=10.0))
     assert (result.ratio == 1).all() and (result.weight == 1).all() and (result.clip == ClipReason.NONE).all()
 
 
@@ -95,7 +104,7 @@ def test_clip_reasons_name_the_bound_that_cut_the_gradient() -> None:
     ):
         tensors.advantages.fill_(advantage)
         tensors.old_logprobs.copy_(logprobs - log_ratio)
-        clip = LOSSES["ppo_clip"].loss(tensors, LOSSES["ppo_clip"].options(dual_clip=3.0)).clip
+        clip = ppo_clip(tensors, loss_options(LOSSES["ppo_clip"], dual_clip=3.0)).clip
         assert (clip == reason).all(), reason
 
 
@@ -104,16 +113,16 @@ def test_truncated_weight_is_reported_and_keeps_its_gradient() -> None:
     tensors.advantages.fill_(1.0)
     tensors.old_logprobs.copy_(tensors.logprobs.detach())
     tensors.behavior_logprobs.copy_(tensors.logprobs.detach() - 2.0)
-    result = LOSSES["tis"].loss(tensors, LOSSES["tis"].options(tis_cap=2.0))
+    result = tis(tensors, loss_options(LOSSES["tis"], tis_cap=2.0))
     assert (result.clip == ClipReason.TRUNCATED).all() and (result.weight == 2.0).all()
 
 
 def test_gspo_ratio_is_shared_by_a_sequence_and_ignores_masked_tokens() -> None:
     data = random_ragged(5)
     tensors = data.loss_input()
-    before = LOSSES["gspo"].loss(tensors, LOSSES["gspo"].options()).ratio
+    before = gspo(tensors, loss_options(LOSSES["gspo"])).ratio
     tensors.old_logprobs[~tensors.mask] += 7.0
-    after = LOSSES["gspo"].loss(tensors, LOSSES["gspo"].options()).ratio
+    after = gspo(tensors, loss_options(LOSSES["gspo"])).ratio
     torch.testing.assert_close(before, after)
     for s in range(data.count):
         assert len(before[tensors.sequence_index == s].unique()) == 1
@@ -137,5 +146,5 @@ def test_topr_cuts_the_weight_of_wrong_answers_only() -> None:
     tensors.old_logprobs.copy_(tensors.logprobs.detach() - 1.0)
     for advantage, weight, clip in ((1.0, 1.0, ClipReason.NONE), (-1.0, 1.0, ClipReason.TRUNCATED)):
         tensors.advantages.fill_(advantage)
-        result = evaluate("topr", tensors, LOSSES["topr"].options())
+        result = evaluate("topr", tensors, loss_options(LOSSES["topr"]))
         assert (result.weight == weight).all() and (result.clip == clip).all()

@@ -2,7 +2,8 @@
 
 import torch
 
-from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs, loglinear_share
+from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
+from rollmesh.config.old_logprob_methods import OLD_LOGPROBS
 
 BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0, 0.0])
 TRAINER = torch.tensor([-1.5, -2.5, -3.5, -9.0])
@@ -10,7 +11,8 @@ POLICY = torch.tensor([True, True, True, False])
 
 
 def choose(name: str, available: list[bool], pure: list[bool]) -> OldLogprobs:
-    return SOURCES[name].choose(
+    return choose_old_logprobs(
+        OLD_LOGPROBS[name],
         behavior=BEHAVIOR,
         trainer=TRAINER,
         available=torch.tensor(available),

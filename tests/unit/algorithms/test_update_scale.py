@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.algorithms.update_scale import ess_scale
+from rollmesh.algorithms.ratios import ess_scale
 
 
 def test_the_factor_is_the_root_or_the_share_itself_and_never_above_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollmesh.config import RunConfig
-from rollmesh.config.trainer import AlgorithmConfig, with_options
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling import Schedule
 
@@ -169,6 +169,6 @@ def test_a_mask_may_be_a_name_and_options_of_own_code_are_left_alone(tmp_path: P
     algorithm = AlgorithmConfig.model_validate(
         {"masks": ["mastered", {"name": "my_code:keep", "options": {"any": 1}}], "advantage": "my_code:mine"}
     )
-    filled = with_options(algorithm)
-    assert [mask.options for mask in filled["masks"]] == [{"entropy": 0.2, "probability": 0.99}, {"any": 1}]
-    assert filled["advantage_options"] == {}
+    filled = algorithm.filled()
+    assert [mask.options for mask in filled.masks] == [{"entropy": 0.2, "probability": 0.99}, {"any": 1}]
+    assert filled.advantage_options == {}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollmesh.curriculum.history_table import HistoryTable, prompt_table
-from rollmesh.curriculum.sampler_protocol import History, PromptTable
+from rollmesh.curriculum.prompt_tables import History, HistoryTable, PromptTable, prompt_table
 from rollmesh.prompt_history import PromptRecord
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.curriculum.budget_protocol import Budget
-from rollmesh.curriculum.budgets.budget_registry import load_budget
+from rollmesh.curriculum.budgets import Budget, load_budget
 
 SIRI = {"shortest": 8192, "longest": 16384}
 

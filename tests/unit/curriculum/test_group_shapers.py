@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.shaper_methods import largest_z_score
-from rollmesh.curriculum.shapers.dot import longest_kept
-from rollmesh.curriculum.shapers.shaper_registry import load_shaper
+from rollmesh.config.round_methods import largest_z_score
+from rollmesh.curriculum.shapers import load_shaper, longest_kept
 
 from .outcomes import group_of
 

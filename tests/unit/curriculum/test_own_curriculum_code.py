@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from rollmesh.curriculum.budgets.budget_registry import load_budget
-from rollmesh.curriculum.planner_protocol import Round
-from rollmesh.curriculum.planners.planner_registry import load_planner
-from rollmesh.curriculum.shapers.shaper_registry import load_shaper
+from rollmesh.curriculum.budgets import load_budget
+from rollmesh.curriculum.planners import Round, load_planner
+from rollmesh.curriculum.shapers import load_shaper
 from rollmesh.errors import ConfigError, DataError
 
 from .outcomes import group_of
 
 ROOT = Path(__file__).parents[3]
 OWN = """
-from rollmesh.curriculum.planner_protocol import Round
-from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.curriculum.planners import Round
+from rollmesh.curriculum.shapers import Closing
 
 class Planner:
     def __init__(self, needed=1, launched=1):
@@ -34,6 +33,13 @@ class Planner:
 class Words(Planner):
     def first(self, seen, group_size):
         return "eight"
+
+class Fails(Planner):
+    def next(self, group):
+        return group.difficulty
+
+def fails(group, records):
+    return group.difficulty
 
 class OnlyFirst:
     def first(self, seen, group_size):
@@ -106,15 +112,15 @@ def test_the_planner_of_the_examples_has_at_most_20_lines() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("Planner", {"most": 1}, "cannot be called as f"),
-        ("constant", {}, "must be a function"),
+        ("Planner", {"most": 1}, "_options: own_curriculum:Planner rejects"),
+        ("constant", {}, "_options: own_curriculum:constant rejects"),
         ("OnlyFirst", {}, r"needs a method next\(group\)"),
         ("OtherFirst", {}, r"needs a method first\(seen, group_size\)"),
         ("nothing", {}, "has no 'nothing'"),
     ],
 )
 def test_code_that_cannot_be_a_planner_is_refused_at_startup(name: str, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"curriculum.planner: .*{problem}"):
+    with pytest.raises(ConfigError, match=f"curriculum.planner(: .*)?{problem}"):
         load_planner(f"own_curriculum:{name}", options)
 
 
@@ -134,6 +140,13 @@ def test_a_round_without_members_is_refused(name: str, options: dict[str, Any], 
     if options:
         with pytest.raises(DataError, match="next returned"):
             planner.next(group_of([0.0]))
+
+
+def test_an_error_of_a_planner_or_a_shaper_names_its_field_and_its_line() -> None:
+    with pytest.raises(DataError, match=r"planner=own_curriculum:Fails: raised AttributeError.*own_curriculum.py:\d+"):
+        load_planner("own_curriculum:Fails", {}).next(group_of([0.0]))
+    with pytest.raises(DataError, match=r"shaper=own_curriculum:fails: raised AttributeError.*own_curriculum.py:\d+"):
+        load_shaper("own_curriculum:fails", {})(group_of([0.0]), {})
 
 
 def test_a_shaper_of_a_users_code_gets_its_options() -> None:
@@ -170,8 +183,8 @@ def test_a_budget_of_a_users_code_is_capped() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("falling", "falling: returned 0 for train step 3; expected an int above 0"),
-        ("fraction", "fraction: returned 0.5 for train step 0; expected an int above 0"),
+        ("falling", "falling: returned 0; expected an int above 0 .train step 3"),
+        ("fraction", "fraction: returned 0.5; expected an int above 0 .train step 0"),
     ],
 )
 def test_a_budget_that_has_no_value_at_some_step_is_refused_at_startup(name: str, problem: str) -> None:

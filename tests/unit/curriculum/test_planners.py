@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.planner_methods import most_planned_members
-from rollmesh.curriculum.planner_protocol import RolloutPlanner, Round
-from rollmesh.curriculum.planners.dars import more_members
-from rollmesh.curriculum.planners.planner_registry import PLANNERS, load_planner
+from rollmesh.config.round_methods import PLANNERS, planned_members
+from rollmesh.curriculum.planners import RolloutPlanner, Round, load_planner, more_members
 
 from .outcomes import group_of
 
@@ -59,7 +57,7 @@ def test_dars_closes_after_two_rounds_with_at_most_its_most_members(
     found = planner.next(group_of(outcomes, launched=size + lost))
     if found is not None:
         assert found.launched >= 1
-        assert size + lost + found.launched <= most_planned_members("dars", options, size)
+        assert size + lost + found.launched <= planned_members("dars", options, size)[1]
         assert planner.next(group_of([*outcomes, *[0.0] * found.launched], round=1)) is None
 
 
@@ -91,9 +89,9 @@ def test_spare_launches_and_needs_more_than_the_group_size() -> None:
 def test_the_first_round_of_every_planner_is_possible(size: int, plan: tuple[str, dict[str, Any]]) -> None:
     name, options = plan
     first = load_planner(name, options).first(None, size)
-    assert 1 <= first.needed <= first.launched <= most_planned_members(name, options, size)
+    assert 1 <= first.needed <= first.launched <= planned_members(name, options, size)[1]
 
 
-@pytest.mark.parametrize("name", sorted(PLANNERS.keys() - {"dars"}))
+@pytest.mark.parametrize("name", sorted(PLANNERS.methods.keys() - {"dars"}))
 def test_planners_of_one_round_close_every_group(name: str) -> None:
     assert load_planner(name, {}).next(group_of([0.0] * 8)) is None

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.replay_methods import replayed_count
+from rollmesh.config.old_logprob_methods import replayed_count
 from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates
 from rollmesh.types import Batch, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 

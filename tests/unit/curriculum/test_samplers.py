@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.methods import complete_options
-from rollmesh.config.sampler_methods import SAMPLER_METHODS
-from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
-from rollmesh.curriculum.samplers.difficulty import target_weights
-from rollmesh.curriculum.samplers.domain_mix import domain_weights
-from rollmesh.curriculum.samplers.frontier import frontier_weights
-from rollmesh.curriculum.samplers.sampler_registry import SAMPLERS
+from rollmesh.config.sampler_methods import SAMPLERS
+from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
+from rollmesh.curriculum.samplers import domain_weights, frontier_weights, target_weights
 from rollmesh.errors import DataError
 from rollmesh.prompt_history import PromptRecord
 
@@ -29,15 +24,11 @@ APRIEL = {"math": 0.35, "code": 0.25, "logic": 0.15, "if": 0.15, "fn": 0.10}
 
 
 def sampler(name: str, **options: object) -> Callable[..., int]:
-    return partial(SAMPLERS[name], **complete_options(name, options, SAMPLER_METHODS, "curriculum.sampler_options"))
+    return SAMPLERS.bind(name, options)
 
 
 def draws(choose: Callable[..., int], table: PromptTable, history: History, count: int = 2000) -> Counter[int]:
     return Counter(choose(Draw(epoch=0, index=i, seed=3), table, history, 0) for i in range(count))
-
-
-def test_every_sampler_has_a_function() -> None:
-    assert set(SAMPLERS) == set(SAMPLER_METHODS) - {"order"}
 
 
 def test_domain_mix_has_the_probabilities_of_the_known_answer() -> None:

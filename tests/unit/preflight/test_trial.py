@@ -15,9 +15,9 @@ from rollmesh.preflight.trial import try_inputs
 
 PLUGINS = """
 import torch
-from rollmesh.algorithms.losses.loss_protocol import TokenLoss
-from rollmesh.curriculum.planner_protocol import Round
-from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.algorithms.losses import TokenLoss
+from rollmesh.curriculum.planners import Round
+from rollmesh.curriculum.shapers import Closing
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 
 

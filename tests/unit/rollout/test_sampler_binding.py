@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollmesh.config.curriculum import CurriculumConfig
-from rollmesh.curriculum.sampler_protocol import Draw, History, PromptTable
+from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
+from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.rollout.sampler_binding import BoundSampler, bind_sampler
 
 from ..curriculum.tables import record, tables
 
@@ -22,12 +22,16 @@ def takes_three(draw: Draw, prompts: PromptTable, history: History) -> int:
     return 0
 
 
+def gives(*_: object, result: object) -> object:
+    return {}["math"] if result == "error" else result
+
+
 def test_the_default_order_needs_no_sampler() -> None:
-    assert bind_sampler(CurriculumConfig()) is None
+    assert load_sampler(CurriculumConfig()) is None
 
 
 def test_a_built_in_sampler_gets_its_options_and_their_defaults() -> None:
-    bound = bind_sampler(CurriculumConfig(sampler="difficulty", sampler_options={"unseen": 0.0}))
+    bound = load_sampler(CurriculumConfig(sampler="difficulty", sampler_options={"unseen": 0.0}))
     assert bound is not None
     table, history = tables([record(4, 8), None])
     assert bound.choose(DRAW, table, history, 0) == 0
@@ -36,7 +40,7 @@ def test_a_built_in_sampler_gets_its_options_and_their_defaults() -> None:
 def test_the_example_of_an_own_sampler_runs_and_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = CurriculumConfig(sampler="own_sampler:short_first", sampler_options={"steps": 10})
-    bound = bind_sampler(config)
+    bound = load_sampler(config)
     assert bound is not None
     table, history = tables([record(0, members) for members in (8, 1, 4)])
     assert [bound.choose(DRAW, table, history, step) for step in (0, 1)] == [0, 0]
@@ -64,7 +68,7 @@ def test_wrong_options_are_refused(sampler: str, options: dict[str, Any], messag
 @pytest.mark.parametrize("target", ["takes_three", "EXAMPLES", "missing"])
 def test_a_function_that_cannot_be_called_is_refused_at_the_start(target: str) -> None:
     with pytest.raises(ConfigError, match=r"curriculum\.sampler"):
-        bind_sampler(CurriculumConfig(sampler=f"{__name__}:{target}"))
+        load_sampler(CurriculumConfig(sampler=f"{__name__}:{target}"))
 
 
 @pytest.mark.parametrize(
@@ -75,19 +79,12 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(target: str) -
         (None, "returned None instead of the number of a row"),
         (0.5, "returned 0.5"),
         (True, "returned True"),
+        ("error", "raised KeyError: 'math'"),
     ],
 )
 def test_a_result_that_is_no_row_is_an_error_that_names_it(result: Any, message: str) -> None:
     table, history = tables([None, None])
-    bound = BoundSampler(name="own:choose", function=lambda *_: result)
-    with pytest.raises(DataError, match=f"curriculum.sampler=own:choose {message}"):
+    bound = load_sampler(CurriculumConfig(sampler=f"{__name__}:gives", sampler_options={"result": result}))
+    assert bound is not None
+    with pytest.raises(DataError, match=f"curriculum.sampler={__name__}:gives:? {message}"):
         bound.choose(DRAW, table, history, 0)
-
-
-def test_an_error_of_the_sampler_keeps_its_words() -> None:
-    def choose(*_: object) -> int:
-        raise KeyError("math")
-
-    table, history = tables([None])
-    with pytest.raises(DataError, match="own:choose: raised KeyError: 'math'"):
-        BoundSampler(name="own:choose", function=choose).choose(DRAW, table, history, 0)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rollmesh.curriculum.planner_protocol import Round
+from rollmesh.curriculum.planners import Round
 from rollmesh.curriculum.round_rules import RoundRules
-from rollmesh.curriculum.shaper_protocol import Closing
+from rollmesh.curriculum.shapers import Closing
 from rollmesh.sim.invariants import InvariantBroken, Invariants
 from rollmesh.sim.queue_model import QueueModel, Save
 
@@ -43,7 +43,6 @@ def planned(preset="copris", **options):
         planner=UntilSolved(),
         shaper=half,
         planner_name="tests:until_solved",
-        shaper_name="tests:half",
         group_size=settings.schedule.group_size,
         spare_members=0,
         most_members=12,

@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 
-from rollmesh.curriculum.samplers.domain_mix import domain_mix
+from rollmesh.curriculum.samplers import PromptSampler, domain_mix
 from rollmesh.errors import ConfigError
 from rollmesh.prompt_history import domain_record
-from rollmesh.rollout.sampler_binding import BoundSampler
 from rollmesh.sim.arms import arms_of
 from rollmesh.sim.prompts import DomainRows, SimulatedDraws, parse_domains
 from rollmesh.sim.queue_model import QueueModel
@@ -23,7 +22,7 @@ DOMAINS = parse_domains("short:0.5:0.2,long:0.5:2")
 """Lengths that differ tenfold."""
 
 
-def mesh(steps: int, sampler: BoundSampler | None, seed: int = 0, check: bool = True) -> SimulatedMesh:
+def mesh(steps: int, sampler: PromptSampler | None, seed: int = 0, check: bool = True) -> SimulatedMesh:
     settings = mesh_settings(steps=steps, rollout={"max_new_tokens": 15_000}, generator={"max_context_tokens": 16_384})
     prompts = replace(settings.prompts, count=400, domains=DomainRows(DOMAINS, 400))
     prompts = replace(prompts, lengths=replace(prompts.lengths, cap=15_000))
@@ -43,7 +42,7 @@ def completed_shares(simulation: SimulatedMesh) -> dict[str, float]:
 @pytest.mark.parametrize("seed", [0])
 def test_completed_shares_follow_the_targets_though_lengths_differ_tenfold(seed: int) -> None:
     targets = {"short": 0.3, "long": 0.7}
-    mix = BoundSampler(name="domain_mix", function=partial(domain_mix, targets=targets, least_completed=50))
+    mix = PromptSampler(name="domain_mix", function=partial(domain_mix, targets=targets, least_completed=50))
     simulation = mesh(500, mix, seed, check=False)
     simulation.run()
     records = simulation.queue.history.records
@@ -66,7 +65,7 @@ def test_the_leader_draws_what_its_sampler_chooses() -> None:
         rows.append((draw.index + 7) % prompts.row_count)
         return rows[-1]
 
-    simulation = mesh(5, BoundSampler(name="seventh", function=choose))
+    simulation = mesh(5, PromptSampler(name="seventh", function=choose))
     simulation.run()
     drawn = {name for name in simulation.queue.history.records if name.startswith("p")}
     assert drawn <= {f"p{row}" for row in rows} and len(rows) >= 20
@@ -102,7 +101,7 @@ def test_evicted_groups_count_as_draws_of_their_prompts() -> None:
     """Every group is evicted; each prompt is drawn three times before one is drawn a fourth time."""
     settings = mesh_settings()
     prompts = replace(settings.prompts, count=10, domains=DomainRows(parse_domains("a:1:1"), 10))
-    mix = BoundSampler(name="domain_mix", function=partial(domain_mix, targets={"a": 1.0}, least_completed=50))
+    mix = PromptSampler(name="domain_mix", function=partial(domain_mix, targets={"a": 1.0}, least_completed=50))
     queue = QueueModel(replace(settings.limits, keeps_history=True))
     draws = SimulatedDraws(prompts, mix, queue, seed=0)
     drawn = Counter[int]()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rollmesh.algorithms.aggregation import Aggregation, aggregate
-from rollmesh.algorithms.kl import k3
-from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
-from rollmesh.algorithms.update_scale import UpdateScale
+from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss
+from rollmesh.algorithms.ratios import UpdateScale, k3
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack, pack_sequences

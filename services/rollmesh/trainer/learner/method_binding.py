@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
+from rollmesh.algorithms.advantages import TrajectoryColumns
 from rollmesh.algorithms.aggregation import AGGREGATIONS
-from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
-from rollmesh.algorithms.losses.loss_registry import LOSSES, LossDefinition
-from rollmesh.algorithms.token_masks.mask_protocol import MaskInput
-from rollmesh.algorithms.token_masks.mask_registry import MASKS
-from rollmesh.algorithms.update_scale import UpdateScale, ess_scale
+from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss, loss_options
+from rollmesh.algorithms.ratios import UpdateScale
+from rollmesh.algorithms.token_masks import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
-from rollmesh.config.advantage_methods import ADVANTAGE_METHODS
-from rollmesh.config.loss_methods import LOSS_METHODS, loss_aggregation
-from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
-from rollmesh.config.methods import complete_options, is_own
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig, with_options
-from rollmesh.config.update_scales import EssOptions
-from rollmesh.errors import DataError
+from rollmesh.config.advantage_methods import ADVANTAGES
+from rollmesh.config.loss_methods import LOSSES, MASKS, OWN_MASK, MaskConfig
+from rollmesh.config.old_logprob_methods import UPDATE_SCALES
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.forward_backward import LossRecipe
 from rollmesh.trainer.learner.optimizer import learning_rate
 from rollmesh.types import LARGEST_REWARD
-from rollmesh.user_code import load_function, own_code
+from rollmesh.user_code import OwnFunction
 
 
 def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
@@ -39,15 +32,8 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
     """
     algorithm = config.algorithm
     bind_loss(algorithm), bind_advantage(algorithm), bind_masks(algorithm)
-    definition = _definition(algorithm.loss)
-    filled = {
-        "clip_low": definition.clip_low if algorithm.clip_low is None else algorithm.clip_low,
-        "clip_high": definition.clip_high if algorithm.clip_high is None else algorithm.clip_high,
-        "aggregation": algorithm.aggregation or loss_aggregation(algorithm.loss),
-        **with_options(algorithm),
-    }
     return StepRecipe(
-        algorithm=algorithm.model_copy(update=filled),
+        algorithm=algorithm.filled(),
         minibatches=config.minibatches,
         max_grad_norm=config.max_grad_norm,
         betas=config.betas,
@@ -78,24 +64,19 @@ def differing_settings(recorded: StepSettings, present: StepSettings) -> dict[st
 
 def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
     """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
-    definition = _definition(config.loss)
     return LossRecipe(
         loss=bind_loss(config),
-        options=definition.options(
+        options=loss_options(
+            config.loss_method,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
             tis_cap=config.tis_cap,
         ),
-        aggregation=AGGREGATIONS[config.aggregation or loss_aggregation(config.loss)],
+        aggregation=AGGREGATIONS[config.aggregation or config.loss_method.aggregation],
         kl_coefficient=config.kl_coefficient,
         update_scale=bind_update_scale(config),
     )
-
-
-def _definition(name: str) -> LossDefinition:
-    """Return a registered loss; a user's code has the defaults of ppo_clip."""
-    return LOSSES["ppo_clip" if is_own(name) else name]
 
 
 def _flat(settings: StepSettings) -> dict[str, Any]:
@@ -133,29 +114,16 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
 
     A user's function declares the columns that it needs: ``function.needs_policy = True``, ``needs_reference``.
     """
-    name, field = algorithm.advantage, "trainer.algorithm.advantage"
-    options = complete_options(name, algorithm.advantage_options, ADVANTAGE_METHODS, f"{field}_options")
-    if not is_own(name):
-        method = ADVANTAGE_METHODS[name]
+    function = ADVANTAGES.bind(algorithm.advantage, algorithm.advantage_options, _problem_of_advantage)
+    method = algorithm.advantage_method
+    if not isinstance(function, OwnFunction):
         return BoundAdvantage(
-            compute=partial(ADVANTAGES[name], **options),
-            needs_policy=method.needs_policy,
-            needs_reference=method.needs_reference,
+            compute=function, needs_policy=method.needs_policy, needs_reference=method.needs_reference
         )
-    function = load_function(name, field, ("TrajectoryColumns",), options)
-
-    def compute(data: TrajectoryColumns) -> Tensor:
-        with own_code(f"{field}={name}"):
-            result: Tensor = function(data, **options)
-        _check_column(result, data.rewards, field, name, "trajectory")
-        if not result.is_floating_point() or not (result.abs() <= LARGEST_REWARD).all():
-            raise DataError(f"{field}={name}: returned an advantage that is {_NO_SIZE}")
-        return result.double()
-
     return BoundAdvantage(
-        compute=compute,
-        needs_policy=bool(getattr(function, "needs_policy", False)),
-        needs_reference=bool(getattr(function, "needs_reference", False)),
+        compute=lambda data: function(data).double(),
+        needs_policy=function.declares("needs_policy"),
+        needs_reference=function.declares("needs_reference"),
     )
 
 
@@ -166,67 +134,59 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     """Return the loss function of an algorithm section. Raises ConfigError for code that cannot be called as one."""
-    name, field = algorithm.loss, "trainer.algorithm.loss"
-    options = complete_options(name, algorithm.loss_options, LOSS_METHODS, f"{field}_options")
-    if not is_own(name):
-        return partial(LOSSES[name].loss, **options) if options else LOSSES[name].loss
-    function = load_function(name, field, ("LossInput", "LossOptions"), options)
-
-    def loss(data: LossInput, shared: LossOptions) -> TokenLoss:
-        with own_code(f"{field}={name}"):
-            result = function(data, shared, **options)
-        if not isinstance(result, TokenLoss):
-            raise DataError(f"{field}={name}: returned {type(result).__name__} instead of TokenLoss")
-        for column in ("loss", "ratio", "weight", "clip"):
-            _check_column(getattr(result, column), data.logprobs, f"{field}={name}", column, "token")
-        if torch.is_grad_enabled() and data.logprobs.requires_grad and not result.loss.requires_grad:
-            raise DataError(f"{field}={name}: returned a loss without a gradient; compute it from LossInput.logprobs")
-        # A policy that has diverged has log-probabilities that are not finite: that is not the function's fault.
-        if (data.mask & torch.isfinite(data.logprobs) & ~(result.loss.detach().abs() <= LARGEST_REWARD)).any():
-            raise DataError(f"{field}={name}: returned a loss that is {_NO_SIZE} for a token in the loss")
-        return result
-
-    return loss
+    return LOSSES.bind(algorithm.loss, algorithm.loss_options, _problem_of_loss)
 
 
 def bind_masks(algorithm: AlgorithmConfig) -> tuple[BoundMask, ...]:
     """Return the masks of an algorithm section in order. Raises ConfigError for code that cannot be called as one."""
-    return tuple(_bind_mask(mask.name, mask.options, i) for i, mask in enumerate(algorithm.masks))
+    return tuple(_bind_mask(mask, i) for i, mask in enumerate(algorithm.masks))
 
 
 def bind_update_scale(algorithm: AlgorithmConfig) -> UpdateScale | None:
     """Return the update scale of an algorithm section; None for none."""
     if algorithm.update_scale == "none":
         return None
-    return partial(ess_scale, **EssOptions.model_validate(algorithm.update_scale_options).model_dump())
+    return UPDATE_SCALES.bind(algorithm.update_scale, algorithm.update_scale_options)
 
 
-def _bind_mask(name: str, given: Mapping[str, Any], index: int) -> BoundMask:
-    field = f"trainer.algorithm.masks.{index}"
-    options = complete_options(name, given, MASK_METHODS, f"{field}.options")
-    if not is_own(name):
-        needs_policy = MASK_METHODS[name].needs == "policy"
-        return BoundMask(name=name, keep=partial(MASKS[name], **options), needs_policy=needs_policy)
-    function = load_function(name, field, ("MaskInput",), options, f"{field}.options")
-
-    def keep(data: MaskInput) -> Tensor:
-        with own_code(f"{field}={name}"):
-            result: Tensor = function(data, **options)
-        _check_column(result, data.mask, field, name, "token")
-        if result.dtype is not torch.bool:
-            raise DataError(f"{field}={name}: returned {result.dtype} instead of torch.bool")
-        return result
-
-    return BoundMask(name=OWN_MASK, keep=keep, needs_policy=bool(getattr(function, "needs_policy", False)))
+def _bind_mask(mask: MaskConfig, index: int) -> BoundMask:
+    field = f"{MASKS.field}.{index}"
+    keep = MASKS.bind(mask.name, mask.options, _problem_of_mask, of_field=field, options_field=f"{field}.options")
+    if isinstance(keep, OwnFunction):
+        return BoundMask(name=OWN_MASK, keep=keep, needs_policy=keep.declares("needs_policy"))
+    return BoundMask(name=mask.name, keep=keep, needs_policy=MASKS[mask.name].needs == "policy")
 
 
-def _check_column(result: Any, like: Tensor, field: str, name: str, unit: str) -> None:
-    """Raise DataError unless ``result`` is a tensor with one value per unit, on the device of ``like``."""
+def _problem_of_advantage(result: Any, data: TrajectoryColumns) -> str:
+    if problem := _problem_of_column(result, data.rewards, "trajectory"):
+        return problem
+    is_sized = result.is_floating_point() and bool((result.abs() <= LARGEST_REWARD).all())
+    return "" if is_sized else f"an advantage that is {_NO_SIZE}"
+
+
+def _problem_of_loss(result: Any, data: LossInput, shared: LossOptions) -> str:
+    if not isinstance(result, TokenLoss):
+        return f"{type(result).__name__} instead of TokenLoss"
+    for column in ("loss", "ratio", "weight", "clip"):
+        if problem := _problem_of_column(getattr(result, column), data.logprobs, "token"):
+            return f"as {column} {problem}"
+    if torch.is_grad_enabled() and data.logprobs.requires_grad and not result.loss.requires_grad:
+        return "a loss without a gradient; compute it from LossInput.logprobs"
+    # A policy that has diverged has log-probabilities that are not finite: that is not the function's fault.
+    if (data.mask & torch.isfinite(data.logprobs) & ~(result.loss.detach().abs() <= LARGEST_REWARD)).any():
+        return f"a loss that is {_NO_SIZE} for a token in the loss"
+    return ""
+
+
+def _problem_of_mask(result: Any, data: MaskInput) -> str:
+    problem = _problem_of_column(result, data.mask, "token")
+    return problem or ("" if result.dtype is torch.bool else f"{result.dtype} instead of torch.bool")
+
+
+def _problem_of_column(result: Any, like: Tensor, unit: str) -> str:
+    """Return the problem of a result unless it is a tensor with one value per unit, on the device of ``like``."""
     if not isinstance(result, Tensor):
-        raise DataError(f"{field}: {name} is {type(result).__name__} instead of a tensor")
+        return f"{type(result).__name__} instead of a tensor"
     if result.shape != like.shape:
-        raise DataError(
-            f"{field}: {name} has shape {tuple(result.shape)} instead of {tuple(like.shape)}: one per {unit}"
-        )
-    if result.device != like.device:
-        raise DataError(f"{field}: {name} is on {result.device} instead of {like.device}")
+        return f"a tensor of shape {tuple(result.shape)} instead of {tuple(like.shape)}: one per {unit}"
+    return "" if result.device == like.device else f"a tensor on {result.device} instead of {like.device}"

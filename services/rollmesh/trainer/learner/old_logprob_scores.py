@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs, loglinear_share
+from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
+from rollmesh.config.old_logprob_methods import OldLogprobMethod, TrainerLogprobs
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences, score_with_entropy
 from rollmesh.trainer.learner.frozen_policies import PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.policy_model import PolicyModel
@@ -30,7 +31,7 @@ class OldLogprobScorer:
     def denominator(
         self,
         batch: TrainBatch,
-        source: OldLogprobSource,
+        source: OldLogprobMethod,
         current_version: int,
         *,
         one_minibatch: bool,
@@ -43,7 +44,8 @@ class OldLogprobScorer:
         ``loglinear``. ``policy`` are the log-probabilities of a pass at the start of the step, if there was one.
         """
         logprobs, available, own = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch, policy)
-        old = source.choose(
+        old = choose_old_logprobs(
+            source,
             behavior=torch.from_numpy(batch.behavior_logprobs.astype(np.float64)),
             trainer=torch.from_numpy(logprobs),
             available=torch.from_numpy(available),

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.algorithms.kl import k1, k3
-from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.algorithms.losses import ClipReason
+from rollmesh.algorithms.ratios import k1, k3
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
 
 

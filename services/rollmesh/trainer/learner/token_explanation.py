@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.losses.loss_protocol import ClipReason, TokenLoss
-from rollmesh.algorithms.masks import MaskReason, mask_reasons
+from rollmesh.algorithms.losses import ClipReason, TokenLoss
+from rollmesh.algorithms.token_masks import MaskReason, mask_reasons
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
 
 _CLIP_WORDS: Mapping[ClipReason, str] = MappingProxyType(

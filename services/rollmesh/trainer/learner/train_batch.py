@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.algorithms.advantages.advantage_protocol import Advantage, TrajectoryColumns
-from rollmesh.algorithms.masks import stale_mask
+from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
+from rollmesh.algorithms.token_masks import stale_mask
 from rollmesh.errors import DataError
 from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
-from rollmesh.algorithms.token_masks.mask_protocol import MaskInput
+from rollmesh.algorithms.old_logprobs import OldLogprobs
+from rollmesh.algorithms.token_masks import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
-from rollmesh.config.loss_methods import LOSS_METHODS
-from rollmesh.config.mask_methods import reads_whole_batch
+from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.trainer.learner.forward_backward import (
     Compute,
@@ -118,13 +117,12 @@ class StepPlan:
     @property
     def _needs_every_pass(self) -> bool:
         """True if the gradient reads trajectories with advantage 0: by themselves, in a mask, or in its rate."""
-        algorithm, loss = self.algorithm, LOSS_METHODS.get(self.algorithm.loss)
+        algorithm = self.algorithm
         return (
             algorithm.kl_coefficient > 0
-            or loss is None
-            or loss.pulls_without_advantage
+            or algorithm.loss_method.pulls_without_advantage
             or algorithm.update_scale != "none"
-            or any(reads_whole_batch(mask.name) for mask in algorithm.masks)
+            or any(MASKS[mask.name].whole_batch for mask in algorithm.masks)
         )
 
 
@@ -195,7 +193,7 @@ class StepRunner:
         early = bool(plan.masks) or policy is not None
         old, share = self.scorer.denominator(
             flat,
-            SOURCES[plan.algorithm.old_logprobs],
+            plan.algorithm.old_logprob_method,
             plan.current_version,
             one_minibatch=one_minibatch and not early,
             policy=policy,

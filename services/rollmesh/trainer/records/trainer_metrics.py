@@ -14,7 +14,7 @@ from prometheus_client import Counter, Histogram
 
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.config.mask_methods import MASK_METHODS, OWN_MASK
+from rollmesh.config.loss_methods import MASKS, OWN_MASK
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges
@@ -167,7 +167,7 @@ class LeftOut:
         self._masked = m.counter(
             "rollmesh_trainer_masked_tokens_total",
             "Tokens of fresh (not replayed) groups that a mask took out of the loss.",
-            {"reason": ("stale", *MASK_METHODS, OWN_MASK)},
+            {"reason": ("stale", *MASKS.methods, OWN_MASK)},
         )
         self._skipped = m.counter(
             "rollmesh_trainer_skipped_trajectories_total",

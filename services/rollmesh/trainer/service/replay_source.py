@@ -8,7 +8,7 @@ from rollmesh.checkpoints.batches import StoredBatch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.training_batch import training_batch
-from rollmesh.config.replay_methods import ReplayConfig, replayed_count
+from rollmesh.config.old_logprob_methods import ReplayConfig, replayed_count
 from rollmesh.curriculum.replay import draw_replay, replay_candidates
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import Logger, get_logger

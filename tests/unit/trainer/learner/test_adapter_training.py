@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollmesh.algorithms.kl import k3
+from rollmesh.algorithms.ratios import k3
 from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError

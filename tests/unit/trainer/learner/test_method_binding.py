@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput
-from rollmesh.algorithms.losses.loss_registry import LOSSES
-from rollmesh.config.mask_methods import MaskConfig
+from rollmesh.algorithms.losses import ClipReason, LossInput, loss_options
+from rollmesh.config.loss_methods import LOSSES, MaskConfig
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks
@@ -53,19 +52,19 @@ def number_loss(data, options):
     return data.logprobs.sum()
 
 def nan_loss(data, options):
-    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from rollmesh.algorithms.losses import ppo_clip
     from dataclasses import replace
     result = ppo_clip(data, options)
     return replace(result, loss=result.loss.masked_fill(data.advantages == 0, float("nan")))
 
 def short_loss(data, options):
-    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from rollmesh.algorithms.losses import ppo_clip
     from dataclasses import replace
     result = ppo_clip(data, options)
     return replace(result, weight=result.weight[:-1])
 
 def loss_elsewhere(data, options):
-    from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+    from rollmesh.algorithms.losses import ppo_clip
     from dataclasses import replace
     result = ppo_clip(data, options)
     return replace(result, loss=result.loss.to("meta"))
@@ -122,7 +121,7 @@ def test_the_advantage_of_the_examples_has_at_most_20_lines() -> None:
         ("missing", "not a finite number"),
         ("huge", "of at most 1e.09 in size"),
         ("short", "one per trajectory"),
-        ("elsewhere", "is on meta instead of cpu"),
+        ("elsewhere", "on meta instead of cpu"),
         ("whole_numbers", "not a finite number"),
         ("a_list", "list instead of a tensor"),
     ],
@@ -177,7 +176,7 @@ def test_the_loss_of_the_examples_caps_the_ratio_to_the_sampler(monkeypatch: pyt
         sequence_index=torch.zeros(2, dtype=torch.int64),
         sequence_count=1,
     )
-    result = bind_loss(algorithm)(data, LOSSES["ppo_clip"].options())
+    result = bind_loss(algorithm)(data, loss_options(LOSSES["ppo_clip"]))
     result.loss.sum().backward()
     # The ratios are 0.5 / 0.4 and 0.2 / 0.1; the gradient of -w A log pi to log pi is -w A.
     assert data.logprobs.grad is not None
@@ -186,7 +185,7 @@ def test_the_loss_of_the_examples_caps_the_ratio_to_the_sampler(monkeypatch: pyt
 
 
 def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> None:
-    loss, options = bind_loss(AlgorithmConfig(loss="own_methods:nan_loss")), LOSSES["ppo_clip"].options()
+    loss, options = bind_loss(AlgorithmConfig(loss="own_methods:nan_loss")), loss_options(LOSSES["ppo_clip"])
     assert loss(loss_input([1.0, 0.0], [True, False]), options).loss.isnan().tolist() == [False, True]
     with pytest.raises(DataError, match="trainer.algorithm.loss=own_methods:nan_loss: .*not a finite number"):
         loss(loss_input([1.0, 0.0], [True, True]), options)
@@ -199,19 +198,22 @@ def test_a_loss_that_is_no_number_is_refused_for_a_token_in_the_loss_only() -> N
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("short_loss", "weight has shape .*: one per token"), ("loss_elsewhere", "loss is on meta instead of cpu")],
+    [
+        ("short_loss", "returned as weight a tensor of shape .*: one per token"),
+        ("loss_elsewhere", "returned as loss a tensor on meta instead of cpu"),
+    ],
 )
 def test_a_loss_that_does_not_fit_the_tokens_is_refused(name: str, problem: str) -> None:
     loss = bind_loss(AlgorithmConfig(loss=f"own_methods:{name}"))
     with pytest.raises(DataError, match=f"trainer.algorithm.loss=own_methods:{name}: {problem}"):
-        loss(loss_input([1.0, 0.0], [True, True]), LOSSES["ppo_clip"].options())
+        loss(loss_input([1.0, 0.0], [True, True]), loss_options(LOSSES["ppo_clip"]))
 
 
 def test_a_loss_that_returns_a_number_is_refused() -> None:
     loss = bind_loss(AlgorithmConfig(loss="own_methods:number_loss"))
     data = loss_input([0.0, 0.0], [True, True])
     with pytest.raises(DataError, match="own_methods:number_loss: returned Tensor instead of TokenLoss"):
-        loss(data, LOSSES["ppo_clip"].options())
+        loss(data, loss_options(LOSSES["ppo_clip"]))
 
 
 def test_masks_of_the_users_code_take_tokens_in_order_and_each_token_once() -> None:
@@ -234,8 +236,8 @@ def test_masks_of_the_users_code_take_tokens_in_order_and_each_token_once() -> N
     ("name", "problem"),
     [
         ("weights", "returned torch.float64 instead of torch.bool"),
-        ("short_mask", r"has shape .*: one per token"),
-        ("mask_elsewhere", "is on meta instead of cpu"),
+        ("short_mask", r"of shape .*: one per token"),
+        ("mask_elsewhere", "on meta instead of cpu"),
     ],
 )
 def test_a_mask_that_does_not_fit_the_tokens_is_refused(name: str, problem: str) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.algorithms.advantages.advantage_protocol import TrajectoryColumns
+from rollmesh.algorithms.advantages import TrajectoryColumns
 from rollmesh.trainer.learner.packing import balanced_bins, pack
 from rollmesh.trainer.learner.train_batch import build_train_batch
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.loss_registry import LOSSES
+from rollmesh.config.loss_methods import LOSSES
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.policy_model import PolicyModel
@@ -117,7 +117,7 @@ def test_masked_tokens_leave_the_numerator_only_and_are_counted_by_mask(make_mod
     )
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", sorted(LOSSES.methods))
 @pytest.mark.parametrize("advantage", ["grpo", "tba"])
 def test_every_loss_makes_a_finite_update_with_every_kind_of_advantage(
     make_model: ModelMaker, loss: str, advantage: str

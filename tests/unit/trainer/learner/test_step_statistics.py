@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
-from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.algorithms.advantages import grpo, reinforce_pp
+from rollmesh.algorithms.losses import ClipReason
 from rollmesh.trainer.learner.step_report import (
     TokenResults,
     batch_stats,
@@ -39,7 +39,7 @@ def flat() -> TrainBatch:
     ]
     wrong = [trajectory(f"b.{m}", [policy_segment(rng, 6, 2)], 0.0) for m in (0, 1)]
     batch = batch_of(mixed, wrong, train_step=3)
-    return build_train_batch(batch, VERSIONS, ADVANTAGES["grpo"], max_token_staleness=1)
+    return build_train_batch(batch, VERSIONS, grpo, max_token_staleness=1)
 
 
 def results_for(flat: TrainBatch, shift: float = 0.0) -> TokenResults:
@@ -59,7 +59,7 @@ def test_a_group_of_assigned_values_is_all_wrong_and_the_mean_verdict_is_of_thos
     assigned = [trajectory(f"a.{m}", [policy_segment(rng, 3, 2)], -1.0, outcome=late) for m in (0, 1)]
     judged = [trajectory(f"b.{m}", [policy_segment(rng, 3, 2)], float(m)) for m in (0, 1)]
     for groups, mean in (([assigned, judged], 0.5), ([assigned], math.nan)):
-        stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["grpo"]))
+        stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, grpo))
         assert stats.outcome_mean == pytest.approx(mean, nan_ok=True)
         assert (stats.all_right_groups, stats.all_wrong_groups) == (0, 1)
 
@@ -67,7 +67,7 @@ def test_a_group_of_assigned_values_is_all_wrong_and_the_mean_verdict_is_of_thos
 def test_groups_of_one_are_neither_all_right_nor_all_wrong() -> None:
     rng = np.random.default_rng(0)
     groups = [[trajectory(f"{name}.0", [policy_segment(rng, 3, 2)], reward)] for name, reward in (("a", 1.0), ("b", 0))]
-    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["reinforce_pp"]))
+    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, reinforce_pp))
     assert (stats.groups, stats.all_right_groups, stats.all_wrong_groups) == (2, 0, 0)
     assert stats.advantage_abs_mean == pytest.approx(0.5 / math.sqrt(0.5), rel=1e-5)
 
@@ -146,7 +146,7 @@ def test_rewards_are_told_apart_by_the_part_of_the_mixture() -> None:
             ("math", [trajectory(f"c.{m}", [policy_segment(rng, 3, 2)], 0.25) for m in (0, 1)]),
         )
     ]
-    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["grpo"]))
+    stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, grpo))
     assert stats.reward_by_domain == {"code": 1.0, "math": 0.375}
 
 

@@ -7,14 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollmesh.algorithms.advantages.advantage_registry import ADVANTAGES
+from rollmesh.algorithms.advantages import grpo
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.train_batch import NO_VERSION, build_train_batch, split_minibatches
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
-
-GRPO = ADVANTAGES["grpo"]
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def test_columns_follow_the_segments(rng: np.random.Generator) -> None:
     new = policy_segment(rng, 4, version=5, kv_min_version=2)
     member = trajectory("g0.0", [old, tool, new], 1.0, prompt=2, finish=FinishReason.LENGTH)
     other = trajectory("g0.1", [policy_segment(rng, 1, version=5)], 0.0, prompt=3)
-    flat = build_train_batch(batch_of([member, other], train_step=5), {2: 2, 5: 4}, GRPO)
+    flat = build_train_batch(batch_of([member, other], train_step=5), {2: 2, 5: 4}, grpo)
     first = slice(0, 11)
     assert flat.token_ids[first].tolist() == [*member.prompt.token_ids, *member.response_ids]
     assert flat.policy_mask[first].tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 4
@@ -44,7 +42,7 @@ def test_columns_follow_the_segments(rng: np.random.Generator) -> None:
 
 def test_old_segments_leave_the_loss_and_stay_in_the_denominator(rng: np.random.Generator) -> None:
     member = trajectory("g0.0", [policy_segment(rng, 3, version=1), policy_segment(rng, 2, version=3)])
-    flat = build_train_batch(batch_of([member], train_step=4), {1: 1, 3: 3}, GRPO, max_token_staleness=1)
+    flat = build_train_batch(batch_of([member], train_step=4), {1: 1, 3: 3}, grpo, max_token_staleness=1)
     assert flat.policy_mask.sum() == 5 and flat.loss_mask.sum() == 2
     assert flat.loss_staleness().tolist() == [0]
 
@@ -52,7 +50,7 @@ def test_old_segments_leave_the_loss_and_stay_in_the_denominator(rng: np.random.
 def test_advantages_compare_the_members_that_have_a_reward_only(rng: np.random.Generator) -> None:
     members = [trajectory(f"g0.{i}", [policy_segment(rng, 2)], reward) for i, reward in enumerate((1.0, 0.0, 1.0))]
     members[1] = dataclasses.replace(members[1], outcome=None)
-    flat = build_train_batch(batch_of(members), {0: 0}, GRPO)
+    flat = build_train_batch(batch_of(members), {0: 0}, grpo)
     assert flat.trajectory_ids == ("g0.0", "g0.2") and flat.unscored_trajectories == 1
     assert flat.advantages.tolist() == [0.0, 0.0]
 
@@ -60,7 +58,7 @@ def test_advantages_compare_the_members_that_have_a_reward_only(rng: np.random.G
 def test_dropped_members_are_counted_with_their_own_group(rng: np.random.Generator) -> None:
     members = [trajectory(f"g{i // 2}.{i % 2}", [policy_segment(rng, 2)], 1.0) for i in range(4)]
     members[1] = dataclasses.replace(members[1], outcome=None)
-    flat = build_train_batch(batch_of(members[:2], members[2:]), {0: 0}, GRPO)
+    flat = build_train_batch(batch_of(members[:2], members[2:]), {0: 0}, grpo)
     second = flat.group_index == 1
     assert (flat.subset(~second).unscored_trajectories, flat.subset(second).unscored_trajectories) == (1, 0)
 
@@ -71,7 +69,7 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
         trajectory("g0.0", [policy_segment(rng, 2)], 1.0),
         trajectory("g0.1", [policy_segment(rng, 2)], -1.0, outcome=late),
     ]
-    flat = build_train_batch(batch_of(members), {0: 0}, GRPO)
+    flat = build_train_batch(batch_of(members), {0: 0}, grpo)
     assert flat.rewards.tolist() == [1.0, -1.0] and flat.unscored_trajectories == 0
     assert flat.advantages.tolist() == pytest.approx([0.70710578, -0.70710578], abs=1e-6)
     assert flat.outcome_values[0] == 1.0 and np.isnan(flat.outcome_values[1]), "no verifier gave the second one"
@@ -80,48 +78,48 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
 def test_an_unknown_version_is_named(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, version=9)])])
     with pytest.raises(DataError, match=r"trajectory g0\.0, policy_version 9: the policy version is unknown"):
-        build_train_batch(batch, {0: 0}, GRPO)
+        build_train_batch(batch, {0: 0}, grpo)
 
 
 def test_greedy_segments_are_refused(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, temperature=0.0)])])
     with pytest.raises(DataError, match=r"g0\.0.*temperature=0\.0 must be positive"):
-        build_train_batch(batch, {0: 0}, GRPO)
+        build_train_batch(batch, {0: 0}, grpo)
 
 
 def test_missing_logprobs_are_refused(rng: np.random.Generator) -> None:
     segment = dataclasses.replace(policy_segment(rng, 2), behavior_logprobs=None)
     with pytest.raises(DataError, match=r"g0\.0.*behavior_logprobs must have one value per token"):
-        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, GRPO)
+        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, grpo)
 
 
 def test_logprobs_that_are_not_finite_are_refused(rng: np.random.Generator) -> None:
     segment = policy_segment(rng, 2)
     segment = dataclasses.replace(segment, behavior_logprobs=np.float32([-1, np.nan]))
     with pytest.raises(DataError, match=r"g0\.0.*not finite"):
-        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, GRPO)
+        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, grpo)
 
 
 def test_an_empty_prompt_is_refused(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2)], prompt=0)])
     with pytest.raises(DataError, match=r"g0\.0: the prompt is empty"):
-        build_train_batch(batch, {0: 0}, GRPO)
+        build_train_batch(batch, {0: 0}, grpo)
 
 
 def test_a_repeated_trajectory_is_refused(rng: np.random.Generator) -> None:
     member = trajectory("g0.0", [policy_segment(rng, 2)])
     with pytest.raises(DataError, match="occurs twice"):
-        build_train_batch(batch_of([member], [member]), {0: 0}, GRPO)
+        build_train_batch(batch_of([member], [member]), {0: 0}, grpo)
 
 
 def test_a_batch_without_a_reward_is_refused(rng: np.random.Generator) -> None:
     unscored = dataclasses.replace(trajectory("g0.0", [policy_segment(rng, 1)]), outcome=None)
     with pytest.raises(DataError, match="none of its 1 trajectories has a reward"):
-        build_train_batch(batch_of([unscored]), {0: 0}, GRPO)
+        build_train_batch(batch_of([unscored]), {0: 0}, grpo)
 
 
 def test_minibatches_split_whole_groups_in_order() -> None:
-    flat = build_train_batch(random_batch(0, groups=4, members=3), {0: 0}, GRPO)
+    flat = build_train_batch(random_batch(0, groups=4, members=3), {0: 0}, grpo)
     parts = split_minibatches(flat, 2)
     assert [p.tolist() for p in parts] == [list(range(6)), list(range(6, 12))]
     assert len(split_minibatches(flat, 9)) == 4

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.checkpoints.batches import StoredBatch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.config.replay_methods import ReplayConfig
+from rollmesh.config.old_logprob_methods import ReplayConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource

@@ -1,1 +1,0 @@
-"""Advantages: one number per trajectory, computed from the rewards of its group or of its batch."""

@@ -1,1 +1,0 @@
-"""Policy losses per token, computed from log-probabilities, advantages and masks."""

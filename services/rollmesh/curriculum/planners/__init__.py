@@ -1,1 +1,0 @@
-"""Planners: how many rollouts a group gets, in which rounds."""

@@ -1,1 +1,0 @@
-"""Built-in prompt samplers, one file each."""

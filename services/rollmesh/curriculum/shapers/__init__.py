@@ -1,1 +1,0 @@
-"""Shaping of rewards, of a single trajectory and of a group."""
