@@ -81,12 +81,10 @@ class AgentSession:
             trajectory.notify()
 
     def check(self) -> None:
-        """Raise OpenAiError if the session has ended."""
         if self.ended:
             raise session_ended(self.session_id, self.ended)
 
     def describe(self, run: str, *, with_task: bool) -> dict[str, Any]:
-        """Return the session's JSON."""
         task = task_of(self.prompt)
         body: dict[str, Any] = {
             "id": self.session_id,
@@ -131,7 +129,6 @@ class EndedSession:
         )
 
     def describe(self, run: str) -> dict[str, Any]:
-        """Return the session's JSON."""
         return {**self.description, "model": run}
 
 
@@ -191,7 +188,6 @@ class SessionTrajectory:
         return ended and self.rollout is None and self.active is not None and self.active.closed
 
     def describe(self) -> dict[str, Any]:
-        """Return the trajectory's JSON."""
         segments = () if self.active is None else self.active.segments
         return {
             "id": self.trajectory_id,
@@ -270,12 +266,10 @@ class SessionTrajectory:
         self.turn, self.finish_reason = None, ""
 
     def mark_lost(self, why: str) -> None:
-        """Mark the trajectory as lost to the session."""
         self.lost = self.lost or why or "the queue has revoked its trajectory"
         self.notify()
 
     def give_up(self, why: str) -> None:
-        """Stop all work on the trajectory."""
         self.given_up = why
         self.notify()
 

@@ -89,5 +89,4 @@ class OpenAiMetrics:
         self._ends.labels(reason=reason).inc()
 
     def fruitless_call(self) -> None:
-        """Count a generation call that ended without a token."""
         self._fruitless.inc()

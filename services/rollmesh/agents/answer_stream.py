@@ -177,12 +177,10 @@ class AnswerTurn:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens of the answer."""
         return len(self._ids)
 
     @property
     def token_ids(self) -> Int32Array:
-        """Tokens of the answer, int32 [tokens]."""
         return np.array(self._ids, np.int32)
 
     @property
@@ -288,7 +286,6 @@ class TextStream:
         """Length of ``text`` after each token."""
 
     def push(self, token_id: int) -> None:
-        """Add one token."""
         self._window.append(token_id)
         special = self._is_special(token_id)
         waiting = len(self._window) - self._read

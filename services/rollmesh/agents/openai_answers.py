@@ -26,7 +26,6 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta."""
         self.text += delta.text
         self.tokens += delta.logprobs
         self.character_count += sum(len(token.token) for token in delta.logprobs)
@@ -50,7 +49,6 @@ class AnswerFormat:
     """Answers to each prompt."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self.endpoint == "chat" else "text_completion"
         body = self._head(kind, extra)
         body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
@@ -95,7 +93,6 @@ class AnswerFormat:
         return event_line(body)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """Return the token counts."""
         context, answers = sum(map(len, self.contexts)), sum(len(choice.tokens) for choice in choices)
         return {"prompt_tokens": context, "completion_tokens": answers, "total_tokens": context + answers}
 

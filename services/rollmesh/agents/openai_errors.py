@@ -63,12 +63,10 @@ class OpenAiError(RollmeshError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON body of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))

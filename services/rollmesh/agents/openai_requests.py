@@ -234,7 +234,6 @@ class SamplingRequest(Closed):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -287,7 +286,6 @@ class ChatRequest(SamplingRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer carries log-probabilities."""
         return bool(self.logprobs)
 
 
@@ -323,17 +321,14 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompt_count(self) -> int:
-        """Number of prompts."""
         return len(self.prompts)
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens of the answer."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer carries log-probabilities."""
         return self.logprobs is not None
 
 

@@ -76,7 +76,6 @@ class SessionManager:
 
     @property
     def sessions(self) -> list[AgentSession]:
-        """Active sessions."""
         return list(self._sessions.values())
 
     def wanted(self) -> int:

@@ -26,8 +26,6 @@ MIN_CHANGES: Mapping[str, float] = MappingProxyType({"float32": 1e-6, "bfloat16"
 """Mean change in nats over the canary, by ``model.dtype``; the engine's rounding hides a smaller change."""
 UNCHANGED_SHARE = 0.1
 """Share of the trainer's change; an engine that changed by less still holds its previous weights."""
-
-
 CHANGE_NOISE: Mapping[str, float] = MappingProxyType({"float32": 2e-5, "bfloat16": 0.05})
 """Mean difference in nats between the trainer's and the engine's change under an adapter that rounding explains, by
 ``model.dtype``."""
@@ -71,12 +69,10 @@ class Canary:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Canary:
-        """Build the rules of a run file."""
         dtype = config.model.dtype
         return cls(canary_threshold(config), MIN_CHANGES[dtype], CHANGE_NOISE[dtype])
 
     def check(self, scores: CanaryScores) -> None:
-        """Accept a version, or raise CanaryFailed with the reason."""
         if not scores.gap <= self._threshold:
             raise CanaryFailed(
                 f"policy version {scores.policy_version}: the canary's logprobs differ by {scores.gap:.3g} from the "

@@ -1,4 +1,10 @@
-"""The gRPC GenerationService over an engine: admission, error codes and chunk streams."""
+"""The gRPC GenerationService over an engine: admission, error codes, chunk streams and their spans.
+
+A caller takes a generator that sends nothing for ``rollout.chunk_timeout_seconds`` for hung. A call may have nothing to
+send for longer: it waits for a slot, it is held during a load, or its next chunk is long. Then an empty chunk follows
+every few seconds, as long as the engine responds. A caller also takes an older version than that of its newest token,
+or than it asked for, for a fault; an engine may serve an older one by the time that a call ends without a token.
+"""
 
 from __future__ import annotations
 
@@ -89,17 +95,22 @@ class GenerationService(stubs.GenerationServiceServicer):
                 stream = with_empty_chunks(self._engine, call, version, self._empty_chunk_seconds)
                 async with aclosing(stream) as chunks:
                     async for chunk in chunks:
-                        _check_version(chunk, need)
+                        # docs/architecture.md: The staleness bound
+                        if len(chunk.token_ids) and not need.allows(chunk.policy_version):
+                            version = chunk.policy_version
+                            raise PreconditionFailed(
+                                f"policy version {version} was put in service while the call waited"
+                            )
                         if trace is not None:
                             trace.chunk(chunk)
                         if chunk.finish_reason is not None:
                             ended = chunk.finish_reason.value
                         yield chunk_to_pb(chunk)
         except (GenerationRefused, DataError, EngineError) as error:
-            code, ended = _failure(error)
+            ended = next(ended for kind, _, ended in _FAILURES if isinstance(error, kind))
             if isinstance(error, EngineError):
                 self._log.error("call_failed", trajectory=request.trajectory_id, message=str(error))
-            await _abort(context, error, code)
+            await _abort(context, error)
         finally:
             self._metrics.call_ended(ended)
             if trace is not None:
@@ -182,35 +193,22 @@ class GenerationService(stubs.GenerationServiceServicer):
         return status.policy_version
 
 
-def _check_version(chunk: Chunk, need: VersionNeed) -> None:
-    """Raise PreconditionFailed if the version changed while the call waited for a slot."""
-    # docs/architecture.md: The staleness bound
-    if len(chunk.token_ids) and not need.allows(chunk.policy_version):
-        raise PreconditionFailed(f"policy version {chunk.policy_version} was put in service while the call waited")
-
-
 @asynccontextmanager
 async def _aborting(context: Context) -> AsyncIterator[None]:
     """Abort the call with the error that the block raises."""
     try:
         yield
     except (GenerationRefused, DataError, EngineError) as error:
-        await _abort(context, error, _failure(error)[0])
+        await _abort(context, error)
     except CheckpointError as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:MOST_DETAIL_CHARACTERS])
 
 
-def _failure(error: Exception) -> tuple[grpc.StatusCode, str]:
-    return next((code, ended) for kind, code, ended in _FAILURES if isinstance(error, kind))
-
-
-async def _abort(context: Context, error: Exception, code: grpc.StatusCode) -> NoReturn:
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    code = next(code for kind, code, _ in _FAILURES if isinstance(error, kind))
     kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
     await context.abort(code, str(error)[:MOST_DETAIL_CHARACTERS], trailing_metadata=((ERROR_KEY, kind),))
     raise asyncio.CancelledError  # unreachable, for the type checker: abort raises
-
-
-_FAILED = frozenset({"failed", "invalid"})
 
 
 class CallTrace:
@@ -231,7 +229,6 @@ class CallTrace:
         self._segment: dict[str, int] = {}
 
     def chunk(self, chunk: Chunk) -> None:
-        """Record the tokens of a chunk."""
         if not len(chunk.token_ids):
             return
         if not self._tokens:
@@ -247,18 +244,14 @@ class CallTrace:
     def end(self, ended: str) -> None:
         """End the span; ``ended`` is the end reason as in ``generator_metrics.CALL_ENDS``."""
         self._span.set(tokens=self._tokens, policy_versions=self._policy_versions, ended=ended)
-        if ended in _FAILED:
+        if ended in ("failed", "invalid"):
             self._span.fail(ended)
         self._span.end()
 
 
-_LONGEST_INTERVAL_SECONDS = 5.0
-_PER_TIMEOUT = 4
-
-
 def empty_chunk_interval(chunk_timeout_seconds: float) -> float:
     """Return the seconds without a chunk after which an empty one is due."""
-    return min(_LONGEST_INTERVAL_SECONDS, chunk_timeout_seconds / _PER_TIMEOUT)
+    return min(5.0, chunk_timeout_seconds / 4)
 
 
 async def with_empty_chunks(

@@ -125,7 +125,6 @@ class EngineCollector(Collector):
         self._counted = EngineStatus()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families of one scrape."""
         try:
             status = self._counted = self._status()
         except EngineError:

@@ -12,8 +12,8 @@ from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
 from rollmesh.generator.engines.engine_registry import build_engine
 from rollmesh.generator.generation_service import GenerationService, empty_chunk_interval
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
-from rollmesh.generator.policy_watcher import PolicyWatcher
-from rollmesh.generator.reload_turn import ReloadTurns
+from rollmesh.generator.policy_loader import PolicyLoader
+from rollmesh.generator.policy_watcher import PolicyWatcher, ReloadTurns
 from rollmesh.generator.serving_state import Registration, ServingState
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.grpc import HealthReporter, create_server
@@ -44,24 +44,24 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         host.metrics.registry.register(EngineCollector(engine.status, lambda: not serving_state.reason))
         service_metrics = GeneratorMetrics(host.metrics)
         rules = ReloadRules.from_config(config)
-        watcher = PolicyWatcher(
+        loader = PolicyLoader(
             engine,
-            store.policies,
             open_checkpoints(config, host.health.waits),
             serving_state,
             service_metrics,
-            host.health,
             mode=OnNewVersion(config.generator.on_new_version),
             canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
-            rules=rules,
-            turns=ReloadTurns(
-                store.reloads,
-                serving_state.instance_id,
-                service_metrics,
-                at_once=rules.at_once,
-                ttl=config.store.session_ttl_seconds,
-            ),
+        )
+        turns = ReloadTurns(
+            store.reloads,
+            serving_state.instance_id,
+            service_metrics,
+            at_once=rules.at_once,
+            ttl=config.store.session_ttl_seconds,
+        )
+        watcher = PolicyWatcher(
+            loader, store.policies, serving_state, service_metrics, host.health, rules=rules, turns=turns
         )
         interval = empty_chunk_interval(config.rollout.chunk_timeout_seconds)
         service = GenerationService(engine, serving_state, service_metrics, watcher.load_version, interval)

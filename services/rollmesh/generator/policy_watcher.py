@@ -1,41 +1,34 @@
-"""The loop that finds the newest policy version, verifies it, loads it, checks the canary and puts it in service.
+"""The loop that finds the newest policy version and loads it, and the generator's turn to do so.
 
-    consumes     announced policies (store), policy folders (checkpoint store)
-    produces     the policy in the engine; the generator's serving state
+    consumes     announced policies (store)
+    produces     the policy in the engine (policy_loader); the generator's serving state
     waits for    a version that the rules want (scheduling/next_policy.py), or its turn to load it
     unblocked by the trainer's announcement, a pin, the leader's version floor, the end of another generator's load
 
-An adapter is loaded above its base, the policy that the engine starts with, and beside the adapters in use: its canary
-is scored while they decode, so nothing pauses and nothing must be restored if it fails. Full weights are scored while
-the old ones decode too, if the engine can; else they are swapped in first, and decoding pauses until they pass.
-
-If a policy cannot be served, the old weights keep serving and the reason is logged and counted. If the old weights are
-lost too, the generator ends its calls and stays paused and out of rotation until a version passes.
+If a policy cannot be served, the old weights keep serving and the reason is logged and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
+from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
-
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
-from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
-from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
+from rollmesh.generator.canary import CanaryFailed
+from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.policy_staging import PolicyStaging, refuse_adapter
-from rollmesh.generator.reload_turn import ReloadTurns
+from rollmesh.generator.policy_loader import PolicyLoader
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger, note_policy_version
-from rollmesh.runtime.tasks import BackgroundTasks, Backoff
+from rollmesh.runtime.tasks import BackgroundTasks, Backoff, cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling.next_policy import ReloadRules, next_policy
+from rollmesh.store.generator_registry import ReloadHolder, ReloadLeases
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import PolicyRecord
 
@@ -44,8 +37,11 @@ _STALLED_AFTER_SECONDS = 1800.0
 _PIN_POLL_SECONDS = 0.5
 """Time between two checks for a pin, which is not announced."""
 _BACKOFF = Backoff(first_seconds=1.0, longest_seconds=10.0)
-_INTERRUPT_SECONDS = 10.0
 _WAIT = "policy"
+_RENEWALS = 3
+"""Renewals within one time to live."""
+_LAST_RENEWAL_SECONDS = 1.0
+"""Time for a renewal on its way at the end of a load: applied after the end, it would leave a lease behind."""
 _RETRIED_REASONS = frozenset(
     {
         Reason.DISK_FULL,
@@ -65,37 +61,24 @@ class PolicyWatcher:
 
     def __init__(
         self,
-        engine: Engine,
+        loader: PolicyLoader,
         registry: PolicyRegistry,
-        checkpoints: CheckpointStore,
         serving_state: ServingState,
         metrics: GeneratorMetrics,
         health: Health,
         *,
-        mode: OnNewVersion,
-        canary: Canary,
-        max_context_tokens: int,
         rules: ReloadRules,
         turns: ReloadTurns,
     ) -> None:
-        self._engine = engine
+        self._loader = loader
         self._registry = registry
-        self._staging = PolicyStaging(engine, checkpoints, metrics)
         self._serving_state = serving_state
         self._metrics = metrics
         self._health = health
-        self._mode = mode
-        self._canary = canary
-        self._max_context_tokens = max_context_tokens
         self._rules = rules
         self._turns = turns
-        self._serving: VerifiedPolicy | None = None
         self._served: PolicyRecord | None = None
-        """Announcement of ``_serving``."""
-        self._base: VerifiedPolicy | None = None
-        """Policy that the engine was started with; adapters are applied above it."""
-        self._unchecked = False
-        """True while the engine holds weights that passed no canary: it stays paused and out of rotation."""
+        """Announcement of the policy in service."""
         self._settled: PolicyRecord | None = None
         self._newest_seen = -1
         self._lock = asyncio.Lock()
@@ -104,7 +87,6 @@ class PolicyWatcher:
         self._log = get_logger("policies")
 
     async def run(self) -> None:
-        """Follow the effective policy until cancelled."""
         self._health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
         failure_count = 0
         try:
@@ -151,7 +133,7 @@ class PolicyWatcher:
             outlook.pinned,
             self._rules,
             required_version=outlook.required_version,
-            in_rotation=not (self._unchecked or self._serving_state.out_of_rotation),
+            in_rotation=not (self._loader.unchecked or self._serving_state.out_of_rotation),
         )
         if choice is None or choice.record == self._settled:
             self._turns.clear()
@@ -196,20 +178,22 @@ class PolicyWatcher:
         self._health.waits.begin(_WAIT, f"policy version {record.policy_version}: {error}")
         if not (isinstance(error, CheckpointError) and error.outside):
             self._serving_state.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _RETRIED_REASONS)
-        old = self._serving.manifest.policy_version if self._serving is not None else None
+        old = self._loader.serving
         self._log.error(
             "policy_refused",
             policy_version=record.policy_version,
             reason=reason,
             message=str(error),
-            still_serving=old,
+            still_serving=None if old is None else old.manifest.policy_version,
             out_of_rotation=self._serving_state.reason,
         )
 
     async def _load(self, record: PolicyRecord) -> None:
-        """Verify, load and check a policy; if a step fails, raise and leave the old policy in the engine."""
+        """Load a policy unless it serves; CheckpointError or EngineError if that fails, and the old one stays."""
         async with self._lock:
-            if self._serves(record):
+            serving = self._loader.serving
+            same = serving is not None and serving.manifest.policy_version == record.policy_version
+            if same and not self._loader.unchecked:
                 self._serving_state.put_in_service()
                 return
             step = tracer().train_step(record.train_step)
@@ -218,176 +202,84 @@ class PolicyWatcher:
                 # The checkpoint that is being loaded is not pruned, even if newer versions follow.
                 self._serving_state.loading(record.policy_version),
             ):
-                await self._load_now(record)
+                await self._loader.load(record)
+            self._served = record
         self._health.waits.end(_WAIT)
         self._serving_state.accept(record.policy_version)
         note_policy_version(record.policy_version)
 
-    async def _load_now(self, record: PolicyRecord) -> None:
-        self._metrics.reloads.inc()
-        started = time.monotonic()
-        known = self._serving.manifest if self._serving is not None else None
-        pause_seconds = 0.0
-        at_start = not self._serving_state.started
-        if at_start:
-            policy = await self._staging.verified(record)
-            if self._mode is not OnNewVersion.NEXT_SLICE:
-                refuse_adapter(policy.manifest)
-            await self._start(policy)
-        elif self._mode is OnNewVersion.NEXT_SLICE:
-            # An adapter is small, and a server that stages it keeps it: its bytes are verified first.
-            policy = await self._staging.verified(record, known)
-            await self._load_beside(policy)
-        else:
-            policy, scorable = await self._staging.staged(record, known)
-            if scorable:
-                await self._check_or_leave(policy, record.policy_version)
-            pause_seconds = await self._replace(policy, checked=scorable)
-        self._serving, self._served = policy, record
-        seconds = time.monotonic() - started
-        self._metrics.reload_seconds.observe(seconds)
-        self._metrics.pause_seconds.observe(pause_seconds)
-        self._metrics.reload_bytes.inc(sum(f.size_bytes for f in policy.manifest.files))
-        self._metrics.last_reload.set_to_current_time()
-        self._log.info(
-            "policy_in_service",
-            policy_version=record.policy_version,
-            train_step=record.train_step,
-            seconds=round(seconds, 4),
-            pause_seconds=round(pause_seconds, 4),
-            at_start=at_start,
-        )
 
-    def _serves(self, record: PolicyRecord) -> bool:
-        serving = self._serving
-        same = serving is not None and serving.manifest.policy_version == record.policy_version
-        return same and not self._unchecked
+class ReloadTurns:
+    """Turns of one generator; without ``at_once`` every load begins at once and Redis is not asked."""
 
-    async def _start(self, policy: VerifiedPolicy) -> None:
-        first = policy.base or policy
-        await self._engine.start(first.folder, first.manifest.policy_version)
-        self._base = first
-        # There is no older policy to restore: the engine keeps these weights until a version passes.
-        await self._check_or_leave(first)
-        self._serving = first
-        if policy is first:
-            self._serving_state.put_in_service()
-        else:
-            self._serving_state.take_out_of_service("the newest adapter has not been loaded yet")
-            await self._load_beside(policy)
+    def __init__(
+        self, leases: ReloadLeases, instance_id: str, metrics: GeneratorMetrics, *, at_once: int | None, ttl: float
+    ) -> None:
+        self._leases = leases
+        self._instance_id = instance_id
+        self._metrics = metrics
+        self._at_once = at_once
+        self._ttl = ttl
+        self._waiting_since: float | None = None
+        self._log = get_logger("reload_turn")
 
-    async def _load_beside(self, policy: VerifiedPolicy) -> None:
-        """Load an adapter, or return to the base, while calls run; it goes into service once its canary has passed."""
-        self._check_base(policy)
-        version = policy.manifest.policy_version
-        await self._staging.timed("stage", self._engine.stage(policy.folder, version))
-        await self._check_or_leave(policy, version)
-        await self._engine.load(policy.folder, version, self._mode)
-        self._serving_state.put_in_service()
+    @contextlib.asynccontextmanager
+    async def turn(self, policy_version: int, *, urgent: bool) -> AsyncIterator[bool]:
+        """Hold a turn for the block; yields False if other generators load and this one must ask again later.
 
-    def _check_base(self, policy: VerifiedPolicy) -> None:
-        """Raise CheckpointError unless the policy is the base in the engine, or an adapter above it."""
-        assert self._base is not None
-        wanted, found = self._base.manifest, (policy.base or policy).manifest
-        if (found.policy_version, found.files) != (wanted.policy_version, wanted.files):
-            raise CheckpointError(
-                f"policy_version {policy.manifest.policy_version}: its base is policy version {found.policy_version}, "
-                f"but the engine was started with policy version {wanted.policy_version} of other files; restart the "
-                "generator, and train the adapter above the initial policy of its run",
-                reason=Reason.FOREIGN_ARCHITECTURE,
-            )
-
-    async def _replace(self, policy: VerifiedPolicy, *, checked: bool) -> float:
-        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
-        if self._mode is OnNewVersion.DRAIN:
-            self._serving_state.set_reloading(True)
-        try:
-            if self._mode is OnNewVersion.DRAIN:
-                await self._serving_state.until_idle()
-            return await (self._swap(policy) if checked else self._swap_and_check(policy))
-        finally:
-            self._serving_state.set_reloading(False)
-
-    async def _swap(self, policy: VerifiedPolicy) -> float:
-        """Put a policy in service that has passed its canary."""
-        load = self._engine.load(policy.folder, policy.manifest.policy_version, self._mode)
-        held_seconds = await self._staging.timed("swap", load)
-        self._serving_state.put_in_service()
-        if self._unchecked:
-            self._unchecked = False
-            await self._engine.resume()
-        return held_seconds
-
-    async def _swap_and_check(self, policy: VerifiedPolicy) -> float:
-        """Put a policy in service, holding decoding until its canary has passed: unchecked weights sample no token."""
-        engine, version = self._engine, policy.manifest.policy_version
-        was_paused = engine.status().paused and not self._unchecked
-        started = time.monotonic()
-        await engine.pause()
-        try:
-            await self._staging.timed("swap", engine.load(policy.folder, version, self._mode))
-            await self._check_or_restore(policy)
-            self._serving_state.put_in_service()
-        finally:
-            if not (was_paused or self._unchecked):
-                await engine.resume()
-        return time.monotonic() - started
-
-    async def _check_or_restore(self, policy: VerifiedPolicy) -> None:
-        """Check the policy that was just loaded; restore the last good one if the check fails.
-
-        After a restore the running calls continue and new calls are rejected. If the restore fails too, the running
-        calls end as interrupted.
+        An ``urgent`` load never waits, but counts for the others. The lease of a killed generator ends with its time
+        to live, so a wait lasts at most as long as the loads of the holders, or that time.
         """
-        self._unchecked = True
+        if self._at_once is None:
+            yield True
+            return
+        token = f"{self._instance_id}:{secrets.token_hex(16)}"
+        holders = await self._leases.begin(token, at_once=self._at_once, ttl=self._ttl, above_limit=urgent)
+        if holders:
+            self._note_wait(policy_version, holders)
+            yield False
+            return
+        self._end_wait()
+        loaded = asyncio.Event()
+        renewing = asyncio.create_task(self._renew(token, self._at_once, loaded), name="reload-lease")
         try:
-            await self._check_canary(policy)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._serving_state.take_out_of_service(str(error))
-            self._unchecked = not await self._restore_old_policy()
-            raise
-        self._unchecked = False
+            yield True
+        finally:
+            loaded.set()
+            await asyncio.wait({renewing}, timeout=_LAST_RENEWAL_SECONDS)
+            await cancel_and_wait(renewing)
+            # Its time to live ends the lease if the store is unreachable.
+            with contextlib.suppress(StoreUnavailable):
+                await self._leases.end(token)
 
-    async def _check_or_leave(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
-        """Check the policy in the engine, or a staged one; leave the rotation if the check fails, and raise."""
-        try:
-            await self._check_canary(policy, staged_version)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._serving_state.take_out_of_service(str(error))
-            raise
+    def clear(self) -> None:
+        """Stop waiting, because there is nothing to load any more."""
+        self._waiting_since = None
+        self._metrics.reload_waiting.set(0)
 
-    async def _restore_old_policy(self) -> bool:
-        """Load the last good policy again; return True if it is in the engine."""
-        if self._serving is None:
-            return False
-        version = self._serving.manifest.policy_version
-        try:
-            await self._engine.load(self._serving.folder, version, self._mode)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._log.error("old_policy_not_loaded", policy_version=version, message=str(error))
+    async def _renew(self, token: str, at_once: int, loaded: asyncio.Event) -> None:
+        while not loaded.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_SECONDS):
-                    await self._serving_state.interrupt_all(self._engine)
-            return False
-        return True
+                async with asyncio.timeout(self._ttl / _RENEWALS):
+                    await loaded.wait()
+                    return
+            with contextlib.suppress(StoreUnavailable):
+                # Above the limit: a lease that has expired meanwhile must count again, since the load goes on.
+                await self._leases.begin(token, at_once=at_once, ttl=self._ttl, above_limit=True)
 
-    async def _check_canary(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
-        manifest = policy.manifest
-        sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        engine = await self._staging.timed("canary", self._engine.score(sequences, staged_version))
-        trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
-        scores = CanaryScores(
-            policy_version=manifest.policy_version,
-            engine_logprobs=np.concatenate(engine).astype(np.float64),
-            trainer_logprobs=np.concatenate(trainer).astype(np.float64),
-            weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
-            is_adapter=policy.base is not None,
+    def _note_wait(self, policy_version: int, holders: Sequence[ReloadHolder]) -> None:
+        if self._waiting_since is not None:
+            return
+        self._waiting_since = time.monotonic()
+        self._metrics.reload_waiting.set(1)
+        self._log.info(
+            "reload_waits",
+            policy_version=policy_version,
+            for_generators=[holder.token.partition(":")[0] for holder in holders],
+            lease_seconds=round(max(holder.seconds_left for holder in holders), 3),
         )
-        self._metrics.canary_gap.set(scores.gap)
-        self._canary.check(scores)
+
+    def _end_wait(self) -> None:
+        waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        self._metrics.reload_wait_seconds.observe(waited)
+        self.clear()

@@ -58,7 +58,6 @@ class ServingState:
 
     @property
     def draining(self) -> bool:
-        """True once no call is accepted any more."""
         return self.drained.is_set()
 
     @property
@@ -93,7 +92,6 @@ class ServingState:
             self.changed.set()
 
     async def until_idle(self) -> None:
-        """Wait until every admitted call has ended."""
         while self._call_count:
             self._idle.clear()
             await self._idle.wait()

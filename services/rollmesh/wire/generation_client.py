@@ -98,7 +98,6 @@ class GenerationClient:
         await self._send(record, lambda stub: stub.Acknowledge, request)
 
     async def status(self, record: GeneratorRecord) -> pb.GetStatusResponse:
-        """Return policy version, load and capacity of a generator."""
         response: pb.GetStatusResponse = await self._send(record, lambda stub: stub.GetStatus, pb.GetStatusRequest())
         return response
 

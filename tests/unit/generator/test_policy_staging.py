@@ -13,8 +13,11 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import FetchedPolicy, VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, EngineError
+from rollmesh.generator.canary import Canary
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.policy_staging import PolicyStaging
+from rollmesh.generator.policy_loader import PolicyLoader
+from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.metrics import Metrics
 
 from ...kit.checkpoint_samples import SECRET, publish
@@ -34,8 +37,16 @@ class Engine:
         return True
 
 
-def staging(engine: Any, store: CheckpointStore) -> PolicyStaging:
-    return PolicyStaging(engine, store, GeneratorMetrics(Metrics("generator")))
+def staging(engine: Any, store: CheckpointStore) -> PolicyLoader:
+    return PolicyLoader(
+        engine,
+        store,
+        ServingState(),
+        GeneratorMetrics(Metrics("generator")),
+        mode=OnNewVersion.INTERRUPT,
+        canary=Canary(threshold=0.1, min_change=1e-6),
+        max_context_tokens=64,
+    )
 
 
 async def test_the_files_are_verified_while_the_engine_reads_them(tmp_path: Path) -> None:

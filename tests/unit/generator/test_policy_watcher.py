@@ -18,8 +18,8 @@ from rollmesh.generator import policy_watcher
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
-from rollmesh.generator.policy_watcher import PolicyWatcher
-from rollmesh.generator.reload_turn import ReloadTurns
+from rollmesh.generator.policy_loader import PolicyLoader
+from rollmesh.generator.policy_watcher import PolicyWatcher, ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
@@ -155,10 +155,11 @@ def watcher(
 ) -> PolicyWatcher:
     metrics = GeneratorMetrics(Metrics("generator"))
     checkpoints = Adapters() if mode is OnNewVersion.NEXT_SLICE else Checkpoints()
-    parts: tuple[Any, ...] = (engine, registry, checkpoints, serving_state, metrics)
-    limits: dict[str, Any] = {"canary": Canary(threshold=0.1, min_change=1e-6), "max_context_tokens": 64}
+    parts: tuple[Any, ...] = (engine, checkpoints, serving_state, metrics)
+    loader = PolicyLoader(*parts, mode=mode, canary=Canary(threshold=0.1, min_change=1e-6), max_context_tokens=64)
     turns = ReloadTurns(None, "g", metrics, at_once=None, ttl=30.0)  # type: ignore[arg-type]
-    return PolicyWatcher(*parts, Health(), mode=mode, rules=rules, turns=turns, **limits)
+    others: tuple[Any, ...] = (loader, registry, serving_state, metrics, Health())
+    return PolicyWatcher(*others, rules=rules, turns=turns)
 
 
 async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, serving_state):
@@ -445,7 +446,7 @@ async def test_an_adapter_above_another_base_is_refused_and_the_old_one_serves_o
 
 async def test_an_adapter_in_a_run_of_full_weights_is_refused(watcher, engine, monkeypatch):
     engine.may_load.set()
-    monkeypatch.setattr(watcher._staging, "_checkpoints", Adapters())
+    monkeypatch.setattr(watcher._loader, "_checkpoints", Adapters())
     with pytest.raises(CheckpointError, match="is an adapter, but the run file has no model.adapter"):
         await watcher.load_version(1)
     assert engine.told == []

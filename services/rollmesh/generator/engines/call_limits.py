@@ -117,7 +117,6 @@ class Backlog:
 
     @classmethod
     def of(cls, call: GenerationCall) -> Self:
-        """Create the backlog of a new call, with no token sampled."""
         context = len(call.context_ids)
         return cls(
             chunk_token_count=call.chunk_token_count,
@@ -132,7 +131,6 @@ class Backlog:
         return 0 < self.limit < self.sampled - self.durable + self.chunk_token_count
 
     def add(self, token_count: int) -> None:
-        """Count the tokens of a chunk."""
         self.sampled += token_count
 
     def acknowledge(self, context_token_count: int) -> None:

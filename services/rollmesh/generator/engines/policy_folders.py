@@ -1,4 +1,8 @@
-"""JSON objects and safetensors headers of a policy folder, read without torch."""
+"""Policy folders, read without torch: full weights, and PEFT adapters held to ``model.adapter`` and to their base.
+
+An engine would load most of what is refused here without an error: SGLang ignores ``use_rslora`` and unknown tensors,
+and reports weights that do not fit only after it has replaced some of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,17 @@ from rollmesh.config.adapter import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
 from rollmesh.scheduling.resolved_schedule import Schedule
 
+PREFIX = "base_model.model."
+"""Prefix of PEFT in front of the base's name of a layer."""
+_BLOCK_LAYER = re.compile(r"\.layers\.\d+\..*\.(\w+)$")
+_FIXED = "engines fix it when they start: use the run file of the run that trained the adapter"
 _LONGEST_HEADER_BYTES = 100_000_000
+_ARCHITECTURE_KEYS = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("rms_norm_eps", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "hidden_act"),
+)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -58,11 +72,6 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
         raise EngineError(f"{file} cannot be read: {error}") from error
 
 
-PREFIX = "base_model.model."
-"""Prefix of PEFT in front of the base's name of a layer."""
-_BLOCK_LAYER = re.compile(r"\.layers\.\d+\..*\.(\w+)$")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSettings:
     """Adapters of one run, as its engines serve them."""
@@ -94,7 +103,6 @@ class AdaptedLayers:
 
     @property
     def tensors(self) -> dict[str, tuple[int, int]]:
-        """Shape of every tensor that an adapter has, by name."""
         rank = self.config.rank
         shapes: dict[str, tuple[int, int]] = {}
         for layer, (rows, columns) in self.layers.items():
@@ -102,9 +110,25 @@ class AdaptedLayers:
             shapes[f"{PREFIX}{layer}.lora_B.weight"] = rows, rank
         return shapes
 
+    @property
+    def _target(self) -> str:
+        names = ", ".join(self.names)
+        return f"all_linear ({names})" if self.config.target == "all_linear" else f"[{names}]"
+
     def check(self, folder: Path) -> None:
         """Raise EngineError unless ``folder`` has an adapter of this rank, alpha and these layers, and nothing else."""
-        _check_config(folder, self)
+        try:
+            settings = read_adapter_settings(folder)
+        except CheckpointError as error:
+            raise EngineError(str(error)) from error
+        file = folder / ADAPTER_CONFIG_FILE
+        for field, name in (("r", "rank"), ("lora_alpha", "alpha")):
+            theirs, ours = getattr(settings, name), getattr(self.config, name)
+            if theirs != ours:
+                raise EngineError(f"{file}: {field}={theirs!r}, model.adapter.{name} is {ours}; {_FIXED}")
+        if set(settings.target) != set(self.names):
+            target = list(settings.target)
+            raise EngineError(f"{file}: target_modules={target}, model.adapter.target={self._target}; {_FIXED}")
         if (folder / "added_tokens.json").exists():
             raise EngineError(f"{folder}/added_tokens.json: an adapter cannot add tokens; train without new tokens")
         file, wanted = folder / ADAPTER_WEIGHTS_FILE, self.tensors
@@ -119,7 +143,7 @@ class AdaptedLayers:
                 )
         if surplus := sorted(set(found) - set(wanted)):
             raise EngineError(
-                f"{file}: {surplus[0]} belongs to no layer of model.adapter.target={_shown(self)}; "
+                f"{file}: {surplus[0]} belongs to no layer of model.adapter.target={self._target}; "
                 "only linear layers of the transformer blocks can be adapted"
             )
 
@@ -158,58 +182,6 @@ def adapted_layers(base: Mapping[str, tuple[int, ...]], config: AdapterConfig) -
     return AdaptedLayers(config=config, layers=layers)
 
 
-def _check_config(folder: Path, layers: AdaptedLayers) -> None:
-    """Raise EngineError for the first setting of an adapter folder that differs from the run file."""
-    try:
-        found = read_adapter_settings(folder)
-    except CheckpointError as error:
-        raise EngineError(str(error)) from error
-    file = folder / ADAPTER_CONFIG_FILE
-    for field, name in (("r", "rank"), ("lora_alpha", "alpha")):
-        theirs, ours = getattr(found, name), getattr(layers.config, name)
-        if theirs != ours:
-            raise EngineError(
-                f"{file}: {field}={theirs!r}, model.adapter.{name} is {ours}; engines fix it when they start: use the "
-                "run file of the run that trained the adapter"
-            )
-    if set(found.target) != set(layers.names):
-        raise EngineError(
-            f"{file}: target_modules={list(found.target)}, model.adapter.target={_shown(layers)}; engines fix it when "
-            "they start: use the run file of the run that trained the adapter"
-        )
-
-
-def _shown(layers: AdaptedLayers) -> str:
-    target, names = layers.config.target, ", ".join(layers.names)
-    return f"all_linear ({names})" if target == "all_linear" else f"[{names}]"
-
-
-_ARCHITECTURE_KEYS = (
-    "architectures",
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "rms_norm_eps",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
-    "hidden_act",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFolder:
     """One verified Hugging Face folder."""
@@ -226,7 +198,12 @@ class PolicyFolder:
 def read_folder(path: Path) -> PolicyFolder:
     """Read config.json and the headers of the weight files; EngineError names the invalid file or field."""
     config = read_object(path / "config.json")
-    _refuse_ambiguous(config, path)
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:  # libraries disagree on their precedence
+        raise UnsupportedModel(
+            f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
+            "trainer uses rope_scaling"
+        )
     tensors = read_shapes(path)
     try:
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
@@ -241,16 +218,6 @@ def read_folder(path: Path) -> PolicyFolder:
         architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},
         tensors=tensors,
     )
-
-
-def _refuse_ambiguous(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UnsupportedModel if the two rotary embedding keys differ: libraries disagree on their precedence."""
-    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
-    if scaling and parameters and scaling != parameters:
-        raise UnsupportedModel(
-            f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
-            "trainer uses rope_scaling"
-        )
 
 
 def difference(running: PolicyFolder, other: PolicyFolder) -> str:

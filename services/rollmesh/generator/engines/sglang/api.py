@@ -38,17 +38,14 @@ class SglangApi:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+        authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),
-            headers=headers,
+            headers={"Content-Type": "application/json", **authorization},
         )
 
     async def aclose(self) -> None:
-        """Close every connection; requests in progress fail with an EngineError."""
         await self._session.close()
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +64,6 @@ class SglangApi:
             raise
 
     async def abort(self, request_id: str) -> None:
-        """POST /abort_request; an unknown id is not an error."""
         await self._request("POST", "/abort_request", {"rid": request_id}, _CONTROL_SECONDS)
 
     async def pause(self, mode: str) -> None:
@@ -75,36 +71,30 @@ class SglangApi:
         await self._request("POST", "/pause_generation", {"mode": mode}, _CONTROL_SECONDS)
 
     async def resume(self) -> None:
-        """POST /continue_generation."""
         await self._request("POST", "/continue_generation", {"torch_empty_cache": False}, _CONTROL_SECONDS)
 
     async def update_weights(self, folder: str, weight_version: str, *, flush: bool, seconds: float) -> str:
         """POST /update_weights_from_disk; returns an empty string, or the server's error message."""
         body = {"model_path": folder, "weight_version": weight_version, "flush_cache": flush}
-        try:
-            answer = await self._json("POST", "/update_weights_from_disk", body, seconds)
-        except HttpError as error:
-            if error.status != 400:
-                raise
-            return error.message or "no reason given"
-        return "" if answer.get("success") else str(answer.get("message") or "no reason given")
+        return await self._change("/update_weights_from_disk", body, seconds, "message")
 
     async def load_adapter(self, name: str, folder: str, seconds: float) -> str:
         """POST /load_lora_adapter; returns an empty string, or the server's error message."""
-        return await self._change_adapter("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds)
+        body = {"lora_name": name, "lora_path": folder}
+        return await self._change("/load_lora_adapter", body, seconds, "error_message")
 
     async def unload_adapter(self, name: str, seconds: float) -> str:
         """POST /unload_lora_adapter; returns an empty string, or the server's error message."""
-        return await self._change_adapter("/unload_lora_adapter", {"lora_name": name}, seconds)
+        return await self._change("/unload_lora_adapter", {"lora_name": name}, seconds, "error_message")
 
-    async def _change_adapter(self, path: str, body: Mapping[str, Any], seconds: float) -> str:
+    async def _change(self, path: str, body: Mapping[str, Any], seconds: float, reason: str) -> str:
         try:
             answer = await self._json("POST", path, body, seconds)
         except HttpError as error:
             if error.status != 400:
                 raise
             return error.message or "no reason given"
-        return "" if answer.get("success") else str(answer.get("error_message") or "no reason given")
+        return "" if answer.get("success") else str(answer.get(reason) or "no reason given")
 
     async def model_names(self) -> list[str]:
         """GET /v1/models: the names of the model and of its adapters."""
@@ -116,7 +106,6 @@ class SglangApi:
         return await self._json("GET", "/model_info", None, seconds)
 
     async def server_info(self) -> dict[str, Any]:
-        """GET /server_info: the settings of the server."""
         return await self._json("GET", "/server_info", None, _CONTROL_SECONDS)
 
     async def ready(self, seconds: float) -> bool:
@@ -157,7 +146,9 @@ class SglangApi:
                     raise EngineError(f"SGLang {path}: {self.url} cannot be reached: {error}") from error
                 await asyncio.sleep(wait)
             except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
-                if wait is None or not _closed_before(error):
+                # If the server had closed the idle connection, aiohttp could not write the request.
+                closed = any(isinstance(e, aiohttp.ClientConnectionResetError) for e in (error, error.__cause__))
+                if wait is None or not closed:
                     raise EngineError(f"SGLang {path}: the connection to {self.url} broke: {error!r}") from error
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
@@ -169,11 +160,6 @@ class SglangApi:
             if response.status >= 400:
                 raise HttpError(path, response.status, _message(answer))
             return answer
-
-
-def _closed_before(error: BaseException) -> bool:
-    """Return True if the server had closed the idle connection, so that aiohttp could not write the request."""
-    return any(isinstance(one, aiohttp.ClientConnectionResetError) for one in (error, error.__cause__))
 
 
 def _message(answer: bytes) -> str:

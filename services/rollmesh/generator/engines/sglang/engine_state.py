@@ -1,4 +1,4 @@
-"""Shared state of the engine: policy versions, reasons to hold decoding, and counters."""
+"""State of the engine: policy versions, reasons to hold decoding, counters, and the running and waiting calls."""
 
 from __future__ import annotations
 
@@ -137,17 +137,14 @@ class SlotQueue:
 
     @property
     def running_count(self) -> int:
-        """Calls with a slot."""
         return len(self._running)
 
     @property
     def waiting_count(self) -> int:
-        """Calls without a slot."""
         return len(self._waiting)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in the contexts of the running calls."""
         return sum(len(server_call.context) for server_call in self._running)
 
     def enter(self, server_call: ServerCall) -> None:
@@ -169,7 +166,6 @@ class SlotQueue:
         return True
 
     def leave(self, server_call: ServerCall) -> None:
-        """Remove a call; the next call may take its slot."""
         self.account()
         if server_call.running:
             del self._running[server_call]
@@ -179,12 +175,10 @@ class SlotQueue:
         self._wake_next()
 
     def wake_all(self) -> None:
-        """Wake every call to check its conditions again."""
         for server_call in self:
             server_call.changed.set()
 
     def set_paused(self, paused: bool) -> None:
-        """Record that decoding stops or continues."""
         self.account()
         self.paused = paused
 

@@ -110,7 +110,6 @@ class LoadedAdapters:
                 await self._unload(name)
 
     async def aclose(self) -> None:
-        """Cancel the unloads in progress."""
         await self._unloads.cancel()
 
     def _unload_surplus(self) -> None:

@@ -26,6 +26,8 @@ _MAX_MISSED_PROBES = 3
 _STOP_GRACE_SECONDS = 2.0
 """Time between SIGTERM and SIGKILL; a server that is stopped has no request left to finish."""
 _EXIT_SECONDS = 1.0
+_UNCHANGED_MESSAGES = ("Failed to get weights iterator", "Failed to get model loader")
+"""Error messages of a server that failed before it wrote a single weight."""
 _WRONG_KEY = frozenset({401, 403})
 
 
@@ -57,7 +59,6 @@ class SglangServer:
 
     @property
     def paused(self) -> bool:
-        """True while the server holds its requests."""
         return self.clock.stopped
 
     @property
@@ -114,7 +115,6 @@ class SglangServer:
         self.clock.stop()
 
     async def resume(self) -> None:
-        """Continue the running requests."""
         await self._send_control(self.api.resume())
         self.clock.start()
 
@@ -231,7 +231,12 @@ class SglangServer:
         """
         missed = 0
         while True:
-            await self._sleep()
+            if self._process is None:
+                await asyncio.sleep(self._options.probe_seconds)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._options.probe_seconds):
+                        await self._process.ended()
             if self._process is not None and not self._process.alive:
                 self._lost(self._exit_error(await self._process.ended()))
                 return
@@ -252,15 +257,6 @@ class SglangServer:
                     self._lost(self.unknown_version_error(reported))
                     return
 
-    async def _sleep(self) -> None:
-        """Sleep until the next probe, or until the server has exited."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.probe_seconds):
-                if self._process is not None:
-                    await self._process.ended()
-                else:
-                    await asyncio.sleep(2 * self._options.probe_seconds)
-
     def _exit_error(self, status: int) -> EngineLost:
         assert self._process is not None
         return EngineLost(f"the SGLang server ended with status {status}; {self._process.log_tail()}")
@@ -275,26 +271,33 @@ class RunningClock:
 
     @property
     def stopped(self) -> bool:
-        """True while the clock is stopped."""
         return self._since is None
 
     def seconds(self) -> float:
-        """Return the seconds counted so far."""
         return self._passed if self._since is None else self._passed + time.monotonic() - self._since
 
     def stop(self) -> None:
-        """Stop the clock; no effect if it is stopped."""
         self._passed, self._since = self.seconds(), None
 
     def start(self) -> None:
-        """Start the clock again; no effect if it runs."""
         if self._since is None:
             self._since = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReloadPlan:
-    """Steps of one weight update."""
+    """Steps of one weight update.
+
+    mode        running requests                    server's cache     order
+    interrupt   retract: back to its queue,         dropped            pause(retract), update(flush), continue
+                prefilled again under the new weights
+                abort: end as interrupted           dropped            abort each, pause(retract), update(flush), ...
+    keep_kv     continue in place                   kept               pause(in_place), update(no flush), continue
+    drain       finished before                     dropped            pause(retract), update(flush), continue
+
+    A version below the one in service (a pin) ends running calls: the versions of one call never decrease. A load that
+    replaces a version on trial drops all tokens sampled under that version.
+    """
 
     end_running: bool
     """True if running calls end as interrupted first."""
@@ -317,10 +320,6 @@ def plan_reload(
         return ReloadPlan(end_running=False, pause_mode="in_place", flush=False)
     ends = mode is OnNewVersion.INTERRUPT and interrupt == "abort"
     return ReloadPlan(end_running=ends, pause_mode="retract", flush=True)
-
-
-_UNCHANGED_MESSAGES = ("Failed to get weights iterator", "Failed to get model loader")
-"""Error messages of a server that failed before it wrote a single weight."""
 
 
 def nothing_changed(message: str, reported_version: str, version_before: int) -> bool:

@@ -162,11 +162,9 @@ class Calls:
             self._background_tasks.start(self._ignore_errors(self._server.api.abort(request_id)))
 
     async def aclose(self) -> None:
-        """Cancel the background tasks."""
         await self._background_tasks.cancel()
 
     async def _request(self, server_call: ServerCall, requested: int, adapter: str | None = None) -> Slice:
-        """Send one slice and wait for its response."""
         server_call.request_id = uuid.uuid4().hex  # of fixed length: the server aborts by prefix
         server_call.slicing, server_call.met_load = True, False
         server_call.pauses_before = self._server.retracting_pauses
@@ -231,7 +229,6 @@ class Calls:
         return self._state.failure or EngineError(f"the SGLang server gave {message}")
 
     async def _wait_while_on_trial(self, server_call: ServerCall) -> None:
-        """Hold a slice while weights are on trial."""
         state = self._state
         while (state.on_trial is not None or state.loading) and not server_call.interrupted and state.failure is None:
             server_call.changed.clear()

@@ -78,7 +78,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """True while the program runs."""
         return not self._ended.done()
 
     async def ended(self) -> int:

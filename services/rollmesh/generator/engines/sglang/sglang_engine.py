@@ -149,7 +149,7 @@ class SglangEngine:
         vocab_size, longest = self._state.serving().vocab_size, self._options.generator.max_context_tokens
         check_sequences(sequences, vocab_size=vocab_size, longest=longest)
         with self._naming(policy_version) as adapter:
-            return await self._score_all(sequences, adapter)
+            return await self._score(sequences, adapter)
 
     async def pause(self) -> None:
         state = self._state
@@ -241,7 +241,7 @@ class SglangEngine:
             raise EngineError(f"policy version {version} is not loaded; stage it before it is scored")
         return adapters.named(self._state.in_service if version is None else version)
 
-    async def _score_all(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
+    async def _score(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
         """Score sequences on the server, which continues for that time if it is paused."""
         async with self._state.server_lock:
             held = self._server.paused
@@ -257,7 +257,14 @@ class SglangEngine:
 
     async def _scores(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
         limit = self._options.server.request_timeout_seconds
-        requests = [asyncio.ensure_future(self._score(ids, adapter)) for ids in sequences]
+
+        async def score(ids: Int32Array) -> Float32Array:
+            if len(ids) < 2:
+                return np.empty(0, np.float32)
+            body = score_body(ids.tolist(), request_id=uuid.uuid4().hex, adapter=adapter)
+            return read_scores(await self._server.api.generate(body), len(ids))
+
+        requests = [asyncio.ensure_future(score(ids)) for ids in sequences]
         try:
             async with asyncio.timeout(limit):
                 return list(await asyncio.gather(*requests))
@@ -275,12 +282,6 @@ class SglangEngine:
             raise EngineError(f"the SGLang server rejects the canary sequences: {error}") from error
         finally:
             await cancel_and_wait(*requests)
-
-    async def _score(self, ids: Int32Array, adapter: str | None) -> Float32Array:
-        if len(ids) < 2:
-            return np.empty(0, np.float32)
-        answer = await self._server.api.generate(score_body(ids.tolist(), request_id=uuid.uuid4().hex, adapter=adapter))
-        return read_scores(answer, len(ids))
 
     def _read_fitting(self, folder: Path) -> PolicyFolder:
         policy = read_folder(folder)

@@ -46,7 +46,6 @@ class SglangOptions:
 
     @classmethod
     def from_config(cls, config: RunConfig, index: int) -> SglangOptions:
-        """Build the options of generator number ``index`` from a run file."""
         server = config.generator.sglang
         key = server.admin_key.get_secret_value() if server.admin_key is not None else None
         return cls(
@@ -59,7 +58,6 @@ class SglangOptions:
 
     @property
     def server(self) -> SglangConfig:
-        """The section of the server."""
         return self.generator.sglang
 
     @property

@@ -71,7 +71,6 @@ class AdapterStack:
 
     @property
     def versions(self) -> Collection[int]:
-        """Versions that are loaded."""
         return self._versions.keys()
 
     @property
@@ -239,7 +238,6 @@ class AdapterReader:
         return a.t().to(self.dtype), joined.t().to(self.dtype)
 
     def _rows(self, name: str) -> int:
-        """Return the rows of a layer's weight."""
         arch = self.arch
         sizes = {
             "self_attn.q_proj": arch.head_count * arch.head_size,

@@ -89,7 +89,6 @@ class Tier:
         return slice(start * self._heads, stop * self._heads)
 
     def exchange(self, one: int, other: int) -> None:
-        """Swap two rows."""
         here, there = self.rows(one, one + 1), self.rows(other, other + 1)
         for block, mine, theirs in (
             (self.keys, (slice(None), here), (slice(None), there)),
@@ -177,7 +176,6 @@ class KvCache:
         mask[..., :length] = 0.0
 
     def remove(self, slot: int) -> None:
-        """Release the row of ``slot``."""
         tier, index = self._place.pop(slot)
         tier.remove(index)
         if index < len(tier.slots):
@@ -200,7 +198,6 @@ class KvCache:
         tier.mask[tier.rows(index, index + 1), :, length:] = -torch.inf
 
     def next_width(self, slot: int) -> int:
-        """Return the width of the next wider tier than the slot's."""
         tier, _ = self._place[slot]
         return self.tiers[self.tiers.index(tier) + 1].width
 

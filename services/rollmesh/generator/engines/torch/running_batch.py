@@ -298,7 +298,6 @@ class RunningBatch:
         self.remove(call)
 
     def remove(self, call: RunningCall) -> None:
-        """Take a call out of its slot."""
         self._write_back()
         slot = call.slot
         self._held.pop(call, None)

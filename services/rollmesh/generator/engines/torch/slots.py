@@ -132,7 +132,6 @@ class SlotTable:
         self.free.append(slot)
 
     def cached(self, slots: int | Int64Array) -> Int64Array:
-        """Return the cached tokens of these slots, int64 [slots]."""
         found: Int64Array = self._prefilled[slots] + self._sampled.counts(slots)
         return found
 
@@ -155,7 +154,6 @@ class SlotTable:
         self._due_at[call.slot] = self._delivered[call.slot] + size - self._step_count % size
 
     def take_chunk(self, call: RunningCall, version: int, reason: FinishReason | None) -> Chunk:
-        """Cut a chunk from the tokens not yet delivered."""
         token_ids, logprobs = self._sampled.since(call.slot, int(self._delivered[call.slot]))
         chunk = Chunk(
             token_ids=token_ids,
@@ -234,7 +232,6 @@ class SampledTokens:
         self._counts[slot] = 0
 
     def counts(self, slots: int | Int64Array) -> Int64Array:
-        """Return the number of tokens sampled for these slots, int64 [slots]."""
         self._store()
         found: Int64Array = self._counts[slots]
         return found
