@@ -159,21 +159,6 @@ async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller
     assert (status.running_count, status.kv_tokens_used) == (0, 0)
 
 
-@pytest.mark.parametrize("waiting", [False, True], ids=["alone", "while another call waits for the slot"])
-async def test_a_call_that_is_never_acknowledged_ends_as_interrupted_and_frees_its_slot(
-    engine_of, waiting, monkeypatch
-):
-    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS" if waiting else "_HOLD_SECONDS", 0.05)
-    monkeypatch.setattr(call_limits, "_HOLD_SECONDS" if waiting else "_CONTENDED_HOLD_SECONDS", 600.0)
-    engine = await engine_of(slots=1)
-    held = await Reader(engine, limited("h")).held()
-    if waiting:
-        assert (await collect(engine, make_call("w"))).reason is FinishReason.LENGTH
-    assert await held.end() is FinishReason.INTERRUPTED
-    assert len(held.tokens) <= LIMIT
-    assert engine.status().kv_tokens_used == 0
-
-
 @pytest.mark.usefixtures("_long_holds")
 async def test_a_held_call_gives_its_cache_to_a_running_one(engine_of):
     engine = await engine_of(slots=4, kv_token_capacity=400)
@@ -202,14 +187,6 @@ async def test_a_held_call_keeps_its_cache_through_a_keep_kv_load_and_ends_when_
     await engine.load(model_folder("qwen2"), 4, OnNewVersion.KEEP_KV)
     assert await held.end() is FinishReason.INTERRUPTED
     assert len(held.tokens) == 2 * LIMIT
-
-
-@pytest.mark.usefixtures("_long_holds")
-async def test_an_interrupting_load_ends_a_held_call(engine_of, model_folder):
-    engine = await engine_of()
-    held = await Reader(engine, limited("h")).held()
-    await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.INTERRUPT)
-    assert await held.end() is FinishReason.INTERRUPTED
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])

@@ -1,13 +1,25 @@
-"""Admission of calls, and the wait for the last one to end."""
+"""What a generator says of itself: admission of calls, metrics, and the start of a process that fails."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from rollmesh.errors import GenerationRefused
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError, EngineError, GenerationRefused
+from rollmesh.generator.engines.engine_protocol import EngineDeclaration, EngineStatus
+from rollmesh.generator.engines.engine_registry import ENGINES
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+from rollmesh.generator.generator_metrics import EngineCollector
+from rollmesh.generator.main import serve
 from rollmesh.generator.serving_state import ServingState
+from rollmesh.runtime.lifecycle import Shutdown
 
 
 def serving() -> ServingState:
@@ -83,3 +95,89 @@ def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they
     assert serving_state.refused_count == 3
     serving_state.accept(4)
     assert (serving_state.refused_version, serving_state.refused_count) == (None, 0)
+
+
+WORKING = EngineStatus(
+    policy_version=3,
+    running_count=5,
+    waiting_count=2,
+    slot_count=8,
+    kv_tokens_used=100,
+    kv_token_capacity=1000,
+    generated_token_total=790,
+    prefill_token_total=60,
+    reprefill_token_total=10,
+    cached_token_total=40,
+    decode_step_total=None,
+    busy_seconds_total=2.0,
+    running_slot_seconds_total=9.0,
+    preemption_total=6,
+    held_back_total=7,
+    paused=False,
+)
+
+
+class Engine:
+    """Answers with a status, or with the error of an engine that has none."""
+
+    def __init__(self) -> None:
+        self.now: EngineStatus | None = None
+
+    def status(self) -> EngineStatus:
+        if self.now is None:
+            raise EngineError("no server")
+        return self.now
+
+
+def test_counters_start_at_zero_and_outlive_the_engine_while_its_load_does_not() -> None:
+    engine, registry = Engine(), CollectorRegistry()
+    registry.register(EngineCollector(engine.status, lambda: False))
+
+    def scraped(*names: str) -> list[float | None]:
+        return [registry.get_sample_value(f"rollmesh_generator_{name}") for name in names]
+
+    counters = ("generated_tokens_total", "preemptions_total", "calls_held_back_total", "cached_token_ratio")
+    load = ("running_calls", "waiting_calls", "slots")
+    assert scraped(*counters, *load) == [0.0] * 7
+    engine.now = WORKING
+    assert scraped(*counters, *load) == [790.0, 6.0, 7.0, 0.4, 5.0, 2.0, 8.0]
+    engine.now = replace(WORKING, generated_token_total=800)
+    scraped("generated_tokens_total")
+    engine.now = None
+    assert scraped(*counters, *load) == [800.0, 6.0, 7.0, 0.4, 0.0, 0.0, 0.0]
+
+
+class WatchedEngine(SglangEngine):
+    """The real engine; it notes that it was closed."""
+
+    closed = False
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self.closed = True
+
+
+async def test_a_start_that_fails_after_the_engine_was_built_closes_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[WatchedEngine] = []
+
+    def build(config: RunConfig, index: int) -> WatchedEngine:
+        built.append(WatchedEngine(SglangOptions.from_config(config, index)))
+        return built[0]
+
+    monkeypatch.setitem(ENGINES, "sglang", EngineDeclaration(build=build))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = RunConfig.model_validate(
+            {
+                "name": "x",
+                "folder": str(tmp_path),
+                "model": {"path": "models/tiny"},
+                "generator": {"engine": "sglang", "sglang": {"url": "http://127.0.0.1:1"}},
+                "network": {"admin_port": port},
+            }
+        )
+        with pytest.raises(ConfigError, match=f"{port}"):
+            await serve(config, 0, Shutdown())
+    assert [engine.closed for engine in built] == [True]

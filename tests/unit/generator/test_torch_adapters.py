@@ -145,42 +145,6 @@ async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_vers
     assert engine.status().preemption_total > 0
 
 
-async def test_a_version_is_scored_before_it_serves_and_while_others_decode(adapter_engine, versions):
-    engine = await adapter_engine()
-    await versions.serve(engine, 1)
-    call = make_call(max_new_token_count=200)
-    chunks, task = await _first_chunk(engine, call)
-    await engine.stage(versions.folder(2), 2)
-    ids = prompt_ids(3, 40)
-    for version in (0, 1, 2):
-        (scores,) = await engine.score([ids], version)
-        np.testing.assert_allclose(scores, hf_logprobs(versions.merged(version), ids), atol=2e-4)
-    assert engine.status().policy_version == 1
-    fresh = make_call("fresh")
-    versions.check(fresh, await collect(engine, fresh), 1)
-    await task
-    versions.check(call, Rollout(chunks), 1)
-    with pytest.raises(EngineError, match="policy version 3 is not loaded"):
-        await engine.score([ids], 3)
-
-
-async def test_the_base_serves_again_and_unused_old_versions_are_dropped(adapter_engine, versions):
-    engine = await adapter_engine(kept=2)
-    for version in range(1, 6):
-        await versions.serve(engine, version)
-    await versions.serve(engine, 0)
-    call = make_call()
-    versions.check(call, await collect(engine, call), 0)
-    for version, loaded in ((3, False), (4, True), (5, True)):
-        if loaded:
-            await engine.score([prompt_ids(0)], version)
-        else:
-            with pytest.raises(EngineError, match="is not loaded"):
-                await engine.score([prompt_ids(0)], version)
-    await versions.serve(engine, 3)  # a pin
-    versions.check(call, await collect(engine, call), 3)
-
-
 async def test_an_adapter_that_is_not_numbers_is_refused_and_running_calls_stay_exact(adapter_engine, versions):
     engine = await adapter_engine()
     await versions.serve(engine, 1)
@@ -202,12 +166,7 @@ async def test_an_adapter_whose_numbers_overflow_leaves_the_other_versions_exact
     versions.check(call, await collect(engine, call), 1)
 
 
-async def test_what_an_engine_cannot_load_with_adapters_is_named(adapter_engine, engine_of, versions, model_folder):
-    engine = await adapter_engine()
-    with pytest.raises(EngineError, match="on_new_version=interrupt: an engine with model.adapter cannot"):
-        await engine.load(versions.folder(1), 1, OnNewVersion.INTERRUPT)
-    with pytest.raises(EngineError, match="adapter_config.json: missing"):
-        await engine.stage(model_folder("qwen3", seed=1), 1)
+async def test_what_an_engine_cannot_load_with_adapters_is_named(adapter_engine, engine_of, versions):
     plain = await engine_of("qwen3")
     with pytest.raises(EngineError, match="on_new_version=next_slice: an engine without model.adapter cannot"):
         await plain.load(versions.folder(1), 1, OnNewVersion.NEXT_SLICE)

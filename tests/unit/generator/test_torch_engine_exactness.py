@@ -90,20 +90,6 @@ async def test_seed_and_trajectory_decide_the_noise(engine_of):
     assert (same.tokens != other_seed.tokens).any()
 
 
-async def test_members_of_a_group_share_the_prefill_of_their_prompt(engine_of, model_folder):
-    engine = await engine_of(slots=4)
-    context = prompt_ids(1, 30)
-    calls = [make_call(f"g.{i}", context, group_id="g") for i in range(8)]
-    rollouts = await asyncio.gather(*(collect(engine, c) for c in calls))
-    status = engine.status()
-    assert status.prefill_token_total < 4 * 29
-    assert status.prefill_token_total + status.cached_token_total == 8 * 29
-    assert sum(c.cached_token_count for r in rollouts for c in r.chunks) == status.cached_token_total
-    for rollout in rollouts:
-        wanted = hf_logprobs(model_folder(), np.concatenate((context, rollout.tokens)))[29:]
-        np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
-
-
 async def test_bfloat16_stays_near_float32(engine_of):
     engine, reference = await engine_of(dtype="bfloat16"), await engine_of()
     sequences = [prompt_ids(i, 50) for i in range(3)]

@@ -73,31 +73,6 @@ async def test_chunks_longer_than_the_ring_of_undelivered_tokens_are_split(engin
     np.testing.assert_array_equal(rollout.tokens, again.tokens)
 
 
-async def test_more_calls_than_slots_all_finish(engine_of):
-    engine = await engine_of(slots=3)
-    calls = [make_call(f"t{i}", prompt_ids(i, 1 + i), max_new_token_count=10 + 5 * i) for i in range(12)]
-    rollouts = await asyncio.gather(*(collect(engine, c) for c in calls))
-    assert [len(r.tokens) for r in rollouts] == [10 + 5 * i for i in range(12)]
-    status = engine.status()
-    assert (status.running_count, status.waiting_count, status.kv_tokens_used) == (0, 0, 0)
-    assert status.generated_token_total == sum(10 + 5 * i for i in range(12))
-
-
-async def test_closing_a_stream_early_frees_its_slot(engine_of):
-    engine = await engine_of(slots=1)
-    stream = engine.generate(make_call("left", max_new_token_count=240))
-    await anext(stream)
-    await stream.aclose()
-    at_full_speed = slow_steps(engine, lambda: True)
-    task = asyncio.create_task(collect(engine, make_call("cancelled", max_new_token_count=240)))
-    await reached(lambda: engine.status().running_count == 1)
-    task.cancel()
-    await reached(lambda: engine.status().running_count == 0)
-    assert generated(engine) < 2 * 240, "it was dropped, not finished"
-    at_full_speed.set()
-    assert len((await collect(engine, make_call("next"))).tokens) == 40
-
-
 async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_between_these_is_obeyed(engine_of):
     engine = await engine_of(slots=16)
     batch, interrupting = engine._thread.batch, threading.Event()
@@ -156,17 +131,6 @@ async def test_calls_without_a_token_get_the_cache_of_the_version_that_a_keep_kv
     status = engine.status()
     assert status.prefill_token_total > 16 * 239, "some were prefilled before the load, and again after it"
     assert (status.reprefill_token_total, status.preemption_total, status.kv_tokens_used) == (0, 0, 0)
-
-
-async def test_concurrent_loads_follow_each_other_in_order(engine_of, model_folder):
-    engine = await engine_of()
-    (await start_calls(engine, 2)).hurry()
-    modes = (OnNewVersion.KEEP_KV, OnNewVersion.DRAIN, OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV)
-    loads = [engine.load(model_folder("qwen2", seed=i % 3), i, mode) for i, mode in enumerate(modes, start=1)]
-    await asyncio.gather(*loads)
-    assert engine.status().policy_version == 4
-    scores = (await engine.score([prompt_ids(0, 30)]))[0]
-    np.testing.assert_allclose(scores, hf_logprobs(model_folder("qwen2", seed=1), prompt_ids(0, 30)), atol=1e-4)
 
 
 async def test_a_staged_policy_is_swapped_without_being_read_again(engine_of, model_folder, tmp_path):

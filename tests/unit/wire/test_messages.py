@@ -1,0 +1,298 @@
+"""Messages on the wire: what is encoded is decoded, and malformed bytes name their field."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.types import (
+    Batch,
+    Chunk,
+    FinishReason,
+    GenerationCall,
+    Group,
+    OutcomeKind,
+    Prompt,
+    RewardOutcome,
+    SamplingParams,
+    Segment,
+    SegmentSource,
+    Trajectory,
+    VersionNeed,
+)
+from rollmesh.v1 import generation_service_pb2, reward_service_pb2, trajectory_pb2
+from rollmesh.wire import codec
+from rollmesh.wire.generation_messages import (
+    ERROR_KEY,
+    chunk_from_pb,
+    chunk_to_pb,
+    error_from_rpc,
+    request_from_pb,
+    request_to_pb,
+)
+from rollmesh.wire.reward_messages import ScoreItemHead, bytes_fields, score_item_head, score_item_to_pb, score_items
+
+ODD = trajectory_pb2.Tensor(dtype=trajectory_pb2.DTYPE_INT32, data=b"abc")
+int32 = st.integers(-(2**31), 2**31 - 1)
+floats = st.floats(width=32, allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    ids = np.array(draw(st.lists(int32, max_size=20)), np.int32)
+    policy = draw(st.booleans())
+    logprobs = np.array(draw(st.lists(floats, min_size=len(ids), max_size=len(ids))), np.float32) if policy else None
+    return Segment(
+        token_ids=ids,
+        behavior_logprobs=logprobs,
+        policy_version=draw(st.integers(0, 2**40)),
+        kv_min_version=draw(st.integers(0, 2**40)),
+        source=SegmentSource.POLICY if policy else SegmentSource.ENVIRONMENT,
+        temperature=draw(st.floats(0.1, 2.0)),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    return Trajectory(
+        trajectory_id=draw(st.text(max_size=10)),
+        group_id=draw(st.text(max_size=10)),
+        member_index=draw(st.integers(0, 1000)),
+        prompt=Prompt(
+            prompt_id="p",
+            token_ids=np.array(draw(st.lists(int32, max_size=5)), np.int32),
+            verifier="exact",
+            metadata=draw(st.dictionaries(st.text(max_size=5), json_values, max_size=3)),
+        ),
+        segments=tuple(draw(st.lists(segments(), max_size=4))),
+        finish_reason=draw(st.sampled_from([None, *FinishReason])),
+        outcome=draw(
+            st.none()
+            | st.builds(
+                RewardOutcome,
+                kind=st.sampled_from(OutcomeKind),
+                value=st.floats(-5, 5),
+                parts=st.dictionaries(st.text(max_size=3), st.floats(-1, 1), max_size=2),
+                message=st.text(max_size=5),
+            )
+        ),
+        shaped_reward=draw(st.floats(-5, 5)),
+        birth_version=draw(st.integers(0, 99)),
+    )
+
+
+def same(a: Trajectory, b: Trajectory) -> None:
+    assert (a.trajectory_id, a.group_id, a.member_index) == (b.trajectory_id, b.group_id, b.member_index)
+    assert (a.finish_reason, a.outcome, a.shaped_reward) == (b.finish_reason, b.outcome, b.shaped_reward)
+    np.testing.assert_array_equal(a.prompt.token_ids, b.prompt.token_ids)
+    assert dict(a.prompt.metadata) == dict(b.prompt.metadata)
+    assert len(a.segments) == len(b.segments)
+    for x, y in zip(a.segments, b.segments, strict=True):
+        np.testing.assert_array_equal(x.token_ids, y.token_ids)
+        assert (x.behavior_logprobs is None) == (y.behavior_logprobs is None)
+        if x.behavior_logprobs is not None:
+            np.testing.assert_array_equal(x.behavior_logprobs, y.behavior_logprobs)
+        assert (x.policy_version, x.kv_min_version, x.source) == (y.policy_version, y.kv_min_version, y.source)
+
+
+@settings(max_examples=50)
+@given(st.lists(trajectories(), max_size=3))
+def test_a_batch_survives_the_wire_bit_for_bit(members: list[Trajectory]) -> None:
+    batch = Batch(train_step=7, groups=(Group(group_id="g", admission_index=3, trajectories=tuple(members)),))
+    data = codec.batch_to_pb(batch).SerializeToString()
+    again = codec.batch_from_pb(trajectory_pb2.Batch.FromString(data))
+    assert again.train_step == 7
+    for before, after in zip(members, again.groups[0].trajectories, strict=True):
+        same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (trajectory_pb2.Segment(source=trajectory_pb2.SEGMENT_SOURCE_POLICY), "dtype tag"),
+        (
+            trajectory_pb2.Segment(
+                token_ids=trajectory_pb2.Tensor(dtype=trajectory_pb2.DTYPE_INT32, data=b"abc"),
+                source=trajectory_pb2.SEGMENT_SOURCE_POLICY,
+            ),
+            "3 bytes",
+        ),
+        (
+            trajectory_pb2.Segment(
+                token_ids=codec.tensor_to_pb(np.arange(3, dtype=np.int32)),
+                behavior_logprobs=codec.tensor_to_pb(np.zeros(2, np.float32)),
+                source=trajectory_pb2.SEGMENT_SOURCE_POLICY,
+            ),
+            "3 token_ids but 2 behavior_logprobs",
+        ),
+        (trajectory_pb2.Segment(token_ids=codec.tensor_to_pb(np.arange(3, dtype=np.int32))), "segment.source"),
+    ],
+)
+def test_a_malformed_segment_is_refused_with_the_field_named(message: trajectory_pb2.Segment, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        codec.segment_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, b"bytes", np.int64(3), float("nan"), float("inf"), 10**400, "\ud800", {1: "a number as a key"}],
+    ids=lambda value: repr(value)[:20],
+)
+def test_metadata_that_is_not_json_is_refused_with_the_prompt_named(value: object) -> None:
+    prompt = Prompt(
+        prompt_id="row-7", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata={"rows": [value]}
+    )
+    with pytest.raises(DataError, match="prompt row-7: metadata: .*; use JSON values"):
+        codec.prompt_to_pb(prompt)
+
+
+def test_a_number_that_json_does_not_have_is_refused_when_read() -> None:
+    message = trajectory_pb2.Prompt(prompt_id="row-7")
+    message.metadata["answer"] = float("nan")
+    with pytest.raises(DataError, match="prompt row-7: metadata: "):
+        codec.prompt_from_pb(message)
+
+
+def test_numbers_of_the_metadata_keep_their_kind() -> None:
+    metadata = {"answer": 42, "share": 0.5, "rows": [[1, 2.25], {"n": -3}], "huge": 1e300, "yes": True, "none": None}
+    prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata=metadata)
+    again = codec.prompt_from_pb(
+        trajectory_pb2.Prompt.FromString(codec.prompt_to_pb(prompt).SerializeToString())
+    ).metadata
+    assert repr(dict(sorted(again.items()))) == repr(dict(sorted(metadata.items())))
+
+
+CALL = GenerationCall(
+    trajectory_id="e0-3.1",
+    group_id="e0-3",
+    context_ids=np.array([5, 6, 7], np.int32),
+    prompt_token_count=2,
+    max_new_token_count=9,
+    sampling=SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=-3, stop_token_ids=(1, 2)),
+    chunk_token_count=4,
+)
+
+
+@pytest.mark.parametrize("pinned", [None, 0, 7])
+def test_a_call_and_its_need_survive_the_wire(pinned):
+    need = VersionNeed(min_version=3, pinned_version=pinned)
+    request = generation_service_pb2.GenerateRequest.FromString(request_to_pb(CALL, "me", need).SerializeToString())
+    call, found = request_from_pb(request)
+    assert (request.instance_id, found) == ("me", need)
+    np.testing.assert_array_equal(call.context_ids, CALL.context_ids)
+    for name in ("trajectory_id", "group_id", "prompt_token_count", "max_new_token_count", "chunk_token_count"):
+        assert getattr(call, name) == getattr(CALL, name)
+    assert call.sampling == CALL.sampling
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.INTERRUPTED])
+def test_a_chunk_survives_the_wire(reason):
+    chunk = Chunk(
+        token_ids=np.array([1, 2], np.int32),
+        behavior_logprobs=np.array([-0.5, -1.5], np.float32),
+        policy_version=4,
+        kv_min_version=2,
+        finish_reason=reason,
+        cached_token_count=12,
+    )
+    found = chunk_from_pb(generation_service_pb2.GenerateResponse.FromString(chunk_to_pb(chunk).SerializeToString()))
+    np.testing.assert_array_equal(found.token_ids, chunk.token_ids)
+    np.testing.assert_array_equal(found.behavior_logprobs, chunk.behavior_logprobs)
+    for name in ("policy_version", "kv_min_version", "finish_reason", "cached_token_count"):
+        assert getattr(found, name) == getattr(chunk, name)
+
+
+def test_a_malformed_chunk_is_the_generators_fault():
+    with pytest.raises(EngineError, match="malformed chunk"):
+        chunk_from_pb(generation_service_pb2.GenerateResponse())
+
+
+def test_a_request_without_tokens_names_the_field():
+    with pytest.raises(DataError, match="context_ids"):
+        request_from_pb(generation_service_pb2.GenerateRequest())
+
+
+def rpc_error(code: grpc.StatusCode, kind: str | None) -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(*([(ERROR_KEY, kind)] if kind else []))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details="why")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "received", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "GenerationRefused", False, GenerationRefused),
+        (grpc.StatusCode.INVALID_ARGUMENT, "DataError", False, DataError),
+        (grpc.StatusCode.INTERNAL, "EngineError", False, EngineError),
+        (grpc.StatusCode.UNAVAILABLE, None, False, EngineError),
+        (grpc.StatusCode.INVALID_ARGUMENT, None, False, EngineError),
+        (grpc.StatusCode.FAILED_PRECONDITION, "GenerationRefused", True, EngineError),
+        (grpc.StatusCode.INTERNAL, "SomethingElse", False, EngineError),
+    ],
+)
+def test_only_a_refusal_on_purpose_and_before_the_first_token_is_one(code, kind, received, expected):
+    error = error_from_rpc(rpc_error(code, kind), "host:1", received)
+    assert type(error) is expected
+    assert "why" in str(error)
+
+
+NAMES = st.text(max_size=300)
+
+
+def item_of(trajectory_id: str, verifier: str, traceparent: str) -> reward_service_pb2.ScoreItem:
+    """An item as the client encodes it."""
+    ids = np.arange(7, dtype=np.int32)
+    segment = Segment(token_ids=ids, behavior_logprobs=np.zeros(7, np.float32), policy_version=0, kv_min_version=0)
+    return score_item_to_pb(
+        Trajectory(
+            trajectory_id=trajectory_id,
+            group_id="g",
+            member_index=0,
+            prompt=Prompt(prompt_id="p", token_ids=ids, verifier=verifier, metadata={"answer": [1.5, {"a": None}]}),
+            segments=(segment,),
+            finish_reason=FinishReason.STOP,
+            traceparent=traceparent,
+        )
+    )
+
+
+@given(st.lists(st.tuples(NAMES, NAMES, NAMES), max_size=5))
+def test_items_and_their_heads_are_those_that_were_encoded(heads: list[tuple[str, str, str]]) -> None:
+    items = [item_of(*head) for head in heads]
+    found = score_items(reward_service_pb2.ScoreRequest(items=items).SerializeToString(), 100)
+    assert [reward_service_pb2.ScoreItem.FromString(item) for item in found] == items
+    expected = [ScoreItemHead(trajectory_id=t, verifier=v, traceparent=p) for t, v, p in heads]
+    assert [score_item_head(item) for item in found] == expected
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_items_or_an_error_of_ours(data: bytes) -> None:
+    try:
+        for item in score_items(data, 100):
+            score_item_head(item)
+    except DataError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x0a\x00" * 4, "more than 3 fields in a message of 8 bytes"),
+        (b"\x0a\x05abc", "a field of 5 bytes ends after the message"),
+        (b"\x0b", "wire type 3 is unknown"),
+        (b"\xff" * 30, "a number does not end"),
+        (b"\x09abc", "a field of 8 bytes ends after the message"),
+    ],
+)
+def test_bytes_that_are_no_message_are_an_error(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(bytes_fields(data, 3))
