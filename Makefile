@@ -161,7 +161,7 @@ fuzz: $(VENV)/.dev ## Random requests to every port of a training run, which mus
 
 # For example: make bench NAME=train ARGS="--json --check"; make bench NAME=--help says which there are.
 bench: $(VENV)/.local ## Figures beside their baselines: one bench by NAME, or some 15 minutes of them
-	@for name in $(or $(NAME),engine train queue schedules reload); do $(BIN)/python -m benchmarks $$name $(ARGS) || exit 1; done
+	@for name in $(or $(NAME),engine train queue reload); do $(BIN)/python -m benchmarks $$name $(ARGS) || exit 1; done
 
 sim-check: $(VENV)/.local ## Real runs of the demo's mesh beside the simulator, which is calibrated on sync alone
 	$(BIN)/python -m benchmarks sim-check $(ARGS)

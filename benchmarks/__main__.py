@@ -11,7 +11,6 @@ BENCHES = {
     "engine": "tokens per CPU second of the torch engine, beside Hugging Face generate",
     "train": "a train step on ragged trajectories, beside padded micro-batches",
     "queue": "full lives of trajectories in the queue, beside a bare Redis stream",
-    "schedules": "the leader's decisions, the choice of a generator, and the reading of a mesh view",
     "reload": "the time from publishing a policy to serving it, and the pause of running calls",
     "scale": "CPU time per finished trajectory of a mesh, at increasing numbers of rollouts in flight",
     "gpu": "sync beside copris_paper on one shared GPU, and the step-time curve of decode",

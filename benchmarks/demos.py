@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
-from benchmarks.demo_results import DemoResult, demo_result, methods_table, preset_table
 from benchmarks.method_effects import effect_of, read_traces
 from rollmesh.cli.common import EXIT_STOPPED, SetOption, clear_errors
 from rollmesh.cli.method_table import method_settings
@@ -23,7 +23,13 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
 from rollmesh.report.compare import compare, equality_verdict, print_comparison
 from rollmesh.report.console import run_console
+from rollmesh.report.formats import count, percent
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.sentences import lengths_of_waste
+from rollmesh.report.series import newest_per_step
+from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.scheduling.presets import PRESETS, companion_settings
+from rollmesh.step_metrics import number
 
 Updates = Annotated[int, typer.Option(help="Train steps of each run.", min=2)]
 Folder = Annotated[Path | None, typer.Option(help="Parent of the run folders; default: in runs/.")]
@@ -54,9 +60,12 @@ def schedules(
     root, console = folder or Path("runs/demo-schedules"), run_console()
     settings = {name: [*companion_settings(row), f"schedule.preset={name}"] for name, row in PRESETS.items()}
     results = _short_runs(root, _chosen("--preset", preset, settings), updates, set_ or (), inline, console)
-    console.print(preset_table(results))
+    headings = ("versions", "dropped", "restarted", "set aside", "surplus tokens", "staleness", "off-policy")
+    _print_table(
+        "schedules in the real mesh", headings, results, [_schedule_cells(r.summary) for r in results], console
+    )
     for result in results:
-        for sentence in result.waste:
+        for sentence in lengths_of_waste(result.summary):
             console.print(f"{result.name}: {sentence}", highlight=False, soft_wrap=True)
     _end(results, "schedules", console)
 
@@ -75,12 +84,15 @@ def methods(
     every run makes all its updates and its audit is green.
     """
     root, console = folder or Path("runs/demo-methods"), run_console()
-    runs = _chosen("--method", method, method_settings())
-    results = [
-        replace(result, effect=effect_of(read_traces(root / result.name), result.name))
-        for result in _short_runs(root, runs, updates, set_ or (), inline, console)
-    ]
-    console.print(methods_table(results))
+    results = _short_runs(root, _chosen("--method", method, method_settings()), updates, set_ or (), inline, console)
+    headings = ("dropped", "outcome", "staleness", "effect")
+    rows = []
+    for result in results:
+        effect = effect_of(read_traces(root / result.name), result.name)
+        summary = result.summary
+        dropped = sum(summary.dropped.values())
+        rows.append((dropped, _shown(result.outcome, ".3f"), _shown(summary.largest_staleness), effect))
+    _print_table("methods in the real mesh", headings, results, rows, console)
     _end(results, "methods", console)
 
 
@@ -117,6 +129,42 @@ def _chosen(option: str, names: Sequence[str] | None, known: Mapping[str, list[s
         if unknown := [name for name in names or () if name not in known]:
             raise ConfigError(f"{option} {unknown[0]}: not known; known: {', '.join(known)}")
     return {name: known[name] for name in names or known}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """One run of the demo, and its figures."""
+
+    name: str
+    """Preset, or point and method."""
+    summary: RunSummary
+    planned_updates: int
+    audit: str
+    """Verdict of the audit; ``none`` without one, ``refused`` if the run was not started."""
+    outcome: float | None
+    """Mean outcome of the last batch, before shaping."""
+    updates_per_second: float | None
+    """Rate between the ends of the first and the last train step; None with fewer than two."""
+
+    @property
+    def passed(self) -> bool:
+        """True after all planned updates and a green audit."""
+        return self.audit == "green" and self.summary.train_steps >= self.planned_updates
+
+
+def demo_result(folder: Path, name: str, updates: int) -> DemoResult:
+    """Read the figures of a run that was to make ``updates`` train steps. Raises DataError for a missing folder."""
+    run = RecordedRun(folder)
+    summary, records = summarise(run), newest_per_step(run.metrics.records)
+    seconds = float(records[-1]["time"]) - float(records[0]["time"]) if records else 0.0
+    return DemoResult(
+        name=name,
+        summary=summary,
+        planned_updates=updates,
+        audit=summary.audit_verdict or "none",
+        outcome=number(records[-1], "batch.outcome_mean") if records else None,
+        updates_per_second=(len(records) - 1) / seconds if seconds > 0 else None,
+    )
 
 
 def _short_runs(
@@ -159,6 +207,44 @@ def _demo(name: str, path: Path, overrides: Sequence[str], console: Console, *, 
     )
     if run_to_report(config, console, inline=inline) == EXIT_STOPPED:
         raise typer.Exit(EXIT_STOPPED)
+
+
+def _schedule_cells(summary: RunSummary) -> Sequence[object]:
+    begun_again = summary.begun_again
+    return (
+        _shown(summary.policy_versions),
+        sum(summary.dropped.values()),
+        begun_again.get("restarted", 0),
+        begun_again.get("set aside", 0),
+        count(summary.surplus_tokens) or "",
+        _shown(summary.largest_staleness),
+        percent(summary.off_policy_share) or "",
+    )
+
+
+def _print_table(
+    title: str,
+    headings: Sequence[str],
+    results: Sequence[DemoResult],
+    rows: Sequence[Sequence[object]],
+    console: Console,
+) -> None:
+    """Print a row per run: name, updates, trained groups, the cells of ``headings``, rate and audit."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    table.add_column("run", no_wrap=True)
+    for heading in ("updates", "groups", *headings, "updates/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("audit")
+    for r, cells in zip(results, rows, strict=True):
+        groups = "" if r.summary.audit is None else r.summary.audit.groups
+        updates, rate = f"{r.summary.train_steps} of {r.planned_updates}", _shown(r.updates_per_second, ".3f")
+        style = "" if r.passed else "red"
+        table.add_row(r.name, *map(str, (updates, groups, *cells)), rate, r.audit, style=style)
+    console.print(table)
+
+
+def _shown(value: float | None, spec: str = "") -> str:
+    return "" if value is None else format(value, spec)
 
 
 def _end(results: Sequence[DemoResult], things: str, console: Console) -> None:

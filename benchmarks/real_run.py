@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,28 @@ import httpx
 import psutil
 
 from benchmarks.processes import TrainingRun
-from benchmarks.run_sampler import RunSampler, processes_of
 from rollmesh.errors import DataError
-from rollmesh.sim.run_records import RunRecords, announcements, load_seconds, trained_updates
+from rollmesh.launcher.timeline_recorder import metric_sums
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.sim.cores import Samples, Strangers
+from rollmesh.sim.run_records import (
+    ProcessorUse,
+    RecordedWork,
+    RunRecords,
+    announcements,
+    load_seconds,
+    trained_updates,
+)
 
 _SAMPLE_SECONDS = 0.5
 _ANSWER_SECONDS = 60.0
 _RUN_SECONDS = 900.0
 _END_SECONDS = 60.0
+_STATE, _NICE = 0, 16
+"""Places of the state and of the niceness in /proc/PID/task/TID/stat, after the name (man 5 proc_pid_stat)."""
+_WEIGHT_OF_A_NICE = 1.25
+"""Ratio of the weights of two neighbouring values of niceness (man 7 sched)."""
+_COUNTERS = ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
 
 
 def real_run(
@@ -73,3 +90,112 @@ def _killed(launcher: int) -> Iterator[None]:
                 process.kill()
         # The launcher is waited for by its own parent's handle.
         psutil.wait_procs(processes[1:], timeout=_END_SECONDS)
+
+
+class RunSampler:
+    """Counters of the generators and processor seconds of all processes, about twice a second."""
+
+    def __init__(self, folder: Path, launcher: int, client: httpx.Client) -> None:
+        """``launcher`` is the process id of the launcher of the run in ``folder``."""
+        self._folder = folder
+        self._launcher = launcher
+        self._client = client
+        self._placed: dict[int, bool] = {}
+        self._counters: list[dict[int, dict[str, float]]] = []
+        self._seconds: dict[int, tuple[str, float, float]] = {}
+        """Service and processor seconds at the first and at the newest sample, by process."""
+        self._strangers: list[Counter[float]] = []
+
+    def place(self, generator_cores: Sequence[int], other_cores: Sequence[int]) -> None:
+        """Keep generators and other processes on their cores; threads that start later follow their process."""
+        generators = {endpoint.pid for endpoint in read_endpoints(self._folder, "generator")}
+        for pid in (process.pid for process in processes_of(self._launcher)):
+            is_generator = pid in generators
+            if self._placed.get(pid) != is_generator:
+                self._placed[pid] = is_generator
+                _pin(pid, generator_cores if is_generator else other_cores)
+
+    def sample(self) -> None:
+        """Read all counters once; a generator that does not answer is left out."""
+        sums, generators = {}, read_endpoints(self._folder, "generator")
+        for endpoint in generators:
+            with contextlib.suppress(httpx.HTTPError):
+                found = self._metrics(endpoint)
+                sums[endpoint.pid] = {name: found[f"rollmesh_generator_{name}_total"] for name in _COUNTERS}
+        self._counters.append(sums)
+        parts = {endpoint.pid: "generators" for endpoint in generators}
+        parts |= {endpoint.pid: "trainer" for endpoint in read_endpoints(self._folder, "trainer")}
+        processes = processes_of(self._launcher)
+        self._strangers.append(_runnable_weights({os.getpid(), *(process.pid for process in processes)}))
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times, pid = process.cpu_times(), process.pid
+                seconds = times.user + times.system
+                first = self._seconds.get(pid, ("", seconds, seconds))[1]
+                self._seconds[pid] = (parts.get(pid, "services"), first, seconds)
+
+    def work(self) -> tuple[RecordedWork, ...]:
+        """Return the work of each generator between two samples."""
+        return tuple(
+            RecordedWork(
+                steps=after[pid]["decode_steps"] - before[pid]["decode_steps"],
+                tokens=after[pid]["generated_tokens"] - before[pid]["generated_tokens"],
+                prefill_tokens=after[pid]["prefill_tokens"] - before[pid]["prefill_tokens"],
+                busy_seconds=after[pid]["busy_seconds"] - before[pid]["busy_seconds"],
+            )
+            for before, after in pairwise(self._counters)
+            for pid in before.keys() & after.keys()
+        )
+
+    def use(self) -> ProcessorUse:
+        """Return the processor seconds between the first and the last sample, without those of the trainer."""
+        sums = dict.fromkeys(("generators", "trainer", "services"), 0.0)
+        for part, first, last in self._seconds.values():
+            sums[part] += last - first
+        return ProcessorUse(generators=sums["generators"], services=sums["services"])
+
+    def strangers(self) -> Samples:
+        """Return the runnable threads of other programs at each sample, by their weight."""
+        return tuple(
+            tuple(Strangers(number=number, weight=weight) for weight, number in sorted(now.items()))
+            for now in self._strangers
+        )
+
+    def reward_seconds(self) -> float:
+        """Return the mean time from the last token to the reward, from the workers' metrics."""
+        found = [self._metrics(endpoint) for endpoint in read_endpoints(self._folder, "rollout")]
+        total, count = (
+            sum(each[f"rollmesh_rollout_reward_seconds_{part}"] for each in found) for part in ("sum", "count")
+        )
+        return total / count
+
+    def _metrics(self, endpoint: Endpoint) -> dict[str, float]:
+        return metric_sums(self._client.get(f"http://{endpoint.admin}/metrics").text)
+
+
+def processes_of(launcher: int) -> list[psutil.Process]:
+    """Return the launcher and every process below it; none after its end."""
+    try:
+        process = psutil.Process(launcher)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _runnable_weights(own: Collection[int]) -> Counter[float]:
+    """Count the runnable threads of processes that are not ``own``, by weight."""
+    found: Counter[float] = Counter()
+    niceness = os.nice(0)
+    for file in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = file.read_text().rpartition(")")[2].split()
+            if fields[_STATE] == "R" and int(file.parts[2]) not in own:
+                found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
+    return found
+
+
+def _pin(pid: int, cores: Sequence[int]) -> None:
+    """Keep every thread of a process on these cores."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)

@@ -12,7 +12,6 @@ of runs are left out.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ from benchmarks.real_run import real_run
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.presets import PRESETS, companion_settings
+from rollmesh.scheduling.presets import PRESETS, companion_fields
 from rollmesh.sim.calibration import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
 from rollmesh.sim.run_records import RunRecords
 
@@ -55,11 +54,6 @@ class Cell:
     """True if generators and trainer are on the same cores."""
     is_paced: bool
 
-    @property
-    def name(self) -> str:
-        """Folder name."""
-        return f"{'shared' if self.is_shared else 'separate'}-{'pace' if self.is_paced else 'free'}"
-
     def __str__(self) -> str:
         """Return text for the table."""
         return f"{'shared' if self.is_shared else 'separate'} cores, {'at a pace' if self.is_paced else 'no pace'}"
@@ -79,7 +73,7 @@ class Pair:
     load_average: float
     """Load average of the machine over a minute, at the end of the real run."""
     neighbours: tuple[str, ...] = ()
-    """Arms that the simulator, calibrated on this run, predicts; empty for a predicted arm."""
+    """Arms that the simulator predicts when it is calibrated on this run; empty for a predicted arm."""
 
     @property
     def name(self) -> str:
@@ -87,26 +81,13 @@ class Pair:
         arm = f"{self.arm} for {' and '.join(self.neighbours)}" if self.neighbours else self.arm
         return f"{arm}, {self.cell}, seed {self.seed}"
 
-    @property
-    def ratio(self) -> float:
-        """Simulated rate over the real one."""
-        return self.simulated / self.real
-
     def __str__(self) -> str:
         """Return a line for the console."""
+        ratio = self.simulated / self.real
         return (
-            f"{self.name}: real {self.real:.3f} updates/s, simulated {self.simulated:.3f}, ratio {self.ratio:.2f}; "
+            f"{self.name}: real {self.real:.3f} updates/s, simulated {self.simulated:.3f}, ratio {ratio:.2f}; "
             f"load average {self.load_average:.1f}, others' weight {self.strangers:.1f}"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One real run."""
-
-    config: RunConfig
-    found: RunRecords
-    load_average: float
 
 
 CELLS = tuple(Cell(is_shared=shared, is_paced=paced) for paced, shared in product((False, True), (True, False)))
@@ -134,7 +115,7 @@ def run(
         root = output or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         for seed, cell in product(range(seeds), CELLS):
-            for pair in _pairs(root / f"{cell.name}-{seed}", cell, seed, arms, updates):
+            for pair in _pairs(root / f"{cell}-{seed}".replace(", ", "-").replace(" ", "-"), cell, seed, arms, updates):
                 console.print(str(pair))
                 pairs.append(pair)
     return measures_of(pairs)
@@ -142,26 +123,27 @@ def run(
 
 def measures_of(pairs: Sequence[Pair]) -> list[Measure]:
     """Return a row per pair, and per arm and cell the median ratio with its bars, if the arm was predicted."""
-    rows = [_row(pair.name, [pair]) for pair in pairs]
+
+    def row(name: str, chosen: Sequence[Pair], bars: tuple[Bar, ...] = ()) -> Measure:
+        load = statistics.median(pair.load_average for pair in chosen)
+        return Measure(
+            name=name,
+            value=statistics.median(pair.simulated for pair in chosen),
+            unit="updates/s",
+            baseline=f"real, load average {load:.1f}",
+            baseline_value=statistics.median(pair.real for pair in chosen),
+            ratio=statistics.median(pair.simulated / pair.real for pair in chosen),
+            bars=bars,
+        )
+
+    rows = [row(pair.name, [pair]) for pair in pairs]
     for arm, cell in dict.fromkeys((pair.arm, pair.cell) for pair in pairs):
         chosen = [pair for pair in pairs if (pair.arm, pair.cell) == (arm, cell)]
-        is_predicted = arm != CALIBRATED_ON
-        name = f"{arm}, {cell}: median" + ("" if is_predicted else ", calibrated on")
-        rows.append(_row(name, chosen, _BARS if is_predicted else ()))
+        if arm == CALIBRATED_ON:
+            rows.append(row(f"{arm}, {cell}: median, calibrated on", chosen))
+        else:
+            rows.append(row(f"{arm}, {cell}: median", chosen, _BARS))
     return rows
-
-
-def _row(name: str, pairs: Sequence[Pair], bars: tuple[Bar, ...] = ()) -> Measure:
-    load = statistics.median(pair.load_average for pair in pairs)
-    return Measure(
-        name=name,
-        value=statistics.median(pair.simulated for pair in pairs),
-        unit="updates/s",
-        baseline=f"real, load average {load:.1f}",
-        baseline_value=statistics.median(pair.real for pair in pairs),
-        ratio=statistics.median(pair.ratio for pair in pairs),
-        bars=bars,
-    )
 
 
 def _refuse_other_arms(arms: Sequence[str]) -> None:
@@ -178,37 +160,29 @@ def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int)
     """Run the arms two by two, the calibrating one between them, and simulate all three."""
     cores = sorted(os.sched_getaffinity(0))
     machine = SimulatedMachine(cores=len(cores), is_shared=cell.is_shared)
-    for first, *others in _two_by_two(arms):
-        runs = {
-            arm: _run(root / first / arm, arm, cell, seed, updates, cores) for arm in (first, CALIBRATED_ON, *others)
-        }
-        calibrating = runs[CALIBRATED_ON]
-        calibration = with_latencies(calibrating.config, calibrating.found, machine)
-        for arm, each in runs.items():
-            strangers = each.found.strangers
-            settings = calibrated_settings(each.config, calibration, machine, strangers)
+    for first, *others in (arms[at : at + 2] for at in range(0, len(arms), 2)):
+        runs: dict[str, tuple[RunConfig, RunRecords, float]] = {}
+        for arm in (first, CALIBRATED_ON, *others):
+            folder = root / first / arm
+            folder.mkdir(parents=True, exist_ok=True)
+            data = run_file(arm, cell, seed, updates, folder / "run")
+            config = write_run_file(folder / "run.yaml", data)
+            runs[arm] = config, real_run(folder, data, *sides(cell, cores)), os.getloadavg()[0]
+        calibrating, found, _ = runs[CALIBRATED_ON]
+        calibration = with_latencies(calibrating, found, machine)
+        for arm, (config, found, load_average) in runs.items():
+            settings = calibrated_settings(config, calibration, machine, found.strangers)
+            weights = (sum(other.number * other.weight for other in now) for now in found.strangers)
             yield Pair(
                 arm=arm,
                 cell=cell,
                 seed=seed,
-                real=each.found.updates_per_second,
+                real=found.updates_per_second,
                 simulated=updates_per_second(settings),
-                strangers=statistics.fmean(sum(other.number * other.weight for other in now) for now in strangers),
-                load_average=each.load_average,
+                strangers=statistics.fmean(weights),
+                load_average=load_average,
                 neighbours=(first, *others) if arm == CALIBRATED_ON else (),
             )
-
-
-def _two_by_two(arms: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (arms[at : at + 2] for at in range(0, len(arms), 2))
-
-
-def _run(folder: Path, arm: str, cell: Cell, seed: int, updates: int, cores: Sequence[int]) -> _Run:
-    folder.mkdir(parents=True, exist_ok=True)
-    data = run_file(arm, cell, seed, updates, folder / "run")
-    config = write_run_file(folder / "run.yaml", data)
-    found = real_run(folder, data, *sides(cell, cores))
-    return _Run(config=config, found=found, load_average=os.getloadavg()[0])
 
 
 def run_file(arm: str, cell: Cell, seed: int, updates: int, folder: Path) -> dict[str, Any]:
@@ -222,13 +196,12 @@ def run_file(arm: str, cell: Cell, seed: int, updates: int, folder: Path) -> dic
     data["gateway"] = {"enabled": False}
     if cell.is_paced:
         data["generator"]["pace"] = [list(point) for point in PACE]
-    for setting in companion_settings(PRESETS[arm]):
-        field, _, value = setting.partition("=")
+    for field, value in companion_fields(PRESETS[arm]):
         *path, name = field.split(".")
         section = data
         for part in path:
             section = section.setdefault(part, {})
-        section[name] = json.loads(value)
+        section[name] = value
     return data
 
 

@@ -45,7 +45,7 @@ def test_a_median_that_is_more_than_a_fifth_off_misses_its_bar(ratio: float) -> 
 
 
 @pytest.mark.parametrize("arm", ["sync", *ARMS])
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_arm_has_a_run_file_that_is_read_back(tmp_path: Path, arm: str, cell) -> None:
     config = write_run_file(tmp_path / "run.yaml", run_file(arm, cell, 3, 8, tmp_path / "run"))
     assert (config.schedule.preset, config.seed, config.trainer.train_steps) == (arm, 3, 9)
