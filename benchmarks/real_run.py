@@ -186,11 +186,12 @@ def _runnable_weights(own: Collection[int]) -> Counter[float]:
     """Count the runnable threads of processes that are not ``own``, by weight."""
     found: Counter[float] = Counter()
     niceness = os.nice(0)
-    for file in Path("/proc").glob("[0-9]*/task/*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = file.read_text().rpartition(")")[2].split()
-            if fields[_STATE] == "R" and int(file.parts[2]) not in own:
-                found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # processes and threads end meanwhile
+            for thread in os.listdir(f"/proc/{pid}/task") if pid not in own else ():
+                fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+                if fields[_STATE] == "R":
+                    found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
     return found
 
 
