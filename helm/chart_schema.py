@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rollmesh.config import RunConfig
-from rollmesh.config.launcher import LauncherConfig
+from rollmesh.config.services import LauncherConfig
 
 Schema = dict[str, Any]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.generator import GeneratorConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine

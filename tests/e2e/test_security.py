@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from rollmesh.config import RunConfig
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.config.store import StoreConfig, StoreTlsConfig
 from rollmesh.errors import RewardUnavailable, RollmeshError, StoreUnavailable
 from rollmesh.runtime.addresses import free_port

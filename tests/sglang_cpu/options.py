@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmesh.config.generator import GeneratorConfig
-from rollmesh.config.sglang_server import SglangConfig
+from rollmesh.config.generator import GeneratorConfig, SglangConfig
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_json
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import CheckpointError
 
 _REFUSED: Mapping[str, str] = {

@@ -9,7 +9,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.sealing import run_secret
 from rollmesh.config import RunConfig
-from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.store import CheckpointConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.health import Waits
 

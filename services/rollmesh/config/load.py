@@ -6,23 +6,55 @@ import difflib
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmesh.characters import half_characters
 from rollmesh.config.run import RunConfig
-from rollmesh.config.secrets import ENV_PREFIX, SECRETS
 from rollmesh.config.yaml_text import DuplicateKeys, dump_yaml, field_value, parse_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.file_writes import writing
 from rollmesh.user_code import CODE_FOLDER
+
+ENV_PREFIX = "ROLLMESH_"
+"""Prefix of the environment variables that override fields: ``ROLLMESH_A__B`` is ``a.b``."""
+
+
+def _secret_paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if kind == SecretStr | None:
+            yield (*above, name)
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _secret_paths(kind, (*above, name))
+
+
+SECRETS = tuple(_secret_paths(RunConfig))
+"""Sections and name of every secret field."""
+
+
+def secret_environment(config: RunConfig) -> dict[str, str]:
+    """Return the secrets that are set, by the environment variable from which a process reads each."""
+    run: Any = config
+    values = {ENV_PREFIX + "__".join(path).upper(): reduce(getattr, path, run) for path in SECRETS}
+    return {variable: secret.get_secret_value() for variable, secret in values.items() if secret is not None}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process that a process started by it inherits: all but those of fields.
+
+    The resolved run file of a service contains their values, and those of ``--set``, which count more. A process of
+    user code must not read the secrets among them.
+    """
+    return {name: value for name, value in os.environ.items() if name == CODE_FOLDER or not name.startswith(ENV_PREFIX)}
+
 
 _SECRETS = frozenset(name for *_, name in SECRETS)
 """Secret fields: their values are not parsed as YAML and never shown."""

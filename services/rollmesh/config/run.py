@@ -8,25 +8,24 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from rollmesh.config.agents import AgentsConfig
-from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.curriculum import CurriculumConfig
-from rollmesh.config.data import DataConfig
-from rollmesh.config.evaluation import EvalConfig
-from rollmesh.config.gateway import GatewayConfig
+from rollmesh.config.data import CountdownSource, DataConfig, MixtureSource
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
-from rollmesh.config.launcher import LauncherConfig
 from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.model import ModelConfig
-from rollmesh.config.network import NetworkConfig
-from rollmesh.config.reward import RewardConfig
-from rollmesh.config.rollout import RolloutConfig
-from rollmesh.config.sampler_problems import sampler_problems
+from rollmesh.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from rollmesh.config.sampler_methods import ORDER
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.section import EngineSection, Section
-from rollmesh.config.security import SecurityConfig
-from rollmesh.config.store import StoreConfig
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import (
+    AgentsConfig,
+    GatewayConfig,
+    LauncherConfig,
+    NetworkConfig,
+    SecurityConfig,
+    TelemetryConfig,
+)
+from rollmesh.config.store import CheckpointConfig, StoreConfig
 from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
 
 
@@ -110,7 +109,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:
         problems = chain(
-            _algorithm_problems(self), sampler_problems(self), _size_problems(self), _adapter_problems(self)
+            _algorithm_problems(self), _sampler_problems(self), _size_problems(self), _adapter_problems(self)
         )
         if (problem := next(problems, None)) is not None:
             raise ValueError(problem)
@@ -279,3 +278,34 @@ def _size_problems(config: RunConfig) -> Iterator[str]:
             f"trainer.minibatches={config.trainer.minibatches} does not divide "
             f"schedule.groups_per_batch={config.schedule.groups_per_batch}"
         )
+
+
+def _sampler_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the combinations that do not work."""
+    sampler, source = config.curriculum.sampler, config.data.source
+    if sampler == ORDER:
+        return
+    if config.schedule.harvest == "trajectory" or config.schedule.preset in ("sorted", "sorted_partial"):
+        yield (
+            f"curriculum.sampler={sampler}: with schedule.harvest=trajectory every prompt comes "
+            "schedule.group_size times in a row, in the order of the source; set sampler=order"
+        )
+    if isinstance(source, CountdownSource) and source.puzzles is None:
+        yield (
+            f"curriculum.sampler={sampler}: data.source.type=countdown gives a new prompt at every draw, so there is "
+            "nothing to choose from; set data.source.puzzles, or use it as a part of a mixture"
+        )
+    if sampler != "domain_mix":
+        return
+    targets = config.curriculum.sampler_options.get("targets")
+    if isinstance(source, MixtureSource):
+        names = [part.name for part in source.parts]
+        if absent := next((name for name in targets or () if name not in names), None):
+            yield (
+                f"curriculum.sampler_options.targets.{absent}: data.source has no such part; "
+                f"its parts are {', '.join(names)}"
+            )
+    elif config.data.domain_field is None:
+        yield ("curriculum.sampler=domain_mix needs domains: set data.domain_field, or use data.source.type=mixture")
+    elif not targets:
+        yield "curriculum.sampler_options.targets: name the share of every domain; only a mixture has weights"

@@ -31,7 +31,7 @@ from rollmesh.characters import half_character
 from rollmesh.checkpoints.batches import FOLDER as BATCHES
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.fixed_settings import reason_to_keep
-from rollmesh.config.secrets import SECRETS
+from rollmesh.config.load import SECRETS
 from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.runtime.locks import LOCK_FILE, lock_file, lock_holder, lock_text

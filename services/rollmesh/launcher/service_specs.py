@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 
 from rollmesh.config import RunConfig
+from rollmesh.config.load import secret_environment
 from rollmesh.config.replica_bounds import configured_replicas
-from rollmesh.config.secrets import secret_environment
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rollmesh.config.secrets import inherited_environment
+from rollmesh.config.load import inherited_environment
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import configured_replicas
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.preflight.advice import Estimate, estimate, run_hints

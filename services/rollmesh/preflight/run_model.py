@@ -10,7 +10,7 @@ from typing import Any
 
 from rollmesh.checkpoints.describe import architecture_of, check_weights, read_json
 from rollmesh.config import RunConfig
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, EngineError
 from rollmesh.generator.engines.policy_folders import adapted_layers, read_shapes

@@ -21,8 +21,8 @@ from typing import Any
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.data import PythonSource
+from rollmesh.config.load import inherited_environment, secret_environment
 from rollmesh.config.methods import is_own
-from rollmesh.config.secrets import inherited_environment, secret_environment
 from rollmesh.curriculum.budgets import load_budget
 from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
 from rollmesh.curriculum.round_rules import RoundRules

@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.load import load_run_config
 from rollmesh.config.run import RunConfig
+from rollmesh.config.store import CheckpointConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.file_writes import writing
 from rollmesh.scheduling import OnStale, Schedule

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.errors import DataError, VerifierError
 from rollmesh.tasks.sources.derived import plain_text_of
 from rollmesh.tasks.verifiers.extraction import OPENING_TAG, answer_after, without_own_thought

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rollmesh.config.secrets import inherited_environment
+from rollmesh.config.load import inherited_environment
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.reward.messages import WorkerSpec
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.rollout.run_failures import refused_by_all
 from rollmesh.runtime.health import Waits

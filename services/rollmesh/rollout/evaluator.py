@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.rollout.evaluation_pins import Pin
 from rollmesh.rollout.prompts import check_content

@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime.spans import TraceContext, is_sampled, traceparent_of, traceparent_of_step
 
 Logger = structlog.stdlib.BoundLogger

@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc.aio
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tls import Stamp, TlsFiles, stamp_of

@@ -11,7 +11,7 @@ from typing import Self, cast
 
 import grpc
 
-from rollmesh.config.security import TlsConfig
+from rollmesh.config.services import TlsConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import get_logger
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.spans import (
     MOST_LINKS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 from rollmesh.store.redis_connection import Connection
 

@@ -15,8 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from rollmesh.config.redis_url import parse_redis_url, split_password
-from rollmesh.config.store import StoreConfig, StoreTlsConfig
+from rollmesh.config.store import StoreConfig, StoreTlsConfig, parse_redis_url, split_password
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import host_port
 from rollmesh.runtime.tls import no_passphrase

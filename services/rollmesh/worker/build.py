@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollmesh.config import RunConfig
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.curriculum.budgets import Budget, load_budget
 from rollmesh.runtime.health import Health
 from rollmesh.store import TrajectoryStore

@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.curriculum.shapers import overlong_penalty
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.health import Waits

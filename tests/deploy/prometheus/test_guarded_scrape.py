@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_location
-from rollmesh.config.checkpoints import CheckpointConfig
+from rollmesh.config.store import CheckpointConfig
 
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
-from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import write_run_config
+from rollmesh.config.model import AdapterConfig
 from rollmesh.generator.canary import THRESHOLDS
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdapterSettings

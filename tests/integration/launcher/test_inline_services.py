@@ -11,7 +11,7 @@ from typing import TextIO, cast
 import pytest
 
 from rollmesh.config import RunConfig, write_run_config
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.inline_services import InlineServices, Serve, ServiceLogs
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.config import load_run_config, write_run_config
+from rollmesh.config.load import secret_environment
 from rollmesh.config.recipes import recipe_file
-from rollmesh.config.secrets import secret_environment
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor, start_process
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
@@ -209,7 +209,7 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
 async def test_a_damaged_checkpoint_ends_the_run_at_once_and_a_missing_one_is_tried_again(tmp_path: Path) -> None:
     """Bytes that differ from the promised ones differ at every start; a shared folder may only lag behind."""
     script = """
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.lifecycle import run_service
 from rollmesh.runtime.logging import configure_logging
@@ -236,7 +236,7 @@ raise SystemExit(run_service(main))
 @pytest.mark.parametrize("log_format", ["json", "console"])
 async def test_the_words_of_a_real_service_are_understood_in_both_log_formats(tmp_path: Path, log_format: str) -> None:
     script = f"""
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import SessionLost
 from rollmesh.runtime.lifecycle import run_service
 from rollmesh.runtime.logging import configure_logging

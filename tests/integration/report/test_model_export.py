@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.cli.main import app
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.report.model_export import trained_model_lines

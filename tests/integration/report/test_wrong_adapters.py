@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.generator.canary import CHANGE_NOISE, MIN_CHANGES, Canary, CanaryFailed, CanaryScores

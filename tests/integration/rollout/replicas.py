@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rollmesh.config import RunConfig
-from rollmesh.config.evaluation import EvalConfig
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import EvalConfig, RewardConfig
 from rollmesh.curriculum.budgets import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.curriculum.budgets import Budget, load_budget
 from rollmesh.errors import Conflict
 from rollmesh.store import TrajectoryStore

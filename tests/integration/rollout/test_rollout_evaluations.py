@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.errors import DataError
 from rollmesh.store.queue_types import EvalRequest
 

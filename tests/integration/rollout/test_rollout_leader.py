@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from structlog.testing import capture_logs
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor, MeshView
 from rollmesh.report.ledger_counts import lost_groups

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.types import Chunk, GenerationCall

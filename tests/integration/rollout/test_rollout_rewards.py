@@ -1,6 +1,6 @@
 """Answers without a reward and unreadable prompts, on a real queue."""
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.types import OutcomeKind, RewardOutcome
 

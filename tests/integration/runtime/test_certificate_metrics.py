@@ -11,7 +11,7 @@ from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.spans import traceparent_of

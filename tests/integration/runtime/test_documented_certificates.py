@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.runtime.port_security import PortSecurity
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "certificates.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.healthcheck import check, main
 from rollmesh.runtime.metrics import Metrics

@@ -104,7 +104,7 @@ def test_a_service_whose_launcher_is_gone_ends_at_once() -> None:
 CRASHING = """
 import asyncio, logging, threading, warnings
 import httpx
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.service_host import admin_server
 from rollmesh.runtime.lifecycle import run_service

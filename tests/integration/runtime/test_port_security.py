@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvloop
 
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdapterSettings

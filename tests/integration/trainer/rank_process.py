@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollmesh.checkpoints.states import load_state, save_state
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes, join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer

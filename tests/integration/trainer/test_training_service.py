@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.scheduling import run_limits

@@ -9,7 +9,7 @@ import yaml
 from rollmesh.config import load_run_config, text_override, write_run_config
 from rollmesh.config.data import PromptSourceConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
-from rollmesh.config.secrets import secret_environment
+from rollmesh.config.load import secret_environment
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.tasks.sources.source_protocol import SOURCES

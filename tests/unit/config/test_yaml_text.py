@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rollmesh.config import load_run_config, write_run_config
-from rollmesh.config.redis_url import parse_redis_url
+from rollmesh.config.store import parse_redis_url
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollmesh.config.adapter import AdapterConfig
 from rollmesh.config.load import validate_run_config
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers, read_shapes
 

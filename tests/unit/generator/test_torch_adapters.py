@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion

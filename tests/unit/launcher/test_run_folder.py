@@ -6,11 +6,10 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.config.checkpoints import CheckpointConfig
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import CountdownSource, DataConfig
-from rollmesh.config.evaluation import EvalConfig
-from rollmesh.config.store import StoreConfig
+from rollmesh.config.rollout import EvalConfig
+from rollmesh.config.store import CheckpointConfig, StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
 

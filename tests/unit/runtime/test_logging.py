@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime import logging as logs
 from rollmesh.runtime.spans import TraceContext, traceparent_of, traceparent_of_step
 
@@ -63,7 +63,7 @@ def test_logs_that_are_configured_again_drop_the_policy_version(log) -> None:
 
 def test_a_log_on_a_full_disk_ends_no_service() -> None:
     script = """
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime.logging import configure_logging, get_logger
 configure_logging(TelemetryConfig(), service="trainer-0", run="demo")
 for number in range(40):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from pydantic import ValidationError
 
-from rollmesh.config.telemetry import TelemetryConfig
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.runtime.spans import MOST_LINKS, NOTHING, TraceContext, is_sampled, traceparent_of, traceparent_of_step
 from rollmesh.runtime.tracing import Tracer, recorded_traces, tracer
 

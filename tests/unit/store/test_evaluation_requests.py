@@ -1,4 +1,4 @@
-from rollmesh.config.evaluation import EvalConfig
+from rollmesh.config.rollout import EvalConfig
 from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig
-from rollmesh.config.security import SecurityConfig
+from rollmesh.config.services import SecurityConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.port_security import PortSecurity

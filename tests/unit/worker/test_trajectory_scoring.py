@@ -1,6 +1,6 @@
 import pytest
 
-from rollmesh.config.reward import RewardConfig
+from rollmesh.config.rollout import RewardConfig
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.worker.trajectory_scoring import shape
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 from rollmesh.checkpoints.adapter_settings import read_adapter_settings
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from rollmesh.config import RunConfig
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
 from rollmesh.scheduling.resolved_schedule import Schedule
 

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from rollmesh.characters import half_character
-from rollmesh.config.secrets import ENV_PREFIX
+from rollmesh.config.load import ENV_PREFIX
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import without_own_thought
 from rollmesh.types import LARGEST_REWARD

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, reject_quantised
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.adapter_layers import (
     adapter_off,

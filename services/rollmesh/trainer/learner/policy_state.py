@@ -14,7 +14,7 @@ from rollmesh.checkpoints.adapter_settings import read_adapter_settings
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
 from rollmesh.trainer.learner.frozen_policies import WeightAverage

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.checkpoints.batches import StepSettings
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError

@@ -8,7 +8,7 @@ from rollmesh.checkpoints.adapter_settings import read_adapter_settings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.frozen_policies import BASE_VERSION

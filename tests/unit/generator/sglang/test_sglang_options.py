@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rollmesh.config import load_run_config, write_run_config
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.api import IDLE_CONNECTION_SECONDS

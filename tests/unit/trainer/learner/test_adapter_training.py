@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollmesh.algorithms.ratios import k3
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer

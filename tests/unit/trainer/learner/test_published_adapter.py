@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.learner.policy_files import WriteWeights

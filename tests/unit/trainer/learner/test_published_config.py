@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rollmesh.checkpoints.describe import describe_folder
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.generator.engines.torch.architecture import read_architecture

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.config import RunConfig
-from rollmesh.config.generator import GeneratorConfig
-from rollmesh.config.sglang_server import SglangConfig
+from rollmesh.config.generator import GeneratorConfig, SglangConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 

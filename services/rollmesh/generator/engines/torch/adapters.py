@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE
-from rollmesh.config.adapter import AdapterConfig
+from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.policy_folders import PREFIX, AdaptedLayers, adapted_layers, read_shapes
 from rollmesh.generator.engines.torch.architecture import Architecture
