@@ -1,4 +1,4 @@
-"""One answer inside a worker: what the verifier sees, and what its failures become."""
+"""One answer inside a worker: the text that the verifier sees, and the outcome of its failures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 
 from rollmesh.config.data import DataConfig
-from rollmesh.reward.scored_answer import RewardHandler, timed_out, verifier_error
+from rollmesh.reward.scored_answer import RewardHandler, answer_marker, timed_out
 from rollmesh.tasks.sources.derived import AgentPrompts, task_of
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
-from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, build_verifier
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
 from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_from_bytes, score_item_to_pb
@@ -122,11 +122,6 @@ def test_the_prompt_of_an_agent_is_the_whole_one_also_if_the_agent_writes_the_co
     assert task_of(prompt).metadata == {"answer": "7"}
 
 
-def test_parts_come_back(tokenizer: Tokenizer) -> None:
-    outcome = handle(tokenizer, Recorder(RewardParts(value=2.0, parts={"a": 1, "b": -0.5})))
-    assert outcome == RewardOutcome(kind=OutcomeKind.SCORED, value=2.0, parts={"a": 1.0, "b": -0.5})
-
-
 def test_a_part_whose_name_is_no_text_is_an_error(tokenizer: Tokenizer) -> None:
     outcome = handle(tokenizer, Recorder(RewardParts(value=2.0, parts={"\ud800": 1.0})))
     assert outcome.kind is OutcomeKind.VERIFIER_ERROR
@@ -170,12 +165,108 @@ def test_a_time_out_means_what_the_verifier_declares(tokenizer: Tokenizer, means
     assert dict(outcome.parts) == ({"timed_out": 1.0} if means_wrong else {})
 
 
-def test_an_error_never_carries_a_value() -> None:
-    assert verifier_error("why") == RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="why")
-
-
 def test_items_keep_what_belongs_to_the_answer() -> None:
     item = score_item_from_bytes(payload({"n": 1}, verifier="mine"))
     assert (item.trajectory_id, item.finish_reason) == ("t", FinishReason.STOP)
     assert item.response_ids.tolist() == [3, 2, 5, 4, 0]
     assert item.prompt.token_ids.tolist() == [1, 2, 3]
+
+
+QUESTION = [{"role": "user", "content": "2 + 5?"}]
+END = "</think>"
+
+
+def make_tokenizer(folder: Path, *, special: bool = False, opens: str = "<think>\n") -> Tokenizer:
+    """A tokenizer of bytes with tags of its own, whose chat template may open a thought."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    tags = ["<think>", END]
+    made.add_special_tokens(tags) if special else made.add_tokens(tags)
+    made.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]"
+    )
+    opened = "{% if enable_thinking is not defined or enable_thinking %}" + opens + "{% endif %}"
+    settings = {"chat_template": template + opened + "{% endif %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(folder)
+
+
+def score(
+    tokenizer: Tokenizer, name: str, response: str, answer: Any, marker: str | None = None, **options: Any
+) -> float:
+    """Score an answer to a chat prompt as a worker of the pool does."""
+    ids = tokenizer.encode(response)
+    segment = Segment(
+        token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0
+    )
+    prompt = Prompt(prompt_id="p", token_ids=tokenizer.render_chat(QUESTION), verifier="", metadata={"answer": answer})
+    trajectory = Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        member_index=0,
+        prompt=prompt,
+        segments=(segment,),
+        finish_reason=FinishReason.STOP,
+    )
+    found = answer_marker(tokenizer, marker, {})
+    handler = RewardHandler(tokenizer, {name: build_verifier(name, options)}, name, found)
+    outcome = outcome_from_bytes(handler(score_item_to_pb(trajectory).SerializeToString()))
+    assert outcome.value is not None, outcome.message
+    return outcome.value
+
+
+THOUGHTS = [
+    ("choice", "<think>The answer is C.</think>\n\nB<end>", "B", 1.0),
+    ("choice", "<think>The answer is B.</think>\n\nC", "B", 0.0),
+    ("choice", "<think>The answer is B", "B", 0.0),
+    ("choice", "The answer is C.</think>B", "B", 1.0),
+    ("math", "<think>maybe \\boxed{5}</think> The answer is $7$.", "7", 1.0),
+    ("math", "<think>So \\boxed{7}? Let me", "7", 0.0),
+    ("math", "<think>\\boxed{7}</think> The answer is $5$.", "7", 0.0),
+    ("math", "<think>a</think> \\boxed{5} <think>b</think> \\boxed{7}", "7", 1.0),
+    ("math", "<think>a</think> \\boxed{7} <think>or \\boxed{7}", "7", 0.0),
+    ("exact", "<think>Paris</think> Paris", "Paris", 1.0),
+    ("exact", "<think>Paris</think>", "Paris", 0.0),
+]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("name", "response", "answer", "expected"), THOUGHTS)
+def test_what_follows_the_last_thought_counts_and_nothing_in_an_open_one(
+    tmp_path: Path, special: bool, name: str, response: str, answer: str, expected: float
+) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    silent = make_tokenizer(tmp_path, special=special, opens="")
+    assert score(silent, name, response, answer, END) == expected
+    if response.startswith("<think>"):  # a model that opens its thought itself
+        assert score(silent, name, response, answer) == expected
+        parts = {"answer": {"verifier": name}}
+        assert special or score(silent, "composite", response, answer, parts=parts) == expected
+    # With a template that opens the thought the option sets itself.
+    assert score(make_tokenizer(tmp_path, special=special), name, response, answer) == expected
+
+
+def test_a_response_without_a_thought_is_all_answer_unless_the_template_opened_one(tmp_path: Path) -> None:
+    assert score(make_tokenizer(tmp_path, opens=""), "choice", "The answer is B", "B", END) == 1.0
+    assert score(make_tokenizer(tmp_path), "choice", "The answer is B", "B") == 0.0
+
+
+def test_a_marker_that_is_no_tag_has_to_be_there(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, opens="")
+    assert score(tokenizer, "exact", "It may be Rome.\nFinal answer: Paris", "Paris", "Final answer:") == 1.0
+    assert score(tokenizer, "exact", "Paris", "Paris", "Final answer:") == 0.0
+
+
+def test_the_marker_follows_the_template_its_variables_and_the_run_file(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    assert answer_marker(tokenizer, None, {}) == END
+    assert answer_marker(tokenizer, None, {"enable_thinking": False}) is None
+    assert answer_marker(tokenizer, "", {}) == ""
+    assert score(tokenizer, "exact", "<think>a</think>", "<think>a</think>", "") == 1.0
+    assert answer_marker(make_tokenizer(tmp_path, opens="[THINK]"), None, {}) == "[/THINK]"
+    assert answer_marker(make_tokenizer(tmp_path, opens="<answer>"), None, {}) is None

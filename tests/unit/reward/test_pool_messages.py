@@ -1,0 +1,218 @@
+"""The pool of workers without processes: its spec, frames, uids, and retries after a death."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.config.load import validate_run_config
+from rollmesh.config.run import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.reward.confinement import WorkerConfinement
+from rollmesh.reward.messages import (
+    FrameBuffer,
+    FrameError,
+    WorkerSpec,
+    frame,
+    needed_verifiers,
+    receive_frame,
+    worker_spec,
+)
+from rollmesh.reward.reward_metrics import RewardMetrics
+from rollmesh.reward.reward_service import Scoring
+from rollmesh.reward.worker_pool import WorkerDied
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.tasks.sandbox.identity import SLOTS_PER_PROCESS
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN
+from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.wire.reward_messages import outcome_to_bytes
+
+TABLE = {"type": "jsonl", "path": "a.jsonl"}
+GYM = {"type": "reasoning_gym", "task": "chain_sum"}
+
+
+def run_config(folder: Path, data: dict[str, Any], verifier: str) -> RunConfig:
+    (folder / "config.json").write_text("{}")
+    settings = {
+        "name": "spec",
+        "folder": str(folder / "run"),
+        "model": {"path": str(folder)},
+        "data": data,
+        "reward": {"verifier": verifier, "options": {"tolerance": 0.5} if verifier == "numeric" else {}},
+    }
+    return validate_run_config(settings, "test")
+
+
+@pytest.mark.parametrize(
+    ("data", "verifier", "required", "optional"),
+    [
+        ({"source": TABLE}, "numeric", (), ()),
+        ({"source": {"type": "countdown"}}, "countdown", (), ()),
+        ({"source": {"type": "countdown"}}, "numeric", ("countdown",), ()),
+        ({"source": GYM}, "numeric", ("reasoning_gym",), ()),
+        ({"source": TABLE, "evaluation_source": GYM}, "numeric", ("reasoning_gym",), ()),
+        (
+            {"source": {**TABLE, "verifier_field": "by"}, "evaluation_source": GYM},
+            "numeric",
+            ("reasoning_gym",),
+            tuple(sorted(set(BUILT_IN) - {"regex", "http_judge", "composite", "numeric", "reasoning_gym"})),
+        ),
+    ],
+)
+def test_a_run_loads_the_verifiers_that_its_prompts_can_name(
+    tmp_path: Path, data: dict[str, Any], verifier: str, required: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    assert needed_verifiers(run_config(tmp_path, data, verifier)) == (required, optional)
+
+
+def test_a_spec_survives_its_way_to_the_template(tmp_path: Path) -> None:
+    spec = worker_spec(run_config(tmp_path, {"source": GYM}, "numeric"))
+    assert WorkerSpec.from_json(spec.to_json()) == spec
+    assert spec.default_options == {"tolerance": 0.5}
+    assert spec.tokenizer_folder == str(tmp_path)
+
+
+def test_a_model_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+    config = run_config(tmp_path, {"source": TABLE}, "exact")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        worker_spec(config)
+
+
+@given(st.lists(st.binary(max_size=64)), st.lists(st.integers(1, 9)))
+def test_frames_come_out_whole_however_the_stream_is_cut(payloads: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(frame, payloads))
+    buffer = FrameBuffer(64)
+    found: list[bytes] = []
+    for size in cuts:
+        found += buffer.feed(stream[:size])
+        stream = stream[size:]
+    found += buffer.feed(stream)
+    assert found == payloads
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
+    with pytest.raises(FrameError, match="frame of 65 bytes, the limit is 64"):
+        FrameBuffer(64).feed(frame(b"x" * 65)[:4])
+
+
+def test_a_socket_gives_frames_then_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(b"one") + frame(b""))
+        ours.shutdown(socket.SHUT_WR)
+        stream = theirs.makefile("rb")
+        assert [receive_frame(stream, 10) for _ in range(3)] == [b"one", b"", None]
+
+
+@pytest.mark.parametrize("torn", [frame(b"three")[:2], frame(b"three")[:6]])
+def test_a_stream_that_ends_inside_a_frame_is_an_error(torn: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(torn)
+        ours.close()
+        with pytest.raises(FrameError, match="ended inside a frame"):
+            receive_frame(theirs.makefile("rb"), 10)
+
+
+def test_a_socket_refuses_a_frame_over_the_limit() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(b"too long"))
+        with pytest.raises(FrameError, match="the limit is 4"):
+            receive_frame(theirs.makefile("rb"), 4)
+
+
+SEPARATE = WorkerConfinement(own_uids=True, owner_pid=7, memory_limit_bytes=1 << 26)
+SHARED = WorkerConfinement(own_uids=False, owner_pid=7, memory_limit_bytes=1 << 26)
+
+
+def test_a_birth_skips_the_uids_of_living_workers() -> None:
+    assert SEPARATE.free_birth(3, [0, 1, 2]) == 3
+    assert SEPARATE.free_birth(SLOTS_PER_PROCESS, [0, 1, 9]) == SLOTS_PER_PROCESS + 2
+    assert SEPARATE.free_birth(SLOTS_PER_PROCESS + 9, [0, 1, 9]) == SLOTS_PER_PROCESS + 10
+
+
+def test_a_birth_without_a_free_uid_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="all 256 uids of this template have a living worker"):
+        SEPARATE.free_birth(SLOTS_PER_PROCESS, range(SLOTS_PER_PROCESS))
+
+
+def test_one_uid_is_left_for_the_worker_that_takes_the_place_of_a_dying_one() -> None:
+    assert SEPARATE.most_workers() == SLOTS_PER_PROCESS - 1
+
+
+def test_workers_that_share_a_uid_may_be_any_number() -> None:
+    assert SHARED.most_workers() is None
+    assert SHARED.free_birth(SLOTS_PER_PROCESS, range(SLOTS_PER_PROCESS)) == SLOTS_PER_PROCESS
+
+
+class DyingPool:
+    """Its workers die of one cause after the other, then one answers."""
+
+    timeout_means_wrong: ClassVar[Mapping[str, bool]] = {}
+
+    def __init__(self, deaths: list[WorkerDied]) -> None:
+        self.deaths = deaths
+
+    async def run(self, payload: bytes, timeout_seconds: float) -> bytes:
+        if self.deaths:
+            raise self.deaths.pop(0)
+        return outcome_to_bytes(RewardOutcome(kind=OutcomeKind.SCORED, value=1.0))
+
+
+def alone() -> WorkerDied:
+    return WorkerDied("killed by signal 9")
+
+
+def together() -> WorkerDied:
+    return WorkerDied("the process that started it has ended", with_template=True)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "kind"),
+    [
+        ([alone()], OutcomeKind.SCORED),
+        ([alone(), alone()], OutcomeKind.VERIFIER_ERROR),
+        # The next worker was one of the same template, and just as dead.
+        ([together(), together()], OutcomeKind.SCORED),
+        ([together(), alone(), together()], OutcomeKind.SCORED),
+        # An answer that ends every template is no reason to go on for ever.
+        ([together() for _ in range(9)], OutcomeKind.VERIFIER_ERROR),
+    ],
+)
+async def test_a_death_with_the_template_is_not_held_against_the_answer(
+    deaths: list[WorkerDied], kind: OutcomeKind
+) -> None:
+    scoring = Scoring(
+        DyingPool(deaths),  # type: ignore[arg-type]
+        {},
+        RewardMetrics(Metrics("reward")),
+        default_verifier="exact",
+        timeout_seconds=1.0,
+        on_unusable_verifier=lambda error: None,
+    )
+    assert (await scoring.score("", b"")).kind is kind
+
+
+async def test_a_log_line_about_an_answer_is_short_whatever_the_caller_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scoring = Scoring(
+        DyingPool([alone(), alone()]),  # type: ignore[arg-type]
+        {},
+        RewardMetrics(Metrics("reward")),
+        default_verifier="exact",
+        timeout_seconds=1.0,
+        on_unusable_verifier=lambda error: None,
+    )
+    outcome = await scoring.score("x" * 100_000, b"")
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert "answer_without_value" in (line := capsys.readouterr().out)
+    assert len(line) < 2_000
