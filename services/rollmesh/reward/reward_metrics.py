@@ -17,12 +17,12 @@ class RewardMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._items = metrics.gauge("rollmesh_reward_items", "Answers in the service, by state.", ("state",))
-        self._waiting = self._items.labels(state="waiting")
+        self.waiting = self._items.labels(state="waiting")
         self.running = self._items.labels(state="running")
         """Answers received without an outcome yet, including waiting ones."""
         self.received = metrics.counter("rollmesh_reward_answers_total", "Answers received.")
         self.workers = metrics.gauge("rollmesh_reward_workers", "Verifier processes: answers scored at once.")
-        self._queue_seconds = metrics.histogram(
+        self.queue_seconds = metrics.histogram(
             "rollmesh_reward_queue_seconds", "Wait of an answer for a worker process.", _FINE_BUCKETS
         )
         self._score_seconds = metrics.histogram(
@@ -34,7 +34,7 @@ class RewardMetrics:
         self._wrong_by_timeout = metrics.counter(
             "rollmesh_reward_timeouts_scored_wrong_total", "Time-outs scored as a wrong answer by their verifier."
         )
-        self._replaced = metrics.counter(
+        self.replaced = metrics.counter(
             "rollmesh_reward_workers_replaced_total", "Worker processes replaced, by reason.", {"reason": _REPLACED}
         )
         self._isolation = metrics.gauge(
@@ -50,18 +50,6 @@ class RewardMetrics:
             self._score_seconds.labels(verifier=verifier)
             for kind in OutcomeKind:
                 self._outcomes.labels(verifier=verifier, kind=kind.value)
-
-    def queued(self, waiting: int) -> None:
-        """Record the number of answers that wait for a worker."""
-        self._waiting.set(waiting)
-
-    def started(self, queue_seconds: float) -> None:
-        """Record the queue time of an answer that a worker starts."""
-        self._queue_seconds.observe(queue_seconds)
-
-    def replaced(self, reason: str) -> None:
-        """Count a worker that must be replaced: ``timed_out``, ``died`` or ``retired``."""
-        self._replaced.labels(reason=reason).inc()
 
     def scored(self, verifier: str, outcome: RewardOutcome, seconds: float) -> None:
         """Count an outcome."""

@@ -107,7 +107,7 @@ class WorkerPool:
         self._jobs.put_nowait(
             _Job(request=request, timeout_seconds=timeout_seconds, queued_at=time.monotonic(), result=result)
         )
-        self._metrics.queued(self._jobs.qsize())
+        self._metrics.waiting.set(self._jobs.qsize())
         return await result
 
     async def _run_slot(self, slot: int) -> None:
@@ -117,7 +117,7 @@ class WorkerPool:
                 # The next worker is forked before a job arrives.
                 worker = await self._usable_worker(slot, worker)
                 job = await self._jobs.get()
-                self._metrics.queued(self._jobs.qsize())
+                self._metrics.waiting.set(self._jobs.qsize())
                 if job.result.done():  # its caller has cancelled it
                     continue
                 try:
@@ -131,13 +131,14 @@ class WorkerPool:
                 await worker.end()
 
     async def _serve(self, job: _Job, worker: WorkerConnection) -> None:
-        self._metrics.started(time.monotonic() - job.queued_at)
+        self._metrics.queue_seconds.observe(time.monotonic() - job.queued_at)
         try:
             answer = await worker.request_answer(job.request, job.timeout_seconds)
         except (WorkerTimedOut, WorkerDied) as error:
             if not job.result.done():
                 job.result.set_exception(error)
-            self._metrics.replaced("timed_out" if isinstance(error, WorkerTimedOut) else "died")
+            reason = "timed_out" if isinstance(error, WorkerTimedOut) else "died"
+            self._metrics.replaced.labels(reason=reason).inc()
         except asyncio.CancelledError:
             job.result.cancel()
             raise
@@ -150,7 +151,7 @@ class WorkerPool:
             if not worker.closed:
                 return worker
             if not worker.ended:
-                self._metrics.replaced("retired")
+                self._metrics.replaced.labels(reason="retired").inc()
                 await worker.end()
         return await self._open(slot)
 

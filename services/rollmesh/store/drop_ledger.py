@@ -9,27 +9,25 @@ from rollmesh.errors import Conflict
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
 from rollmesh.store.queue_types import DeadLetter, Drop
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.redis_connection import Connection, QueuePart
 from rollmesh.store.trajectories import load_chunks
 
 
-class DropLedger:
+class DropLedger(QueuePart):
     """Drops of the newest groups, with their reasons."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._key = connection.keys.single("ledger")
 
     async def drops(self, after: str = "", limit: int = 1000) -> list[Drop]:
         """Return the groups that left untrained, oldest first, after an entry id; about 100,000 entries are kept."""
         start = f"({after}" if after else "-"
-        entries = await self._connection.command("XRANGE", self._key, start, "+", "COUNT", limit)
+        entries = await self._connection.command("XRANGE", self._keys.single("ledger"), start, "+", "COUNT", limit)
         return [_drop(entry, fields) for entry, fields in entries]
 
     async def newest_drop(self, group_id: str, page: int = 1000) -> Drop | None:
         """Return the drop of a group; None if the ledger does not have it. Reads the ledger backwards, O(ledger)."""
         end = "+"
-        while entries := await self._connection.command("XREVRANGE", self._key, end, "-", "COUNT", page):
+        while entries := await self._connection.command(
+            "XREVRANGE", self._keys.single("ledger"), end, "-", "COUNT", page
+        ):
             for entry, fields in entries:
                 if fields[b"group"].decode() == group_id:
                     return _drop(entry, fields)
@@ -47,9 +45,9 @@ class DropLedger:
 
     async def forgotten_drops(self) -> int:
         """Return the number of entries trimmed from the ledger; their groups are only counted by reason."""
-        if not await self._connection.command("EXISTS", self._key):
+        if not await self._connection.command("EXISTS", self._keys.single("ledger")):
             return 0
-        facts = await self._connection.command("XINFO", "STREAM", self._key)
+        facts = await self._connection.command("XINFO", "STREAM", self._keys.single("ledger"))
         pairs = facts if isinstance(facts, dict) else dict(zip(facts[::2], facts[1::2], strict=True))
         return int(pairs[b"entries-added"]) - int(pairs[b"length"])
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from rollmesh.config.rollout import EvalConfig
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.redis_connection import QueuePart
 
 
 def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:
@@ -36,12 +36,8 @@ def evaluation_floor(every_versions: int, newest: int, keep_last: int) -> int:
     return max(0, newest - min(every_versions, keep_last))
 
 
-class Evaluations:
+class Evaluations(QueuePart):
     """Requests, claims and results of evaluations."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._keys = connection.keys
 
     async def request(self, request: EvalRequest) -> None:
         """Queue an evaluation; the same request again is a no-op, another request with the same id a Conflict."""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.redis_connection import Connection, QueuePart
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 
@@ -75,11 +75,8 @@ class ReloadHolder:
     """Seconds until the lease ends unless its generator renews it."""
 
 
-class ReloadLeases:
+class ReloadLeases(QueuePart):
     """The leases of one run; each is a random token that ends with its time to live."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     async def begin(self, token: str, *, at_once: int, ttl: float, above_limit: bool = False) -> list[ReloadHolder]:
         """Take a lease for ``ttl`` seconds or renew it; returns up to 16 holders while ``at_once`` others hold one.

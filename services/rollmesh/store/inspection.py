@@ -20,7 +20,7 @@ from rollmesh.store.member_details import (
     read_response_ends,
 )
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.redis_connection import QueuePart
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory, TrajectoryState
 
@@ -82,12 +82,8 @@ class _Cursor(NamedTuple):
     member: int
 
 
-class Inspection:
+class Inspection(QueuePart):
     """Reads of single trajectories."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._keys = connection.keys
 
     async def workers(self) -> dict[str, str]:
         """Return the worker name of every open session, by session."""

@@ -11,7 +11,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
-from rollmesh.store.redis_connection import Argument, Connection, Reply
+from rollmesh.store.redis_connection import Argument, Connection, QueuePart, Reply
 from rollmesh.store.trajectories import slices, with_uploads
 from rollmesh.store.view import decode_cache_pool, encode_cache_pool
 from rollmesh.store.worker_sessions import Sessions
@@ -272,15 +272,12 @@ _MEMBERS_PER_READ = 384
 """Members whose records one script reads, unless a single group has more."""
 
 
-class GroupRounds:
+class GroupRounds(QueuePart):
     """Undecided groups: open groups whose round has ended.
 
     Both writes name the round that they follow. A repeated call, and the call of a leader that was overtaken, find
     another round and change nothing.
     """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     async def undecided(self) -> list[GroupOutcome]:
         """Return the oldest undecided groups, with at most 384 members or one group."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from pydantic import TypeAdapter
+
 from rollmesh.errors import Conflict, StoreError
 from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.store.redis_connection import Connection
@@ -42,6 +44,7 @@ _IN_WORDS = {
 _FIXED = "schedule."
 """How the names of fixed settings begin, and those of no limit."""
 
+_LIMITS = TypeAdapter(RunLimits)
 _RESUME_ORDERS = tuple(ResumeOrder)
 """The queue stores the position."""
 
@@ -63,10 +66,6 @@ class Limits:
         self._limits = None
         await self.get()
 
-    def _remember(self, limits: RunLimits) -> None:
-        self._limits = limits
-        self._connection.restore_lost_run(_words(limits))
-
     async def get(self) -> RunLimits:
         """Return the limits of the run; raises StoreError before ``init_run``."""
         if self._limits is None:
@@ -77,24 +76,16 @@ class Limits:
             values = {name.decode(): int(value) for name, value in raw.items()}
             meta = await self._connection.command("HGETALL", keys.single("meta"))
             fixed = ((name.decode(), value.decode()) for name, value in meta.items())
-            limits = RunLimits(
-                group_size=values["group_size"],
-                groups_per_batch=values["groups_per_batch"],
-                max_staleness=values["max_staleness"],
-                max_attempts=values["max_attempts"],
-                session_ttl_seconds=values["session_ttl_ms"] / 1000,
-                filter_zero_variance=bool(values["filter_zero_variance"]),
-                mask_old_segments=bool(values["mask_old_segments"]),
-                train_steps=values["train_steps"],
-                keeps_history=bool(values.get("keeps_history", 0)),
-                resume_order=_RESUME_ORDERS[values.get("resume_order", 0)],
-                window_groups=values.get("window_groups", 0),
-                most_members=values.get("most_members", 0),
-                has_rounds=bool(values.get("has_rounds", 0)),
-                fixed_settings=tuple((name, value) for name, value in fixed if name.startswith(_FIXED)),
+            limits = _LIMITS.validate_python(
+                {
+                    **values,
+                    "session_ttl_seconds": values["session_ttl_ms"] / 1000,
+                    "resume_order": _RESUME_ORDERS[values["resume_order"]],
+                    "fixed_settings": [(name, value) for name, value in fixed if name.startswith(_FIXED)],
+                }
             )
-            self._remember(limits)
-            return limits
+            self._limits = limits
+            self._connection.restore_lost_run(_words(limits))
         return self._limits
 
     async def groups_per_call(self) -> int:

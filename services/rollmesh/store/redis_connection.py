@@ -267,6 +267,14 @@ class Connection:
             await asyncio.sleep(delay)
 
 
+class QueuePart:
+    """Operations on one part of the queue, over the connection of the run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+
+
 async def _answer(call: Callable[[], Awaitable[Reply]], observer: StoreCallWaits | None) -> Reply:
     """Make one attempt, which shows while it is late."""
     late = observer and asyncio.get_running_loop().call_later(

@@ -17,7 +17,7 @@ from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segme
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.queue_types import TrainingState
-from rollmesh.store.redis_connection import Connection, Reply
+from rollmesh.store.redis_connection import Connection, QueuePart, Reply
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Trajectory
 
@@ -299,12 +299,8 @@ KEPT_REPORTS = 2_000
 _REPORTS_PER_CALL = 500
 
 
-class StepReports:
+class StepReports(QueuePart):
     """Step reports by train step: JSON objects with at least a ``train_step``."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._key = connection.keys.single("reports")
 
     async def write(self, trainer_session: str, after: int, records: Sequence[Mapping[str, Any]] = ()) -> None:
         """Replace every report above train step ``after`` by ``records``, which are ascending and all above it.
@@ -321,5 +317,7 @@ class StepReports:
 
     async def read(self, first_step: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` reports from ``first_step`` on, ascending."""
-        members = await self._connection.command("ZRANGE", self._key, first_step, "+inf", "BYSCORE", "LIMIT", 0, limit)
+        members = await self._connection.command(
+            "ZRANGE", self._keys.single("reports"), first_step, "+inf", "BYSCORE", "LIMIT", 0, limit
+        )
         return [json.loads(member) for member in members]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from rollmesh.segments import join_segments
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
-from rollmesh.store.redis_connection import Connection, Reply
+from rollmesh.store.redis_connection import QueuePart, Reply
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Prompt, Trajectory
 
@@ -27,12 +27,8 @@ class SavedTokens:
     """Record fields with the digests of its saves; equal digests mean equal tokens."""
 
 
-class Unclaimed:
+class Unclaimed(QueuePart):
     """Trajectories of open and ready groups."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._keys = connection.keys
 
     async def read(self, seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
         """Return every trajectory with saved tokens in open and ready groups; open first, in admission order.

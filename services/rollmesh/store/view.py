@@ -12,6 +12,12 @@ from rollmesh.store.operator_settings import Settings
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.store.redis_connection import Connection, Reply
 
+_SAME_IN_THE_VIEW = (
+    *("cut_step", "policy_version", "policy_train_step", "open_groups", "ready_groups", "undecided_groups"),
+    *("aside_groups", "recalled_groups", "pending", "partial", "resting", "leased", "finished", "finished_total"),
+    *("saved_bytes_total", "filtered_in_a_row", "unscored_in_a_row"),
+)
+"""Numbers of the script ``view`` that the view has under the same name."""
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
 
 
@@ -39,28 +45,16 @@ class MeshReader:
         now, trained_step = int(raw["now"]) / 1000, int(raw["trained_step"])
         blocked_by, blocked_since = _blocked(raw["blocked_since"], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
+        same: dict[str, Any] = {name: int(raw[name]) for name in _SAME_IN_THE_VIEW}
         view = MeshView(
+            **same,
             now=now,
             trained_step=trained_step,
-            cut_step=int(raw["cut_step"]),
-            policy_version=int(raw["policy_version"]),
-            policy_train_step=int(raw["policy_train_step"]),
             admitted_unconsumed=int(raw["admitted_groups"]),
-            open_groups=int(raw["open_groups"]),
-            ready_groups=int(raw["ready_groups"]),
-            pending=int(raw["pending"]),
-            partial=int(raw["partial"]),
-            resting=int(raw["resting"]),
-            leased=int(raw["leased"]),
-            finished=int(raw["finished"]),
             memory_ratio=float(raw["memory_ratio"]),
             used_memory_bytes=int(raw["used_memory"]),
             max_memory_bytes=int(raw["max_memory"]),
-            saved_bytes_total=int(raw["saved_bytes_total"]),
-            finished_total=int(raw["finished_total"]),
             mean_prompt_bytes=int(raw["prompt_bytes_total"]) / max(1, int(raw["prompts_total"])),
-            filtered_in_a_row=int(raw["filtered_in_a_row"]),
-            unscored_in_a_row=int(raw["unscored_in_a_row"]),
             blocked_by=blocked_by,
             blocked_since=blocked_since,
             registered_generators=int(raw["generators"]),
@@ -80,9 +74,6 @@ class MeshReader:
             stalest_open=_groups(raw["open"], oldest_in_loss),
             unclaimed_by_step=tuple((int(step), int(count)) for step, count, _ in raw["unclaimed"]),
             ready_by_step=tuple((int(step), int(ready)) for step, _, ready in raw["unclaimed"] if ready),
-            undecided_groups=int(raw["undecided_groups"]),
-            aside_groups=int(raw["aside_groups"]),
-            recalled_groups=int(raw["recalled_groups"]),
             aside=tuple(group_id.decode() for group_id in raw["aside"]),
             is_complete=trained_step >= limits.train_steps,
         )
@@ -115,12 +106,8 @@ class MeshReader:
         """Return the ids of all groups in the queue, of waiting replays, and of drops not swept yet; O(groups)."""
         queues = await self._connection.commands(
             [
-                ("ZRANGE", self._keys.single("open"), 0, -1),
-                ("ZRANGE", self._keys.single("ready"), 0, -1),
-                ("ZRANGE", self._keys.single("aside"), 0, -1),
-                ("HKEYS", self._keys.single("cut")),
-                ("HKEYS", self._keys.single("replays")),
-                ("HKEYS", self._keys.single("dropped")),
+                *(("ZRANGE", self._keys.single(name), 0, -1) for name in ("open", "ready", "aside")),
+                *(("HKEYS", self._keys.single(name)) for name in ("cut", "replays", "dropped")),
             ]
         )
         return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))

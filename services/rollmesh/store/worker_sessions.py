@@ -6,16 +6,13 @@ import secrets
 from collections.abc import Sequence
 
 from rollmesh.store.queue_types import HeldTokens, ReRegistered
-from rollmesh.store.redis_connection import Argument, Connection
+from rollmesh.store.redis_connection import Argument, QueuePart
 
 _SLICE = 128
 
 
-class Sessions:
+class Sessions(QueuePart):
     """Sessions of rollout workers."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     async def open(self, worker: str) -> str:
         """Open a session; returns a random 128-bit token that every write of the worker passes."""
@@ -81,11 +78,8 @@ class Sessions:
         ]
 
 
-class Recovery:
+class Recovery(QueuePart):
     """Restarts of the server and the recovery that follows each unclean one."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     async def server_run_id(self) -> str:
         """Return the current run_id of the server."""

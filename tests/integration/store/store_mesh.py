@@ -13,7 +13,7 @@ from rollmesh.prompt_history import PromptOutcome
 from rollmesh.segments import slice_segment
 from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.store.scripts import UploadExpired
-from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
+from rollmesh.types import Batch, FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
 
 
 def limits(**changes: object) -> RunLimits:
@@ -169,6 +169,22 @@ class Mesh:
     async def save_outcomes(self, train_step: int, outcomes: Sequence[PromptOutcome]) -> None:
         run_id = await self.store.recovery.server_run_id()
         await self.store.prompt_records.save(self.trainer, train_step, outcomes, run_id)
+
+    async def lease_ids(self, limit: int, new_limit: int | None = None) -> list[str]:
+        leased = await self.store.trajectories.lease(self.session, limit, new_limit)
+        return [item.trajectory.trajectory_id for item in leased]
+
+    async def claim(self, train_step: int) -> Batch:
+        batch = await self.store.training.claim(self.trainer, train_step, 1.0)
+        assert batch is not None
+        return batch
+
+    async def train(self, train_step: int, group_ids: Sequence[str]) -> None:
+        """Cut a batch, write its file and train on it."""
+        await self.store.leadership.cut(self.leader, train_step, group_ids)
+        await self.claim(train_step)
+        await self.store.training.confirm_batch_file(self.trainer, train_step, f"digest-{train_step}")
+        await self.store.training.report_trained(self.trainer, train_step)
 
     async def complete_all(self, version: int = 0) -> int:
         """Lease and complete everything that waits; rewards differ within a group."""

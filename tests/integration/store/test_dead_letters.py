@@ -25,7 +25,7 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
             leased = (await store.trajectories.lease(mesh.session, 1))[0]
             assert leased.attempt == 1, "a pause is no attempt"
         await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    assert [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 2)] == ["e0-0.1", "e0-0.2"]
+    assert await mesh.lease_ids(2) == ["e0-0.1", "e0-0.2"]
     letters = await store.dead_letters.newest()
     assert [(letter.trajectory_id, letter.reason) for letter in letters] == [("e0-0.0", "max_attempts")]
     inspected = (await store.dead_letters.get("e0-0.0")).trajectory
@@ -81,7 +81,7 @@ async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_le
 async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=1)
     await mesh.admit(4)
-    ids = [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 8)]
+    ids = await mesh.lease_ids(8)
     for trajectory_id in ids[:5]:
         await mesh.finish(trajectory_id, 0, 3)
     await store.trajectories.release(mesh.session, ids[:5], ReleaseReason.FAILED)
@@ -197,15 +197,15 @@ async def test_a_waiting_replay_is_opened_by_the_leader_without_its_letter(store
     assert (view.admitted_unconsumed, view.open_groups) == (2, 2)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", group_id])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None and [g.group_id for g in batch.groups] == ["e0-0", group_id]
+    batch = await mesh.claim(1)
+    assert [g.group_id for g in batch.groups] == ["e0-0", group_id]
     assert (await read_truth(store)).problems == []
 
 
 async def test_replays_sent_again_after_a_lost_reply_open_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    leased = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 2)]
+    leased = await mesh.lease_ids(2)
     await store.trajectories.fail(mesh.session, [(trajectory_id, "broke") for trajectory_id in leased])
     first, second = [await store.dead_letters.replay(trajectory_id) for trajectory_id in leased]
     for _ in range(2):

@@ -53,8 +53,7 @@ async def fields_of(store: TrajectoryStore, group_id: str) -> set[str]:
 
 async def batch_of(mesh: Mesh, *group_ids: str) -> Sequence[tuple[str, int, float]]:
     await mesh.store.leadership.cut(mesh.leader, 1, list(group_ids))
-    batch = await mesh.store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    batch = await mesh.claim(1)
     trajectories = [t for each in batch.groups for t in each.trajectories]
     return [(t.trajectory_id, t.response_token_count, t.shaped_reward) for t in trajectories]
 
@@ -140,8 +139,7 @@ async def test_a_trajectory_ends_at_its_kept_tokens_and_the_others_are_wasted(st
     await complete(mesh, 1.0, 1.0)
     await store.rounds.close(mesh.leader, await undecided(mesh), [1.0, 0.0], [5, 4])
     await store.leadership.cut(mesh.leader, 1, [group_id])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    batch = await mesh.claim(1)
     whole, cut = batch.groups[0].trajectories
     assert (whole.response_token_count, whole.cut_token_count, whole.finish_reason) == (5, 0, FinishReason.STOP)
     assert (cut.response_token_count, cut.cut_token_count, cut.finish_reason) == (4, 1, FinishReason.LENGTH)
@@ -163,10 +161,7 @@ async def over_the_bound(mesh: Mesh) -> str:
     await mesh.admit(1)
     for leased in (await lease(mesh))[1:]:
         await mesh.complete(leased, float(leased.trajectory.member_index))
-    await mesh.store.leadership.cut(mesh.leader, 1, ["e0-1"])
-    await mesh.store.training.claim(mesh.trainer, 1, 1.0)
-    await mesh.store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await mesh.store.training.report_trained(mesh.trainer, 1)
+    await mesh.train(1, ["e0-1"])
     await mesh.store.policies.announce(mesh.trainer, policy(1))
     return group_id
 

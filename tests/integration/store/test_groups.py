@@ -56,8 +56,7 @@ async def test_a_fixed_value_for_a_time_out_scores_the_trajectory(store: Traject
     other = Score(trajectory_id="e0-0.1", outcome=scored(1.0), shaped_reward=1.0)
     await store.trajectories.score(mesh.session, [fixed, other])
     await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    batch = await mesh.claim(1)
     trajectory = batch.groups[0].trajectories[0]
     assert trajectory.shaped_reward == -0.5
     assert trajectory.outcome == outcome
@@ -147,10 +146,7 @@ async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_i
     assert await mesh.score(first.trajectory.trajectory_id, None) == WriteStatus.DUPLICATE
     assert (await store.mesh.counts()).dropped_tokens == {"unscorable": 5, "dead": 7}
     assert await mesh.complete_all() == 2
-    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await store.training.report_trained(mesh.trainer, 1)
+    await mesh.train(1, ["e0-0"])
     counts = await store.mesh.counts()
     assert (counts.drops, counts.dropped_tokens) == ({}, {"unscorable": 5, "dead": 7})
 
@@ -201,8 +197,7 @@ async def test_a_group_goes_from_admission_to_trained_and_leaves_nothing_but_a_t
     assert [g.min_train_step for g in view.ready] == [0, 0]
 
     await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, timeout=0.1)
-    assert batch is not None
+    batch = await mesh.claim(1)
     assert [g.group_id for g in batch.groups] == ["e0-1", "e0-0"]
     trajectory = batch.groups[1].trajectories[1]
     assert trajectory.trajectory_id == "e0-0.1"

@@ -61,7 +61,7 @@ async def test_pages_of_any_size_together_are_the_whole_queue(store: TrajectoryS
 async def test_trajectories_that_rest_since_the_same_step_are_all_listed(store: TrajectoryStore, limit: int) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(5)
-    ids = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 10)]
+    ids = await mesh.lease_ids(10)
     for version, half in enumerate((ids[:5], ids[5:])):
         if version:
             await store.policies.announce(mesh.trainer, policy(version))
@@ -77,7 +77,7 @@ async def test_a_page_that_reads_no_more_records_continues_at_the_first_one_left
     monkeypatch.setattr(inspection, "_RECORDS_PER_PAGE", 3)
     mesh = await Mesh.start(store)
     await mesh.admit(6)
-    ids = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 12)]
+    ids = await mesh.lease_ids(12)
     await store.trajectories.release(mesh.session, [i for i in ids if i != "e0-4.1"], ReleaseReason.DRAINED)
     assert [mark.trajectory_id for mark in await read_all(store, "leased", 5)] == ["e0-4.1"]
     assert [mark.trajectory_id for mark in await read_all(store, None, 5)] == ids
@@ -278,7 +278,7 @@ async def output_bytes(store: TrajectoryStore) -> int:
 async def test_a_stage_end_reads_only_the_tokens_that_came_since_the_last_one(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    names = [leased.trajectory.trajectory_id for leased in await store.trajectories.lease(mesh.session, 4)]
+    names = await mesh.lease_ids(4)
     for name in names[:3]:
         for offset in range(0, 10 * CHUNK, CHUNK):
             await mesh.append(name, offset, CHUNK)

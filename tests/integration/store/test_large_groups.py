@@ -240,8 +240,7 @@ async def test_sweeping_a_batch_of_large_groups_keeps_to_the_bound(
     await mesh.admit(1, needed=300)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    await mesh.claim(1)
     used = await most_keys(server, store, lambda: store.training.confirm_batch_file(mesh.trainer, 1, "digest"))
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)

@@ -20,10 +20,7 @@ async def train_one_step(mesh: Mesh) -> None:
     first = (await store.leadership.cursor()).index
     await mesh.admit(2)
     await mesh.complete_all()
-    await store.leadership.cut(mesh.leader, 1, [f"e0-{first}", f"e0-{first + 1}"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await store.training.report_trained(mesh.trainer, 1)
+    await mesh.train(1, [f"e0-{first}", f"e0-{first + 1}"])
     await store.policies.announce(mesh.trainer, policy(1))
 
 

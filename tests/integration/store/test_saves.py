@@ -130,8 +130,7 @@ async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectorySt
     for leased in again:
         await mesh.complete(leased, float(leased.trajectory.member_index))
     await store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    batch = await mesh.claim(1)
     assert [t.traceparent for t in batch.groups[0].trajectories] == first
 
 

@@ -15,10 +15,7 @@ from .stored_keys import read_truth
 
 async def train(mesh: Mesh) -> None:
     """Train batch 1, which has the group e0-0."""
-    await mesh.store.leadership.cut(mesh.leader, 1, ["e0-0"])
-    await mesh.store.training.claim(mesh.trainer, 1, 1.0)
-    await mesh.store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await mesh.store.training.report_trained(mesh.trainer, 1)
+    await mesh.train(1, ["e0-0"])
 
 
 async def test_the_last_needed_score_cuts_off_members_in_every_state(store: TrajectoryStore) -> None:
@@ -78,8 +75,7 @@ async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: Trajec
     view = await store.mesh.view()
     assert view.ready_groups == 1
     await store.leadership.cut(mesh.leader, 1, [group.group_id for group in view.ready])
-    batch = await store.training.claim(mesh.trainer, 1, 5)
-    assert batch is not None
+    batch = await mesh.claim(1)
     assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.0", "e0-0.1", "e0-0.2"]
     assert (await read_truth(store)).problems == []
 
@@ -147,6 +143,6 @@ async def test_a_lease_can_leave_new_work_alone(store: TrajectoryStore) -> None:
     (first,) = await store.trajectories.lease(mesh.session, 1)
     assert await mesh.append(first.trajectory.trajectory_id, 0, 4) == 1
     await store.trajectories.release(mesh.session, [first.trajectory.trajectory_id], ReleaseReason.DRAINED)
-    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(mesh.session, 8, 0)] == ["e0-0.0"]
+    assert await mesh.lease_ids(8, 0) == ["e0-0.0"]
     assert await store.trajectories.lease(mesh.session, 8, 0) == []
-    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(mesh.session, 8, 1)] == ["e0-0.1"]
+    assert await mesh.lease_ids(8, 1) == ["e0-0.1"]

@@ -46,10 +46,7 @@ async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: T
     await mesh.complete_all()
     for step, gid in ((1, "e0-0"), (2, "e0-1")):
         assert (await store.mesh.view()).ready[0].min_train_step == step - 1
-        await store.leadership.cut(mesh.leader, step, [gid])
-        await store.training.claim(mesh.trainer, step, 1.0)
-        await store.training.confirm_batch_file(mesh.trainer, step, "d")
-        await store.training.report_trained(mesh.trainer, step)
+        await mesh.train(step, [gid])
 
 
 async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
@@ -80,8 +77,7 @@ async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(s
         assert await mesh.finish(trajectory.trajectory_id, 2, tokens - 2) == 1
         assert await mesh.score(trajectory.trajectory_id, float(trajectory.member_index)) == 1
     await store.leadership.cut(mesh.leader, 1, list(lengths))
-    batch = await store.training.claim(mesh.trainer, 1, 1.0)
-    assert batch is not None
+    batch = await mesh.claim(1)
     assert {g.group_id: tuple(t.response_token_count for t in g.trajectories) for g in batch.groups} == lengths
     for found in batch.groups:
         for trajectory in found.trajectories:

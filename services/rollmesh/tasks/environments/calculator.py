@@ -138,19 +138,15 @@ def _combine(operation: ast.operator, left: Fraction, right: Fraction) -> Fracti
         case ast.Mod():
             return left % right
         case ast.Pow():
-            return _power(left, right)
+            if right.denominator != 1 or abs(right.numerator) > LARGEST_EXPONENT:
+                raise ArithmeticRejected(f"exponents are whole numbers up to {LARGEST_EXPONENT}")
+            if left == 0 and right < 0:
+                raise ArithmeticRejected("division by zero")
+            # Rejected before it is computed: the power has about bits * exponent bits.
+            if _bits(left) * abs(right.numerator) > 2 * LARGEST_BITS:
+                raise ArithmeticRejected("the result is too large")
+            return Fraction(left ** int(right))
     raise ArithmeticRejected("only numbers, + - * / // % ** and parentheses are understood")
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent.numerator) > LARGEST_EXPONENT:
-        raise ArithmeticRejected(f"exponents are whole numbers up to {LARGEST_EXPONENT}")
-    if base == 0 and exponent < 0:
-        raise ArithmeticRejected("division by zero")
-    # Rejected before it is computed: the power has about bits * exponent bits.
-    if _bits(base) * abs(exponent.numerator) > 2 * LARGEST_BITS:
-        raise ArithmeticRejected("the result is too large")
-    return Fraction(base ** int(exponent))
 
 
 def _bounded(value: Fraction) -> Fraction:

@@ -72,7 +72,10 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
         elif isinstance(test, Mapping) and {"input", "output"} <= set(test):
             programs.append(ProgramTest(stdin=_lines(test["input"], where), stdout=_lines(test["output"], where)))
         elif isinstance(test, Mapping) and "expected" in test:
-            calls.append(_call(test, where))
+            args, kwargs = test.get("args", []), test.get("kwargs", {})
+            if not isinstance(args, list) or not isinstance(kwargs, Mapping):
+                raise VerifierError(f"{where}: args must be a list and kwargs a mapping")
+            calls.append(CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"]))
         else:
             raise VerifierError(f"{where}: expected a text with asserts, input and output, or args and expected")
     if calls and not (isinstance(entry_point, str) and entry_point):
@@ -112,7 +115,7 @@ def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
     With a tolerance, decimal numbers of which one has a fraction or an exponent may differ by at most that much, or by
     that share of the expected one.
     """
-    wanted, lines = _trimmed(expected), _trimmed(got)
+    wanted, lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (expected, got))
     if tolerance == 0 or len(wanted) != len(lines):
         return wanted == lines
     return all(a == b or _close_lines(a, b, tolerance) for a, b in zip(wanted, lines, strict=True))
@@ -144,23 +147,12 @@ def _close(expected: str, got: str, tolerance: float) -> bool:
     return difference <= Fraction(tolerance) * max(Fraction(1), abs(Fraction(expected)))
 
 
-def _trimmed(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
 def _lines(value: Any, where: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value) + "\n"
     if not isinstance(value, str):
         raise VerifierError(f"{where}: input and output must be text or lists of lines, got {type(value).__name__}")
     return value
-
-
-def _call(test: Mapping[str, Any], where: str) -> CallTest:
-    args, kwargs = test.get("args", []), test.get("kwargs", {})
-    if not isinstance(args, list) or not isinstance(kwargs, Mapping):
-        raise VerifierError(f"{where}: args must be a list and kwargs a mapping")
-    return CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"])
 
 
 _DECIMAL = re.compile(r"(?<![\w.+-])[+-]?(?:\d+\.\d*|\.?\d+)(?:[eE][+-]?\d{1,3})?(?![\w.])", re.ASCII)

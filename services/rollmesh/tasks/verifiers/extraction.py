@@ -68,14 +68,21 @@ def make_extractor(how: str) -> Extractor:
     last_number: its last number. boxed: the content of the last ``\boxed{...}``.
     tag:NAME: the content of the last ``<NAME>...</NAME>``. after:TEXT: the text after the last TEXT, to the line's end.
     """
-    simple = {"whole": _whole, "last_line": _last_line, "last_number": last_number, "boxed": last_boxed}
+    simple: dict[str, Extractor] = {
+        "whole": str.strip,
+        "last_line": lambda response: response.strip().rpartition("\n")[2].strip() or None,
+        "last_number": last_number,
+        "boxed": last_boxed,
+    }
     if how in simple:
         return simple[how]
-    kind, separator, argument = how.partition(":")
-    if separator and argument and kind == "tag":
+    kind, _, argument = how.partition(":")
+    if argument and kind == "tag":
         return lambda response: last_tag(response, argument)
-    if separator and argument and kind == "after":
-        return lambda response: _after(response, argument)
+    if argument and kind == "after":
+        return lambda response: (
+            (response.rpartition(argument)[2].partition("\n")[0].strip() if argument in response else None) or None
+        )
     raise ConfigError(f"extract: {how!r} is not one of {', '.join(simple)}, tag:NAME, after:TEXT")
 
 
@@ -172,19 +179,3 @@ def number_text(number: str) -> str:
     """Return a number that a program printed in plain digits, which read the same everywhere: ``2.5e-06``, ``1.0``."""
     digits = f"{Decimal(number):f}"
     return digits.removesuffix(".0")
-
-
-def _whole(response: str) -> str:
-    return response.strip()
-
-
-def _last_line(response: str) -> str | None:
-    stripped = response.strip()
-    return stripped[stripped.rfind("\n") + 1 :].strip() or None
-
-
-def _after(response: str, text: str) -> str | None:
-    start = response.rfind(text)
-    if start < 0:
-        return None
-    return response[start + len(text) :].partition("\n")[0].strip() or None

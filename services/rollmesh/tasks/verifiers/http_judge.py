@@ -80,8 +80,17 @@ class HttpJudgeVerifier:
         self._scale = scale
         self._request = {"model": model, **{name: value for name, value in sampling.items() if value is not None}}
         self._template = template
-        self._score_pattern = _compiled(score_pattern) if score_pattern else None
-        self._headers = {**(headers or {}), **_authorization(api_key_env)}
+        try:
+            self._score_pattern = re.compile(score_pattern) if score_pattern else None
+        except re.error as error:
+            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r}: {error}") from error
+        if self._score_pattern is not None and self._score_pattern.groups < 1:
+            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
+        self._headers = dict(headers or {})
+        if api_key_env is not None:
+            if api_key_env not in os.environ:
+                raise ConfigError(f"reward.options.api_key_env: the environment variable {api_key_env} is not set")
+            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env].strip()}"
         self.concurrency = concurrency
         """Maximum number of concurrent ``verify_async`` calls."""
         self._tls = httpx.create_ssl_context()
@@ -181,24 +190,6 @@ class HttpJudgeVerifier:
         if (found := last_match(self._score_pattern, text)) is None:
             raise ValueError(f"{self._score_pattern.pattern!r} does not match {text[:80]!r}")
         return float(found[1])
-
-
-def _compiled(score_pattern: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(score_pattern)
-    except re.error as error:
-        raise ConfigError(f"reward.options.score_pattern: {score_pattern!r}: {error}") from error
-    if pattern.groups < 1:
-        raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
-    return pattern
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if variable not in os.environ:
-        raise ConfigError(f"reward.options.api_key_env: the environment variable {variable} is not set")
-    return {"Authorization": f"Bearer {os.environ[variable].strip()}"}
 
 
 async def _read_bounded(reply: httpx.Response) -> bytes:

@@ -197,7 +197,9 @@ def _checked(
     deadline: float,
 ) -> Iterator[bool]:
     """Run a job, and yield the result of each check of a reported value. Raises TimeoutError."""
-    result = sandbox.run(runner, job, _remaining(deadline))
+    if (remaining := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    result = sandbox.run(runner, job, remaining)
     reports = _reports(result.stdout)
     for number, check in enumerate(checks):
         if check is None:
@@ -206,13 +208,6 @@ def _checked(
             raise TimeoutError
         report = reports.get(number, {})
         yield "value" in report and check(report["value"])
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining
 
 
 def _holds(test: AssertTest, reported: Any) -> bool:
