@@ -16,8 +16,8 @@ import psutil
 from grpc_health.v1 import health_pb2
 
 from rollmesh.checkpoints.api_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
-from rollmesh.launcher.mesh_token import TOKEN_FILE
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.service_specs import TOKEN_FILE
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.grpc import call_metadata
 from rollmesh.v1 import generation_service_pb2 as generation

@@ -25,6 +25,7 @@ from rollmesh.cli.common import (
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.evaluation_journal import Evaluation
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.run_up import queue_account
 from rollmesh.report.console import output_console
 from rollmesh.report.formats import domain_scores, plus_minus
 from rollmesh.report.ledger_counts import QueueAccount
@@ -50,8 +51,7 @@ def eval_(
 
     Example: `rollmesh eval runs/demo --version 10 --data hard.jsonl --set evaluation.temperature=0`
     """
-    from rollmesh.launcher.beside_evaluation import evaluate_beside, source_of
-    from rollmesh.launcher.evaluations import evaluate_run
+    from rollmesh.launcher.evaluations import evaluate_beside, evaluate_run, source_of
 
     async def main() -> None:
         config, folder = run_of(run)
@@ -137,7 +137,6 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     Example: `rollmesh audit runs/demo`
     """
-    from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
 
     console = progress_console(as_json)

@@ -28,7 +28,7 @@ from rollmesh.file_writes import write_text
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs
 from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.run_folder import make_run_folder
-from rollmesh.launcher.run_up import RunResult, run_up
+from rollmesh.launcher.run_up import RunResult, close_run, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.preflight.run_checks import check_inline, check_run
 from rollmesh.recipes.countdown.starter_rows import starter_rows
@@ -108,7 +108,6 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     Returns the exit status: 0 finished, with an audit that is green or only pruned too far; 1 with another audit, or if
     audit and report could not be written; 130 stopped.
     """
-    from rollmesh.launcher.closing import close_run
     from rollmesh.report.model_export import trained_model_lines
     from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise

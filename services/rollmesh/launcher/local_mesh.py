@@ -13,16 +13,14 @@ from rich.console import Console
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
-from rollmesh.launcher.address_notes import AddressNotes
+from rollmesh.launcher.console_notes import AddressNotes, ServiceWatch
 from rollmesh.launcher.evaluation_journal import EvaluationJournal
 from rollmesh.launcher.inline_services import InlineServices, Serve
-from rollmesh.launcher.mesh_token import with_mesh_token
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs
-from rollmesh.launcher.service_watch import ServiceWatch
+from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs, with_mesh_token
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason

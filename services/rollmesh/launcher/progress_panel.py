@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.launcher.reward_notes import RewardNotes
+from rollmesh.launcher.console_notes import RewardNotes
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.formats import duration

@@ -12,7 +12,6 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from rollmesh.config import RunConfig
@@ -26,26 +25,15 @@ from rollmesh.store.operator_settings import Scaling
 _LEAVE_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPlan:
-    """Replicas of one service to start and to stop in one round."""
-
-    start: tuple[int, ...] = ()
-    stop: int | None = None
-
-
-def plan_replicas(wanted: int, present: Collection[int], leaving: Collection[int]) -> ReplicaPlan:
-    """Plan one round of one service.
+def plan_replicas(wanted: int, present: Collection[int], leaving: Collection[int]) -> tuple[list[int], int | None]:
+    """Plan one round of one service: return the indexes to start, and the one to stop.
 
     ``present`` are the indexes of all processes of the service; ``leaving`` are those that drain already. An index that
     drains restarts only after its process has exited.
     """
-    remaining = set(present) - set(leaving)
-    surplus = [index for index in remaining if index >= wanted]
-    return ReplicaPlan(
-        start=tuple(index for index in range(wanted) if index not in present),
-        stop=max(surplus) if surplus and not leaving else None,
-    )
+    surplus = [index for index in set(present) - set(leaving) if index >= wanted]
+    missing = [index for index in range(wanted) if index not in present]
+    return missing, max(surplus) if surplus and not leaving else None
 
 
 class ReplicaScaler:
@@ -123,12 +111,12 @@ class ReplicaScaler:
     def _apply(self) -> None:
         for service in self._services:
             present, leaving = self._supervisor.indexes(service)
-            plan = plan_replicas(self._wanted[service], present, leaving)
-            for index in plan.start:
+            missing, surplus = plan_replicas(self._wanted[service], present, leaving)
+            for index in missing:
                 self._supervisor.start(service_spec(self._config, self._folder, self._environment, service, index))
-            if plan.stop is not None:
-                retirement = self._supervisor.retire(f"{service}-{plan.stop}")
-                retirement.add_done_callback(partial(self._tidy, f"{service}-{plan.stop}"))
+            if surplus is not None:
+                name = f"{service}-{surplus}"
+                self._supervisor.retire(name).add_done_callback(partial(self._tidy, name))
 
     def _tidy(self, name: str, task: asyncio.Task[None]) -> None:
         """Remove the endpoint files that a killed process leaves, so that no client connects to it."""

@@ -1,4 +1,4 @@
-"""Execution of a run on this machine: initial evaluation, training, final evaluation."""
+"""A run on this machine from its start to its report: initial evaluation, training, final evaluation, audit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
-from rollmesh.errors import PoliciesRefused, StoreUnavailable
-from rollmesh.launcher.closing import missing_at_the_end, queue_account
+from rollmesh.errors import CheckpointError, PoliciesRefused, StoreUnavailable
 from rollmesh.launcher.evaluations import evaluate_version, finish_evaluations
 from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
@@ -19,6 +20,7 @@ from rollmesh.launcher.progress_panel import TRAINING
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.store import TrajectoryStore
 
 _TRAINER = "trainer-0"
 
@@ -101,3 +103,68 @@ async def _trained(mesh: LocalMesh) -> bool:
         mesh.progress.note(f"the trainer has ended before {missing}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
     return ended and not missing
+
+
+async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
+    """Name the next event that the run still lacks before it can be closed; empty when the run is complete.
+
+    The state in Redis is not sufficient: the audit reads the trainer state of the last step from disk.
+    """
+    view, steps = await store.mesh.view(groups=False), config.trainer.train_steps
+    if not view.is_complete or view.policy_train_step < steps:
+        return "the last step was announced"
+    if await store.rollbacks.pending() is not None:
+        return "a rollback was carried out"
+    if await asyncio.to_thread(_committed_on_disk, config) < steps:
+        return "the trainer state of the last step was on disk"
+    return ""
+
+
+def _committed_on_disk(config: RunConfig) -> int:
+    """Return the train step of the newest trainer state; -1 without a state or while the storage is unreachable."""
+    try:
+        state = open_checkpoints(config).latest_committed()
+    except CheckpointError as error:
+        if not error.outside:
+            raise
+        return -1
+    return -1 if state is None else state.train_step
+
+
+async def queue_account(store: TrajectoryStore) -> QueueAccount:
+    """Read the live and the dropped groups of the queue, for the audit's count of lost groups.
+
+    Cursor and dead letters are read first and the drops last, so that no group of a run in progress seems lost: a group
+    admitted before the first read is live in a later read, dropped in the last one, or in a batch file.
+    """
+    cursor = await store.leadership.cursor()
+    letters = await store.dead_letters.newest()
+    live = await store.mesh.live_groups()
+    return QueueAccount(
+        cursor=cursor,
+        replays=tuple(letter.replayed_as for letter in reversed(letters) if letter.replayed_as),
+        epoch_size=await store.leadership.epoch_size(),
+        live=live,
+        dropped=await store.ledger.dropped_groups(),
+        forgotten_drops=await store.ledger.forgotten_drops(),
+        policies=tuple(await store.policies.announced()),
+    )
+
+
+def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
+    """Audit a finished run (one with an account), write its report, and return True if the audit ``is_accepted``.
+
+    A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
+    it.
+    """
+    # They import torch and matplotlib, which the start of a run does not wait for.
+    from rollmesh.report.audit import audit_run
+    from rollmesh.report.html import write_report
+
+    accepted = True
+    if account is not None:
+        console.print("auditing: every token against the checkpoint it names", highlight=False)
+        accepted = audit_run(folder, account, console).is_accepted
+    console.print("writing the report", highlight=False)
+    write_report(folder)
+    return accepted

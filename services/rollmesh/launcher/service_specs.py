@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Mapping
 
+from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
 from rollmesh.config.load import secret_environment
 from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
+from rollmesh.runtime.port_security import is_loopback
 
+TOKEN_FILE = "mesh-token"
 WORKERS = ("agents", "rollout")
 """Services that hold trajectories in progress."""
 STOP_ORDER = (*WORKERS, "generator", "reward", "trainer", "gateway")
@@ -93,3 +96,22 @@ def service_spec(
         vital=service != "gateway" and (service != "agents" or config.rollout.program == "agent"),
         final_errors=frozenset(final_errors),
     )
+
+
+def with_mesh_token(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Return the config with a token for the service ports of the run; ``/metrics`` stays open for a local Prometheus.
+
+    Loopback ports are open to every user of the machine: one call could run code as the run's owner, or stop the run.
+    The token is a file of the run folder (mode 0600), created if missing, and the services receive its path.
+
+    The config is unchanged with a token or certificates in the run file, and for services that listen beyond this
+    machine: these may work with services that the operator started separately.
+    """
+    security = config.security
+    configured = security.token is not None or security.token_file is not None or security.tls.enabled
+    if configured or not is_loopback(f"{config.launcher.host}:0"):
+        return config
+    file = folder.path / TOKEN_FILE
+    random_once(file)
+    secured = security.model_copy(update={"token_file": str(file), "open_metrics": True})
+    return config.model_copy(update={"security": secured})

@@ -14,7 +14,7 @@ from rollmesh.checkpoints.sealing import run_secret
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.config.recipes import resolve_model
-from rollmesh.launcher.beside_evaluation import source_of
+from rollmesh.launcher.evaluations import source_of
 
 VALUES = {
     "name": "small",

@@ -14,7 +14,7 @@ _CLONE_NEWNET = 0x40000000
 _PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from rollmesh.launcher.service_watch import ServiceWatch
+from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.service_host import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health

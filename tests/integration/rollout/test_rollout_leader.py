@@ -12,7 +12,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from rollmesh.config.rollout import EvalConfig
-from rollmesh.launcher.closing import queue_account
+from rollmesh.launcher.run_up import queue_account
 from rollmesh.mesh import Cursor, MeshView
 from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations

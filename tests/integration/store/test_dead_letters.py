@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.errors import Conflict
-from rollmesh.launcher.closing import queue_account
+from rollmesh.launcher.run_up import queue_account
 from rollmesh.mesh import Cursor
 from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus

@@ -13,7 +13,7 @@ from rollmesh.cli.main import app
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
-from rollmesh.launcher.service_watch import ServiceWatch
+from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

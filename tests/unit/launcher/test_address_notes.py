@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
-from rollmesh.launcher.address_notes import AddressNotes
+from rollmesh.launcher.console_notes import AddressNotes
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import published_endpoint
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
-from rollmesh.launcher.mesh_token import TOKEN_FILE, with_mesh_token
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.service_specs import child_environment
+from rollmesh.launcher.service_specs import TOKEN_FILE, child_environment, with_mesh_token
 from rollmesh.runtime.port_security import PortSecurity
 
 

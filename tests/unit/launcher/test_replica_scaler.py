@@ -1,23 +1,23 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.launcher.replica_scaler import ReplicaPlan, plan_replicas
+from rollmesh.launcher.replica_scaler import plan_replicas
 
 
 def test_missing_replicas_start_at_once_and_surplus_ones_leave_from_the_top() -> None:
-    assert plan_replicas(3, [0], []) == ReplicaPlan(start=(1, 2))
-    assert plan_replicas(1, [0, 1, 2], []) == ReplicaPlan(stop=2)
-    assert plan_replicas(0, [0], []) == ReplicaPlan(stop=0)
+    assert plan_replicas(3, [0], []) == ([1, 2], None)
+    assert plan_replicas(1, [0, 1, 2], []) == ([], 2)
+    assert plan_replicas(0, [0], []) == ([], 0)
 
 
 def test_one_replica_leaves_at_a_time() -> None:
-    assert plan_replicas(1, [0, 1, 2], [2]) == ReplicaPlan()
-    assert plan_replicas(1, [0, 1], []) == ReplicaPlan(stop=1)
+    assert plan_replicas(1, [0, 1, 2], [2]) == ([], None)
+    assert plan_replicas(1, [0, 1], []) == ([], 1)
 
 
 def test_an_index_that_drains_is_started_again_only_once_it_has_gone() -> None:
-    assert plan_replicas(3, [0, 1, 2], [2]) == ReplicaPlan()
-    assert plan_replicas(3, [0, 1], []) == ReplicaPlan(start=(2,))
+    assert plan_replicas(3, [0, 1, 2], [2]) == ([], None)
+    assert plan_replicas(3, [0, 1], []) == ([2], None)
 
 
 @given(
@@ -30,12 +30,12 @@ def test_whatever_is_asked_in_turn_the_replicas_end_as_the_last_wish_says(
 ) -> None:
     leaving: dict[int, int] = {}
     for wish in [*wanted, *[wanted[-1]] * 60]:
-        plan = plan_replicas(wish, present, leaving)
-        assert not set(plan.start) & present
-        present |= set(plan.start)
-        if plan.stop is not None:
-            assert not leaving and plan.stop == max(present)
-            leaving[plan.stop] = patience
+        missing, surplus = plan_replicas(wish, present, leaving)
+        assert not set(missing) & present
+        present |= set(missing)
+        if surplus is not None:
+            assert not leaving and surplus == max(present)
+            leaving[surplus] = patience
         leaving = {index: left - 1 for index, left in leaving.items()}
         gone = {index for index, left in leaving.items() if left < 0}
         present -= gone

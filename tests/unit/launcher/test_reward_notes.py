@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollmesh.launcher.reward_notes import RewardNotes
+from rollmesh.launcher.console_notes import RewardNotes
 
 
 def notes(reports: Sequence[dict[str, Any]], train_steps: int = 40) -> list[str]:

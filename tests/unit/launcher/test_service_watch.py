@@ -1,7 +1,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollmesh.launcher.service_watch import ServiceWatch
+from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 
 
