@@ -25,6 +25,7 @@ from rollmesh.report.compare import compare, equality_verdict, print_comparison
 from rollmesh.report.console import run_console
 from rollmesh.report.formats import count, percent
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.report_file import write_comparison
 from rollmesh.report.sentences import lengths_of_waste
 from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import RunSummary, summarise
@@ -117,6 +118,8 @@ def seeds(
                 _demo(f"{preset}-{number}", made[-1], overrides, console)
         comparison = compare(folders)
         print_comparison(comparison, console)
+        page = write_comparison({path.name: path for arm in folders.values() for path in arm}, root / "comparison.html")
+        console.print(f"curves of all runs: {page}", highlight=False, markup=False, soft_wrap=True)
         verdict = equality_verdict(comparison)
     style = "bold green" if verdict.equal else "bold red"
     console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)

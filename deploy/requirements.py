@@ -1,6 +1,6 @@
 """Requirements of rollmesh's core and of extras, one a line, from pyproject.toml: the first packages of an image.
 
-    requirements.py core tracing,report
+    requirements.py core tracing,datasets
 
 Extras that name further extras of rollmesh are expanded. ``core`` are the dependencies without any extra.
 """

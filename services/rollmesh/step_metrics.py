@@ -2,7 +2,7 @@
 
 A number is a field of a line of metrics.jsonl. A new one needs its computation (a field of ``StepReport`` or of the
 line's ``mesh``) and one row here. The row puts it into the trainer's ``/metrics`` and docs/metrics.md (``gauge``), the
-curves of the gateway and the summaries in the queue (``curve``), the series of the report, and its plots (``panel``).
+curves of the page and the summaries in the queue (``curve``), and the series of the report.
 """
 
 from __future__ import annotations
@@ -15,17 +15,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from statistics import median
-from typing import Any, Literal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One panel of a plot of the report."""
-
-    plot: Literal["correction", "drift"]
-    label: str
-    axis: Literal["data", "whole", "decades"] = "data"
-    """Vertical axis: scaled to the data, 0 to 100%, or logarithmic."""
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +30,6 @@ class StepMetric:
     """Name of the Prometheus gauge, without ``rollmesh_trainer_``; empty without one."""
     curve: str = ""
     """Name of the gateway's curve; empty without one."""
-    panel: Panel | None = None
     copy_of: str = ""
     """Field of the step report that the top-level ``field`` copies; empty for every other number."""
 
@@ -86,8 +75,7 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("staleness_mean", "train steps", "Mean staleness of the batch's trajectories.",
                curve="staleness_mean", copy_of="batch.trajectory_staleness.mean"),
     StepMetric("off_policy_token_share", "ratio", "Share of trained tokens with staleness above 0.",
-               gauge="off_policy_token_ratio", curve="off_policy_token_share", copy_of="batch.off_policy_token_share",
-               panel=Panel(plot="correction", label="off-policy\ntokens", axis="whole")),
+               gauge="off_policy_token_ratio", curve="off_policy_token_share", copy_of="batch.off_policy_token_share"),
     StepMetric("batch.truncated_share", "ratio", "Share of trajectories cut off by the token budget.",
                gauge="truncated_ratio", curve="truncated_share"),
     StepMetric("batch.masked_fraction", "ratio", "Share of tokens outside the numerator of the loss.",
@@ -105,14 +93,12 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("mesh.rounds_per_group", "rounds",
                "Mean rounds of the groups that the leader has closed; NaN without a planner and a group shaper.",
                gauge="rounds_per_group_mean", curve="rounds_per_group"),
-    StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy",
-               panel=Panel(plot="drift", label="entropy\nnats")),
+    StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy"),
     StepMetric("policy.kl_behavior_k3", "nats", "k3 KL(behavior || policy) per token.",
-               gauge="kl_behavior_k3_nats", curve="kl_behavior", panel=Panel(plot="drift", label="KL\nnats")),
+               gauge="kl_behavior_k3_nats", curve="kl_behavior"),
     StepMetric("policy.ratio.mean", "ratio", "Mean importance ratio.", gauge="ratio_mean", curve="ratio_mean"),
     StepMetric("policy.effective_sample_share", "ratio", "Effective sample size over trajectories, per trajectory.",
-               gauge="effective_sample_ratio", curve="effective_sample_share",
-               panel=Panel(plot="correction", label="effective\nsample size", axis="whole")),
+               gauge="effective_sample_ratio", curve="effective_sample_share"),
     StepMetric("policy.logprob_gap_pure.mean", "nats",
                "Mean |behavior_logprob - trainer logprob| on pure tokens of the current version.",
                gauge="logprob_gap_pure_nats", curve="logprob_gap"),
@@ -124,6 +110,16 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("seconds.gradient", "seconds", "Time of the forward and the backward passes.",
                curve="seconds_gradient"),
     StepMetric("seconds.update", "seconds", "Time of the optimizer.", curve="seconds_update"),
+    StepMetric("batch.response_length_deciles.9", "tokens", "90th percentile of the response lengths.",
+               curve="response_length_p90"),
+    StepMetric("batch.trajectory_staleness.max", "train steps", "Largest staleness of a trajectory.",
+               curve="staleness_max"),
+    StepMetric(f"{_CLIPPED} + policy.ratio.truncated", "ratio", "Share of tokens that were clipped or truncated.",
+               curve="clipped_share"),
+    StepMetric("policy.logprob_gap_pure.max", "nats",
+               "Largest engine/trainer gap on pure tokens of the current version.", curve="logprob_gap_max"),
+    StepMetric("mesh.trained_token_total", "tokens", "Trained tokens since the start of the run.",
+               curve="trained_token_total"),
 
     StepMetric(_CLIPPED, "ratio", "Share of tokens whose gradient was clipped.", gauge="ratio_clipped_ratio"),
     StepMetric("policy.ratio.truncated", "ratio", "Share of tokens whose importance weight was truncated at its cap.",
@@ -143,16 +139,9 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("batch.token_staleness.mean", "train steps", "Mean staleness of trained tokens, in train steps.",
                gauge="token_staleness_mean_steps"),
 
-    StepMetric(f"{_CLIPPED} + policy.ratio.truncated", "ratio", "Share of tokens that were clipped or truncated.",
-               panel=Panel(plot="correction", label="clipped\ntokens")),
-    StepMetric("policy.logprob_gap_pure.max", "nats",
-               "Largest engine/trainer gap on pure tokens of the current version.",
-               panel=Panel(plot="drift", label="engine gap\nnats", axis="decades")),
     StepMetric("train_step", "train steps", "Number of the step."),
     StepMetric("policy_version", "policy versions", "Policy version of the trained weights."),
     StepMetric("time", "seconds", "Unix time at the end of the step."),
-    StepMetric("batch.response_length_deciles.9", "tokens", "90th percentile of the response lengths."),
-    StepMetric("batch.trajectory_staleness.max", "train steps", "Largest staleness of a trajectory."),
     StepMetric("batch.trained_tokens", "tokens", "Tokens in the numerator of the loss."),
     StepMetric("mesh.engines.prefill_tokens", "tokens", "Context tokens computed by the engines since the last step."),
     StepMetric("mesh.engines.reprefill_tokens", "tokens", "The part of the prefill that had been sampled before."),
@@ -176,11 +165,6 @@ def curves() -> dict[str, StepMetric]:
 def top_level_copies(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the main numbers of a step report, which a line of metrics.jsonl repeats at its top level."""
     return {metric.field: lookup(line, metric.copy_of) for metric in STEP_METRICS if metric.copy_of}
-
-
-def panels(plot: str) -> list[tuple[Panel, str]]:
-    """Return the panels of a plot in the report, each with the field that it draws."""
-    return [(metric.panel, metric.field) for metric in STEP_METRICS if metric.panel and metric.panel.plot == plot]
 
 
 _PACE_STEPS = 20

@@ -162,11 +162,11 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def report(run: RunFolderArgument) -> None:
-    """Regenerate the plots and the HTML report of a run folder.
+    """Write the report of a run folder again: report.html, the page of the run in one file.
 
     Example: `rollmesh report runs/demo`
     """
-    from rollmesh.report.html import write_report
+    from rollmesh.report.report_file import write_report
 
     with clear_errors():
         _, folder = run_of(run)
@@ -202,10 +202,10 @@ def view(
             webbrowser.open(link)
 
     async def main() -> None:
-        other = None if beside is None else RecordedRun(run_of(beside)[1].path)
+        others = [RecordedRun(run_of(beside)[1].path)] if beside else []
         config, folder = run_of(run)  # last: modules of this run are found, not those of the other one
         _refuse_live(folder)
-        await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready, other)
+        await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready, others)
 
     run_async(main)
 

@@ -28,7 +28,7 @@ Export = Annotated[
     Path | None,
     typer.Option(help="Print the length trace of a run folder, and simulate nothing.", metavar="RUN_FOLDER"),
 ]
-Plots = Annotated[Path | None, typer.Option(help="Draw plots into this folder.", metavar="FOLDER")]
+PageFile = Annotated[Path | None, typer.Option(help="Write charts of all arms into this file.", metavar="FILE.html")]
 With = Annotated[
     list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with trainer_devices=16")
 ]
@@ -69,7 +69,7 @@ def sim(
     check: Check = False,
     long: Long = False,
     scale: Scale = False,
-    plots: Plots = None,
+    page: PageFile = None,
     export: Export = None,
 ) -> None:
     """Simulate a run on a virtual clock: the mesh's scheduler, router and queue with models of everything else.
@@ -84,7 +84,7 @@ def sim(
     short = {"gpu": gpu, "model": model, "lengths": lengths}
     others: dict[str, object] = {"RUN.yaml": run, "--compare": compare, "--sweep": sweep, "--fail": fail, "--set": set_}
     others |= {f"--{name}": value for name, value in {**short, "calibrate": calibrate}.items()}
-    others |= {"--check": check, "--long": long, "--scale": scale, "--plots": plots}
+    others |= {"--check": check, "--long": long, "--scale": scale, "--page": page}
     with clear_errors():
         if export is not None:
             _refuse("--export", {**others, "--with": with_, "--json": as_json}, "it simulates nothing; give it alone")
@@ -103,7 +103,7 @@ def sim(
             is_at_scale=scale,
             calibrate=calibrate,
         )
-        _simulate(arms, plots, check=check, as_json=as_json, is_sweep=sweep is not None, with_cost=scale)
+        _simulate(arms, page, check=check, as_json=as_json, with_cost=scale)
 
 
 def _refuse(option: str, others: Mapping[str, object], remedy: str) -> None:
@@ -123,30 +123,28 @@ def _settings(with_: Sequence[str], short: Mapping[str, str | None]) -> list[str
     return [*with_, *(f"{name}={value}" for name, value in given.items())]
 
 
-def _simulate(
-    arms: Sequence[Arm], plots: Path | None, *, check: bool, as_json: bool, is_sweep: bool, with_cost: bool
-) -> None:
-    """Simulate each arm, draw the plots if there is a folder for them, and print the figures."""
+def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: bool, with_cost: bool) -> None:
+    """Simulate each arm, write the page if there is a file for it, and print the figures."""
     from rollmesh.sim.arms import simulate_at_cost
     from rollmesh.sim.figures import figures_tables
-    from rollmesh.sim.plotted_arms import make_plots_folder, plotted_arm, write_simulation_plots
     from rollmesh.sim.run_timeline import RunTimeline
+    from rollmesh.sim.simulation_page import DrawnArm, check_target, write_simulation_page
 
-    if plots is not None:
-        make_plots_folder(plots)
+    if page is not None:
+        check_target(page)
     results, costs, drawn = [], [], []
     for arm in arms:
-        timeline = RunTimeline() if plots else None
+        timeline = RunTimeline() if page else None
         found, cost = simulate_at_cost(arm, check=check, timeline=timeline)
         if timeline is not None:
-            drawn.append(plotted_arm(arm, found, timeline))
+            drawn.append(DrawnArm(arm, found, timeline))
         results.append((arm.name, found))
         costs.append(cost)
         if as_json:
             of_scale = {"cost": cost.document()} if with_cost else {}
             typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale, "assumed": arm.assumed}))
-    if plots is not None:
-        write_simulation_plots(drawn, plots, is_sweep=is_sweep)
+    if page is not None:
+        write_simulation_page(drawn, page)
     if not as_json:
         console = output_console()
         for table in figures_tables(results, console.width):

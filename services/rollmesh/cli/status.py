@@ -60,9 +60,10 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
                 typer.echo(f"{name} waits: {wait}", err=True)
             raise
         view, counts, generators = snapshot.view, snapshot.counts, snapshot.generators
-        failure = snapshot.failure or RecordedRun(folder.path).failure
+        recorded = RecordedRun(folder.path)
+        failure = snapshot.failure or recorded.failure
         state, waiting_for = run_state(snapshot, Schedule.from_config(config))
-        ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(folder.path)
+        ended = [] if has_launcher(folder.path) or not config.network.shared_folder else ending(recorded)
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}

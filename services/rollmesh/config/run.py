@@ -35,7 +35,7 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
     """Name of the run, used as prefix of its Redis keys and label of its metrics."""
     folder: str
-    """Run folder: config, logs, metrics, plots, report, embedded Redis, checkpoints."""
+    """Run folder: config, logs, metrics, report, embedded Redis, checkpoints."""
     seed: int = 0
     """Seed of prompts, shuffling and sampling noise (engine torch)."""
     model: ModelConfig

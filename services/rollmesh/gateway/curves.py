@@ -39,6 +39,7 @@ class Curves:
         self._metrics = curves()
         self._reported = {name: Curve() for name in self._metrics}
         self._live = {name: Curve() for name in _LIVE}
+        self._recorded: dict[str, Series] = {}
         self._names = (*self._metrics, EVALUATION, *_LIVE)
         self._times = Curve()
         self.pace = Pace()
@@ -82,6 +83,11 @@ class Curves:
         """Set all finished evaluations, by version."""
         self._evaluations = points
 
+    def add_series(self, series: Series) -> None:
+        """Add a curve that only the folder of an ended run has."""
+        self._recorded[series.name] = series
+        self._names = (*self._names, series.name)
+
     def answer(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return the named curves, or all if ``names`` is empty; BadRequest for an unknown name."""
         unknown = [name for name in names if name not in self._names]
@@ -96,6 +102,8 @@ class Curves:
         return [self._series(name, points, *known) for name in names]
 
     def _series(self, name: str, points: int, steps: Sequence[float], times: Sequence[float]) -> Series:
+        if name in self._recorded:
+            return self._recorded[name]
         if name == EVALUATION:
             return _evaluation_series(self._evaluations, points)
         if name in self._metrics:

@@ -155,8 +155,8 @@ def build_overview(
         trajectories=dict(counts.trajectories),
         groups=dict(counts.groups),
         staleness=_staleness(view, schedule, curves),
-        drops=_drops(counts),
-        waste=_waste(counts),
+        drops=drop_views(counts.drops, counts.dropped_tokens),
+        waste=waste_views(counts.totals, counts.dropped_tokens),
         domains=domain_views(snapshot.domains),
         domain_count=len(snapshot.domains),
         generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
@@ -176,19 +176,21 @@ def build_overview(
     )
 
 
-def _drops(counts: StoreCounts) -> list[DropView]:
+def drop_views(dropped: Mapping[str, int], tokens: Mapping[str, int]) -> list[DropView]:
+    """Return the groups that left untrained, from the groups and the tokens by reason."""
     return [
-        DropView(reason=reason, groups=count, tokens=counts.dropped_tokens.get(reason, 0))
-        for reason, count in sorted(counts.drops.items())
-        if count
+        DropView(reason=reason, groups=groups, tokens=tokens.get(reason, 0))
+        for reason, groups in sorted(dropped.items())
+        if groups
     ]
 
 
-def _waste(counts: StoreCounts) -> tuple[WasteView, ...]:
+def waste_views(totals: Mapping[str, int], tokens: Mapping[str, int]) -> tuple[WasteView, ...]:
+    """Return the tokens that were wasted in groups that stayed, from the queue's totals and the tokens by reason."""
     return tuple(
-        WasteView(reason=reason, count=counts.totals[total], tokens=counts.dropped_tokens.get(reason, 0))
+        WasteView(reason=reason, count=totals[total], tokens=tokens.get(reason, 0))
         for reason, total in WASTE_TOTALS.items()
-        if counts.totals.get(total)
+        if totals.get(total)
     )
 
 

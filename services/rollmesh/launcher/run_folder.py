@@ -13,7 +13,7 @@ samples.jsonl       sample completions
 timeline.jsonl      the mesh, about once a second
 evaluations.jsonl   evaluations by policy version
 failure.json        reason of a failed run; absent for any other run
-plots/ report.html audit.json
+report.html audit.json
 untrained-N/        files of a start with other settings that cut no batch
 """
 

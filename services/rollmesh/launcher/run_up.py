@@ -159,7 +159,7 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
     """
     # They import torch and matplotlib, which the start of a run does not wait for.
     from rollmesh.report.audit import audit_run
-    from rollmesh.report.html import write_report
+    from rollmesh.report.report_file import write_report
 
     accepted = True
     if account is not None:

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollmesh.report.audit_result import AuditVerdict
 from rollmesh.report.formats import count, duration, percent
-from rollmesh.report.plots import style
-from rollmesh.report.plots.comparison import comparison_plot
-from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import NOISE_STANDARD_ERRORS
-from rollmesh.report.series import evaluation_points, train_series
 from rollmesh.report.summary import RunSummary, summarise
 
 if TYPE_CHECKING:
@@ -163,26 +159,6 @@ def _in_points(difference: Difference) -> str:
         f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
         + (", without a standard error" if error is None else "")
     )
-
-
-def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path) -> Path:
-    """Plot the reward of every run by updates, by trained tokens and by seconds; return the SVG file.
-
-    A PNG with the same name is written next to it. Raises ConfigError when matplotlib is not installed.
-    """
-    arms = {
-        label: [
-            (
-                train_series(folder.metrics.records, folder.timeline.records),
-                evaluation_points(folder.evaluations.records),
-            )
-            for folder in map(RecordedRun, paths)
-        ]
-        for label, paths in folders.items()
-    }
-    target.mkdir(parents=True, exist_ok=True)
-    with style.style():
-        return style.save(comparison_plot(arms), target, "comparison")[0]
 
 
 def spread_of(values: Sequence[float | None]) -> Spread | None:

@@ -7,7 +7,7 @@ evaluations.jsonl   one object per evaluated policy version
 samples.jsonl       sample completions
 audit.json          the last audit
 failure.json        reason of a failed run
-logs/  plots/  checkpoints/
+logs/  checkpoints/
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class RecordedRun:
     def config(self) -> RunConfig | None:
         """Validated run file; None if it is missing or incompatible with this version of rollmesh."""
         return self._config[0]
+
+    @property
+    def name(self) -> str:
+        """Name of the run; that of its folder without a config."""
+        return self.path.resolve().name if self.config is None else self.config.name
 
     @cached_property
     def schedule(self) -> Schedule | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from rollmesh.report.formats import duration
 from rollmesh.report.recorded_run import RecordedRun
@@ -11,10 +10,9 @@ from rollmesh.report.sentences import facts, verdict_line
 from rollmesh.report.summary import RunSummary, summarise
 
 
-def ending(run_folder: Path, now: float | None = None) -> list[tuple[str, str]]:
+def ending(run: RecordedRun, summary: RunSummary | None = None, now: float | None = None) -> list[tuple[str, str]]:
     """Return (name, value) pairs about a run without a launcher; ``now`` is in Unix seconds."""
-    run = RecordedRun(run_folder)
-    summary = summarise(run)
+    summary = summary or summarise(run)
     rows = [("state", _state(run, summary, time.time() if now is None else now))]
     if run.metrics.records and isinstance(reward := run.metrics.records[-1].get("reward_mean"), int | float):
         rows.append(("reward of the last step", f"{reward:.3f}"))

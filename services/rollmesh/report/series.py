@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays, for plots and summaries.
+"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays, for curves and summaries.
 
 A missing value is NaN, never 0. After a trainer crash, a step is replayed and logged again: the newest record of a step
 counts.
@@ -243,7 +243,7 @@ def published_versions(
 def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[FloatArray, FloatArray]:
     """Average over at most ``limit`` equal intervals of time; ``values`` is [moments] or [rows, moments].
 
-    This limits the size of the plots of long runs. Empty intervals are omitted.
+    This limits the size of the curves of long runs. Empty intervals are omitted.
     """
     if len(time) <= limit:
         return time, values

@@ -160,7 +160,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
     newest_audit = audit if audit is not None and _is_newest(audit, train_steps) else None
     return RunSummary(
         folder=folder.path,
-        name=config.name if config is not None else folder.path.resolve().name,
+        name=folder.name,
         preset=config.schedule.preset if config is not None else None,
         on_new_version=config.generator.on_new_version if config is not None else None,
         seed=config.seed if config is not None else None,

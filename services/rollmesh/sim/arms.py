@@ -261,7 +261,7 @@ class SimulationCost:
 def simulate_at_cost(
     arm: Arm, *, check: bool = False, timeline: RunTimeline | None = None
 ) -> tuple[Figures, SimulationCost]:
-    """Simulate one arm, and measure the simulation itself; ``timeline`` takes samples for plots."""
+    """Simulate one arm, and measure the simulation itself; ``timeline`` takes samples for the page."""
     began = time.process_time()
     run = SimulatedMesh(arm.settings, check=check, timeline=timeline).run()
     seconds = time.process_time() - began

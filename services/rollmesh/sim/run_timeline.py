@@ -1,4 +1,4 @@
-"""Samples of the generators of a simulated run, for plots: an observer that changes no result."""
+"""Samples of the generators of a simulated run, for its page: an observer that changes no result."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class SimulatedMesh:
     """One run of a simulated mesh."""
 
     def __init__(self, settings: MeshSettings, *, check: bool = False, timeline: RunTimeline | None = None) -> None:
-        """``check`` switches the invariants on; ``timeline`` takes samples for plots."""
+        """``check`` switches the invariants on; ``timeline`` takes samples for the page."""
         self._timeline = timeline
         self.clock = EventClock(most_events=settings.most_events)
         self.queue = QueueModel(settings.limits)

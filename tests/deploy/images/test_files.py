@@ -49,13 +49,6 @@ def test_every_image_of_the_chart_is_a_target_of_the_dockerfile() -> None:
         assert f"FROM service AS {TARGET_OF.get(repository, repository)}\n" in text, repository
 
 
-def test_the_image_that_has_the_run_folder_after_the_end_of_a_run_can_write_its_report() -> None:
-    stages = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
-    gateway = next(stage for stage in stages if stage.startswith("service AS gateway\n"))
-    layers = re.findall(r"--from=([\w-]+)", gateway)
-    assert any("requirements.py report " in stage for stage in stages if stage.split()[2] in layers)
-
-
 @pytest.mark.parametrize("service", sorted(COMPOSE["services"]))
 def test_every_container_is_confined(service: str) -> None:
     section = COMPOSE["services"][service]

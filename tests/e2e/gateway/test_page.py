@@ -74,7 +74,7 @@ def test_values_and_curves_move_with_the_run(window: Open) -> None:
     expect(scored).to_have_text(re.compile("[1-9]"))
     reward = page.locator("figure.chart", has_text="Reward").first
     reward.locator("svg[aria-label*='newest']").wait_for()
-    expect(reward.locator("path.mean")).to_have_attribute("d", re.compile("L"))
+    expect(reward.locator("path.mean").first).to_have_attribute("d", re.compile("L"))
 
 
 def test_the_timeline_shows_every_version_in_its_colour_and_in_words(window: Open, scene: Scene) -> None:

@@ -19,7 +19,7 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.mesh import Cursor
-from rollmesh.report.html import REPORT_FILE, write_report
+from rollmesh.report.report_file import REPORT_FILE, write_report
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.text import Tokenizer
 from rollmesh.types import (
@@ -43,12 +43,24 @@ Open = Callable[..., Window]
 STEPS, GROUPS, MEMBERS = 100, 25, 4
 """10,000 trajectories."""
 WORST_STEP, WORST = 5, "e0-107.3"
-"""The longest answer of the step, and the only one of its step without a reward."""
+"""The longest answer of the step, and the only one of its step without a entropy."""
 FIRST_PAINT_MS = 1000
 LOADS = 10
 """Loads of the page of which one must paint in time: these machines are at times several times slower."""
-TALLEST_PHONE = 3000
-TABS = ("Result", "Queue", "Curves", "Versions", "Trajectories", "Processes", "Configuration")
+TALLEST_PHONE = 3600
+TABS = {
+    "Result": "result",
+    "Mesh": "history",
+    "Queue": "queue",
+    "Curves": "curves",
+    "Evaluations": "evaluations",
+    "Versions": "versions",
+    "Trajectories": "trajectories",
+    "Completions": "samples",
+    "Processes": "processes",
+    "Configuration": "settings",
+}
+"""Links of the navigation with their sections."""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +149,9 @@ def test_the_page_shows_the_result_and_no_live_section(viewed: Open) -> None:
     for gone in ("#rollouts", "#queue-states", "#generators", "#letters", "#control"):
         expect(page.locator(gone)).to_be_hidden()
     expect(page.locator("#version-table tbody tr")).to_have_count(STEPS + 1)
-    expect(page.locator("#version-table button:visible")).to_have_count(0)
+    expect(page.locator("#version-table button")).to_have_count(0)
+    expect(page.locator("#evaluations tbody tr")).to_have_count(2)
+    expect(page.locator("#history path.range[d*=L]").first).to_be_visible()
     page.wait_for_function("() => document.querySelectorAll('figure.chart path.mean[d*=L]').length >= 11")
     page.click("#settings summary")
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
@@ -191,26 +205,26 @@ def test_the_worst_answer_of_a_step_is_found_by_sorting(viewed: Open) -> None:
 
 def test_a_dragged_range_zooms_all_curves_of_its_axis(viewed: Open) -> None:
     page = viewed().open(1)
-    reward = page.locator("figure.chart", has_text="Reward").first
+    entropy = page.locator("figure.chart", has_text="Entropy").first
     loss = page.locator("figure.chart", has_text="Loss").first
-    reward.locator("path.mean[d*=L]").wait_for()
-    svg = reward.locator("svg")
+    entropy.locator("path.mean[d*=L]").wait_for()
+    svg = entropy.locator("svg")
     width, height = svg.evaluate("node => [node.clientWidth, node.clientHeight]")
     # Drag by places inside of the chart: whatever loads above it moves it.
     begin, end = ({"x": width * share, "y": height / 2} for share in (0.5, 0.75))
     svg.drag_to(svg, source_position=begin, target_position=end)
-    for chart in (reward, loss):
+    for chart in (entropy, loss):
         chart.locator("svg[aria-label*='from step 4'][aria-label*='to step 7']").wait_for()
     page.click("#curves-reset")
-    reward.locator(f"svg[aria-label*='to step {STEPS}']").wait_for()
+    entropy.locator(f"svg[aria-label*='to step {STEPS}']").wait_for()
     page.click("#curves-time")
-    reward.locator("svg[aria-label*='by time']").wait_for()
-    raw = reward.locator("path.mean").get_attribute("d")
+    entropy.locator("svg[aria-label*='by time']").wait_for()
+    raw = entropy.locator("path.mean").get_attribute("d")
     assert raw is not None
     page.click("#curves-smooth")
-    expect(reward.locator("path.mean")).not_to_have_attribute("d", raw)
+    expect(entropy.locator("path.mean")).not_to_have_attribute("d", raw)
     page.click("#curves-smooth")
-    expect(reward.locator("path.mean")).to_have_attribute("d", raw)
+    expect(entropy.locator("path.mean")).to_have_attribute("d", raw)
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
@@ -222,7 +236,7 @@ def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
     expect(page.locator("nav a:visible")).to_have_text(list(TABS))
     for name in TABS:
         show_section(page, name)
-        section = page.locator({"Queue": "#queue", "Configuration": "#settings"}.get(name, f"#{name.lower()}"))
+        section = page.locator(f"#{TABS[name]}")
         expect(section).to_be_visible()
         expect(section).not_to_be_empty()
         expect(section.locator(".empty:visible")).to_have_count(0)
@@ -232,14 +246,25 @@ def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
             assert heights[0] < TALLEST_PHONE, (name, heights)
 
 
-def test_the_plots_of_the_report_are_whole_on_a_phone(browser: Any, tmp_path: Path) -> None:
-    report = write_report(make_run(tmp_path / "run", steps=12))
-    page = browser.new_page(viewport=NARROW)
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+def test_the_report_opens_offline_and_is_whole(
+    browser: Any, folder: Path, tmp_path: Path, size: dict[str, int]
+) -> None:
+    shutil.copytree(folder, run := tmp_path / "run")
+    report, errors = write_report(run), []
+    page = browser.new_page(viewport=size)
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
     page.goto(report.as_uri())
-    widths = page.evaluate(
-        "[...document.querySelectorAll('figure svg')].map((one) => one.getBoundingClientRect().right)"
-    )
-    assert len(widths) > 5 and max(widths) <= NARROW["width"]
+    page.wait_for_function("() => document.querySelectorAll('#curves path.mean[d*=L]').length >= 12")
+    for name in ("result", "history", "curves", "evaluations", "versions", "trajectories", "samples", "logs"):
+        page.locator(f"nav a[href='#{name}']").click()
+        expect(page.locator(f"#{name}")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
+    show_section(page, "Trajectories")
+    page.locator("#batch-table tbody button").first.click()
+    page.locator("#viewer .tokens .policy .t").first.wait_for()
+    assert errors == []
     page.close()
 
 

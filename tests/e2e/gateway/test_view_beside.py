@@ -36,12 +36,12 @@ def link(folders: tuple[Path, Path]) -> Iterator[str]:
 
 def test_curves_of_both_runs_have_their_names_and_styles(window: Open, link: str) -> None:
     page = window(link).open(1)
-    reward = page.locator("figure.chart", has_text="Reward").first
-    reward.locator("path.mean.c1[d*=L]").wait_for()
-    expect(reward.locator("figcaption .key")).to_have_text([re.compile("^new "), re.compile("^old ")])
-    expect(reward.locator("path.mean.c0")).to_have_count(1)
-    expect(reward.locator("path.mean.c1")).to_have_count(1)
-    widths = reward.evaluate("node => [...node.querySelectorAll('g > path.mean')].map((p) => p.getBBox().width)")
+    entropy = page.locator("figure.chart", has_text="Entropy").first
+    entropy.locator("path.mean.c1[d*=L]").wait_for()
+    expect(entropy.locator("figcaption .key")).to_have_text([re.compile("^new "), re.compile("^old ")])
+    expect(entropy.locator("path.mean.c0")).to_have_count(1)
+    expect(entropy.locator("path.mean.c1")).to_have_count(1)
+    widths = entropy.evaluate("node => [...node.querySelectorAll('g > path.mean')].map((p) => p.getBBox().width)")
     assert widths[1] < widths[0], "the run with fewer steps ends earlier"
     phases = page.locator("figure.chart", has_text="Time per phase")
     expect(phases.locator("path.mean")).to_have_count(8)
@@ -51,27 +51,31 @@ def test_curves_of_both_runs_have_their_names_and_styles(window: Open, link: str
 
 def test_the_time_axis_counts_from_the_start_of_each_run(window: Open, link: str) -> None:
     page = window(link).open(1)
-    reward = page.locator("figure.chart", has_text="Reward").first
-    reward.locator("path.mean.c1[d*=L]").wait_for()
+    entropy = page.locator("figure.chart", has_text="Entropy").first
+    entropy.locator("path.mean.c1[d*=L]").wait_for()
     page.click("#curves-time")
     end = 10 + MORE_SECONDS * FEWER_STEPS
     words = f"by time since the start of each run, .* to after {end // 60:.0f} min {end % 60:.0f} s;"
-    expect(reward.locator("svg")).to_have_attribute("aria-label", re.compile(words))
-    widths = reward.evaluate("node => [...node.querySelectorAll('g > path.mean')].map((p) => p.getBBox().width)")
+    expect(entropy.locator("svg")).to_have_attribute("aria-label", re.compile(words))
+    widths = entropy.evaluate("node => [...node.querySelectorAll('g > path.mean')].map((p) => p.getBBox().width)")
     assert widths[0] < widths[1], "the slower run ends later"
+    page.click("#curves-tokens")
+    expect(entropy.locator("svg")).to_have_attribute(
+        "aria-label", re.compile("by trained tokens, .* to after .* tokens;")
+    )
 
 
 def test_a_position_and_the_numbers_name_the_values_of_both_runs(window: Open, link: str) -> None:
     page = window(link).open(1)
-    reward = page.locator("figure.chart", has_text="Reward").first
-    reward.locator("path.mean.c1[d*=L]").wait_for()
-    reward.locator("svg").focus()
+    entropy = page.locator("figure.chart", has_text="Entropy").first
+    entropy.locator("path.mean.c1[d*=L]").wait_for()
+    entropy.locator("svg").focus()
     page.keyboard.press("Home")
-    expect(reward.locator(".readout")).to_have_text(re.compile("^step 1, new .*, old "))
+    expect(entropy.locator(".readout")).to_have_text(re.compile("^step 1, new .*, old "))
     page.keyboard.press("End")
-    expect(reward.locator(".readout")).to_have_text(re.compile(f"^step {STEPS}, new ((?!old).)*$"))
-    reward.locator("summary").click()
-    rows = reward.locator("tbody tr")
+    expect(entropy.locator(".readout")).to_have_text(re.compile(f"^step {STEPS}, new ((?!old).)*$"))
+    entropy.locator("summary").click()
+    rows = entropy.locator("tbody tr")
     expect(rows).to_have_count(STEPS)  # filled by an event that follows the click
     expect(rows.last.locator("td")).to_have_text([re.compile(f"^{word} ") for word in ("step", "new", "old")])
     expect(rows.first.locator("td").last).to_have_text("")
@@ -83,5 +87,6 @@ def test_two_runs_of_one_name_are_told_apart_by_the_folder(folders: tuple[Path, 
     with viewing(run, "--beside", str(other)) as found:
         page = found.partition("?")[0]
         answer = ask(f"{page}api/v1/series", params={"names": "loss"}).json()
-        assert answer["beside"]["run"] == str(other)
-        assert (len(answer["series"][0]["x"]), len(answer["beside"]["series"][0]["x"])) == (STEPS, 3)
+        (beside,) = answer["beside"]
+        assert beside["run"] == str(other)
+        assert (len(answer["series"][0]["x"]), len(beside["series"][0]["x"])) == (STEPS, 3)

@@ -23,8 +23,8 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_finger_zooms_sideways_and_scrolls_upwards(window: Open, link: str) -> None:
     page = window(link, viewport=NARROW, has_touch=True).open(1)
     show_section(page, "Curves")
-    reward = page.locator("figure.chart", has_text="Reward").first
-    reward.locator("path.mean[d*=L]").wait_for()
+    entropy = page.locator("figure.chart", has_text="Entropy").first
+    entropy.locator("path.mean[d*=L]").wait_for()
     device = page.context.new_cdp_session(page)
 
     def touch(kind: str, *place: float) -> None:
@@ -33,8 +33,8 @@ def test_a_finger_zooms_sideways_and_scrolls_upwards(window: Open, link: str) ->
 
     def drag(right: float, up: float) -> None:
         """Move a finger from the middle of the chart."""
-        reward.locator("svg").scroll_into_view_if_needed()
-        box = reward.locator("svg").bounding_box()
+        entropy.locator("svg").scroll_into_view_if_needed()
+        box = entropy.locator("svg").bounding_box()
         assert box is not None
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         touch("touchStart", x, y)
@@ -43,9 +43,9 @@ def test_a_finger_zooms_sideways_and_scrolls_upwards(window: Open, link: str) ->
         touch("touchEnd")
 
     drag(80, 0)
-    reward.locator("svg[aria-label*='from step 18 to step 29']").wait_for()
+    entropy.locator("svg[aria-label*='from step 18 to step 29']").wait_for()
     page.evaluate("document.getElementById('curves-reset').click()")  # without a scroll to the button
-    reward.locator(f"svg[aria-label*='from step 1 to step {STEPS}']").wait_for()
+    entropy.locator(f"svg[aria-label*='from step 1 to step {STEPS}']").wait_for()
 
     before = page.evaluate("scrollY")
     drag(20, 300)

@@ -33,7 +33,7 @@ def run_folder(disk: Path) -> Path:
         (lambda disk: ["init", "countdown", str(disk / "mine")], "mine/"),
         (lambda disk: ["report", str(disk / "run")], "run/"),
         (lambda disk: ["audit", str(disk / "run")], "run/"),
-        (lambda disk: ["sim", "--set", "trainer.train_steps=2", "--plots", str(disk / "plots")], "plots/"),
+        (lambda disk: ["sim", "--set", "trainer.train_steps=2", "--page", str(disk / "sim.html")], "sim.html"),
     ],
     ids=["init", "report", "audit", "sim"],
 )
@@ -41,8 +41,7 @@ def test_a_command_on_a_full_disk_names_the_path(
     small_disk: Path, arguments: Callable[[Path], list[str]], file: str
 ) -> None:
     run_folder(small_disk)
-    for name in ("mine", "plots"):
-        (small_disk / name).mkdir()
+    (small_disk / "mine").mkdir()
     fill(small_disk / "filler")
     done = CliRunner().invoke(app, arguments(small_disk))
     assert done.exit_code == 2, done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,14 @@ def step_report(
         policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
-    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}, "engines": engines, "rounds_per_group": 1.0}
+    total = sum(1000 + 100 * done for done in range(step))
+    mesh = {
+        "goodput": 0.87,
+        "trained_token_total": total,
+        "dropped_groups": {"straggler_timeout": 1},
+        "engines": engines,
+        "rounds_per_group": 1.0,
+    }
     line = step_record(report, mesh) | {"policy_version": step, "wait_seconds": 0.5}
     return report, line | {"time": START + 10 + seconds * step}
 
@@ -222,3 +230,11 @@ def _samples(steps: int) -> list[dict[str, Any]]:
         }
         for step in range(1, steps + 1, 6)
     ]
+
+
+def answers_of(page: Path) -> dict[str, Any]:
+    """The data inside of a page."""
+    found = re.search(r'<script type="application/json" id="recorded">(.*?)</script>', page.read_text("utf-8"), re.S)
+    assert found is not None
+    answers: dict[str, Any] = json.loads(found[1])
+    return answers

@@ -17,11 +17,11 @@ from rollmesh.report.compare import (
     equality_verdict,
     print_comparison,
     spread_of,
-    write_comparison_plot,
 )
-from rollmesh.report.plots.comparison import clocks
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.series import train_series
+from rollmesh.report.report_file import write_comparison
+
+from .made_run import answers_of
 
 Arms = dict[str, list[Path]]
 
@@ -159,19 +159,15 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
     assert (spread.n, spread.mean, spread.standard_error) == (2, 2.0, 1.0)
 
 
-def test_clocks_count_updates_tokens_and_seconds(arms: Arms) -> None:
-    series = train_series(RecordedRun(arms["copris"][0]).metrics.records)
-    steps, tokens, seconds = clocks(series)
-    assert steps.tolist() == list(range(1, 9))
-    assert tokens[-1] == series["batch.trained_tokens"].sum()
-    assert seconds[0] == pytest.approx(series.step_seconds[0])
-    assert np.all(np.diff(seconds) == pytest.approx(5.0))
-
-
-def test_the_comparison_is_drawn_as_svg_and_png(arms: Arms, tmp_path: Path) -> None:
-    file = write_comparison_plot(arms, tmp_path / "out")
-    assert "trained tokens" in file.read_text()
-    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+def test_the_page_of_a_comparison_has_the_curves_of_every_run(arms: Arms, tmp_path: Path) -> None:
+    runs = {path.name: path for paths in arms.values() for path in paths}
+    series = answers_of(write_comparison(runs, tmp_path / "comparison.html"))["series"]
+    assert [one["run"] for one in series["beside"]] == [RecordedRun(path).name for path in list(runs.values())[1:]]
+    for run in (series, *series["beside"]):
+        curves = {one["name"]: one for one in run["series"]}
+        assert len(curves["outcome_mean"]["times"]) == 8
+        tokens = curves["trained_token_total"]["mean"]
+        assert len(tokens) == 8 and tokens == sorted(tokens)
 
 
 def test_two_run_folders_are_compared_by_a_command(arms: Arms) -> None:

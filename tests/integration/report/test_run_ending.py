@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.config import load_run_config
 from rollmesh.launcher.run_folder import locked_run_folder
-from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.report.recorded_run import FAILURE_FILE, RecordedRun
 from rollmesh.report.run_ending import ending
 from rollmesh.runtime.locks import distant_launcher, has_launcher
 
@@ -16,7 +16,7 @@ from .made_run import START, make_run
 
 
 def test_a_finished_run_states_when_it_ended_its_reward_evaluation_and_audit(tmp_path: Path) -> None:
-    rows = dict(ending(make_run(tmp_path / "run", steps=10, seconds=5.0), now=START + 60 + 7200))
+    rows = dict(ending(RecordedRun(make_run(tmp_path / "run", steps=10, seconds=5.0)), now=START + 60 + 7200))
     assert rows["state"].startswith("finished: train step 10 of 10 at ")
     assert rows["state"].endswith("(2 h 00 min ago)")
     assert float(rows["reward of the last step"]) > 0
@@ -28,12 +28,12 @@ def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> Non
     run = make_run(tmp_path / "run", steps=10)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]))
-    assert dict(ending(run))["state"].startswith("stopped after train step 4 of 10")
+    assert dict(ending(RecordedRun(run)))["state"].startswith("stopped after train step 4 of 10")
     (run / FAILURE_FILE).write_text(json.dumps({"message": "no memory"}))
-    assert dict(ending(run))["state"].startswith("failed after train step 4 of 10")
+    assert dict(ending(RecordedRun(run)))["state"].startswith("failed after train step 4 of 10")
     (run / "metrics.jsonl").unlink()
     (run / FAILURE_FILE).unlink()
-    assert dict(ending(run))["state"].startswith("stopped before the first train step")
+    assert dict(ending(RecordedRun(run)))["state"].startswith("stopped before the first train step")
 
 
 def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that was stopped and continued: the time between its sessions is no training time, and plots leave it blank."""
+"""A run that was stopped and continued: time between its sessions is no training time, and curves leave it blank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.timeline_file import TimelineFile
-from rollmesh.report.plots import plot_specs
-from rollmesh.report.plots.comparison import clocks
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import moment
-from rollmesh.report.series import pauses_of, train_series
+from rollmesh.report.series import pauses_of, seconds_of_training, train_series
 from rollmesh.report.summary import summarise
 from rollmesh.report.view.recorded_curves import recorded_curves
 from rollmesh.report.view.recorded_overview import recorded_overview
@@ -49,7 +47,8 @@ def test_training_time_is_summed_over_sessions(stopped_after_six_of_twelve: Path
     assert summary.training_seconds == pytest.approx(2 * (5 * SECONDS + STEP))
     assert len(summary.sessions) == 2
     run = RecordedRun(stopped_after_six_of_twelve)
-    _, _, seconds = clocks(train_series(run.metrics.records, run.timeline.records))
+    series = train_series(run.metrics.records, run.timeline.records)
+    seconds = seconds_of_training(series.sessions, series["time"])
     assert seconds[[0, 5, 6, 11]] == pytest.approx([STEP, 5 * SECONDS + STEP, 5 * SECONDS + 2 * STEP, 50 + 2 * STEP])
     assert moment(summary.evaluations[0], summary) == "before training"
     assert moment(summary.evaluations[-1], summary) == "after training"
@@ -65,19 +64,13 @@ def test_the_start_of_a_session_is_no_training_time_although_its_launcher_record
     assert len(series.sessions) == 2
 
 
-def test_no_line_of_a_plot_is_drawn_through_the_time_between_sessions(stopped_after_six_of_twelve: Path) -> None:
-    over_time = [s for s in plot_specs(RecordedRun(stopped_after_six_of_twelve)) if s.name in _OVER_TIME]
-    assert over_time
-    for spec in over_time:
-        for axes in spec.draw().axes:
-            for line in axes.get_lines():
-                x, y = (np.asarray(values, np.float64) for values in (line.get_xdata(), line.get_ydata()))
-                # An axis of minutes or of seconds: the pause is more than half of the whole.
-                drawn = ~np.isnan(y[1:] + y[:-1])
-                assert not (np.diff(x)[drawn] > (x.max(initial=0) - x.min(initial=0)) / 2).any(), spec.name
-
-
-_OVER_TIME = ("throughput", "in_flight", "queue")
+def test_no_rate_is_computed_through_the_time_between_sessions(stopped_after_six_of_twelve: Path) -> None:
+    run = RecordedRun(stopped_after_six_of_twelve)
+    train = train_series(run.metrics.records, run.timeline.records)
+    (trained,) = recorded_curves(run).curves.answer(["trained_tokens_per_second"], 100).series
+    assert len(trained.x) == 10  # five intervals of each session, the pause between them left out
+    assert max(trained.mean) < 2 * min(trained.mean)
+    assert not any(begin < moment_ <= end for begin, end in train.pauses for moment_ in trained.x)
 
 
 def test_a_long_step_and_a_long_evaluation_are_no_pauses() -> None:
@@ -97,6 +90,5 @@ def test_the_time_that_a_live_page_shows_does_not_count_the_time_between_session
 
 def test_a_recorded_page_shows_the_time_without_pauses(stopped_after_six_of_twelve: Path) -> None:
     run = RecordedRun(stopped_after_six_of_twelve)
-    assert run.config is not None
-    shown = recorded_overview(run, run.config, recorded_curves(run), report=False).elapsed_seconds
+    shown = recorded_overview(run, recorded_curves(run)).elapsed_seconds
     assert shown is not None and shown < 12 * SECONDS + 60 < PAUSE

@@ -14,11 +14,10 @@ from rollmesh import step_metrics
 from rollmesh.config.loss_methods import MASKS
 from rollmesh.gateway.curves import Curves
 from rollmesh.prompt_history import DomainTotals
-from rollmesh.report.plots import plot_specs, style
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.step_metrics import STEP_METRICS, Panel, StepMetric
+from rollmesh.step_metrics import STEP_METRICS, StepMetric
 from rollmesh.trainer.learner.step_report import SpreadStats
 from rollmesh.trainer.records.trainer_metrics import MOST_DOMAINS, TrainerMetrics
 from rollmesh.trainer.service.step_summaries import reported
@@ -31,7 +30,6 @@ ROW = StepMetric(
     "k3 KL(policy || reference) per token.",
     gauge="kl_reference_nats",
     curve="kl_reference",
-    panel=Panel(plot="drift", label="KL to the reference\nnats"),
     copy_of="policy.kl_reference",
 )
 
@@ -64,15 +62,9 @@ def test_a_new_row_is_in_the_file_the_queue_the_curves_and_the_metrics() -> None
 
 
 @pytest.mark.usefixtures("with_the_row")
-def test_a_new_row_is_in_the_series_and_the_plots_of_the_report(tmp_path: Path) -> None:
+def test_a_new_row_is_in_the_series_of_the_report(tmp_path: Path) -> None:
     folder = RecordedRun(make_run(tmp_path / "run", steps=6, kl_reference=0.25))
     assert train_series(folder.metrics.records)["kl_reference"].tolist() == [0.25] * 6
-    (drift,) = (spec for spec in plot_specs(folder) if spec.name == "drift")
-    with style.style():
-        *_, axes = drift.draw().axes
-    (line,) = axes.lines
-    assert axes.get_ylabel() == "KL to the reference\nnats"
-    assert list(line.get_ydata()) == [0.25] * 6
 
 
 def test_no_name_is_used_twice() -> None:

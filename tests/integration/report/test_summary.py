@@ -13,6 +13,7 @@ from rich.console import Console
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
 from rollmesh.report.formats import duration
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.run_ending import ending
 from rollmesh.report.sentences import facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
@@ -329,7 +330,7 @@ def test_an_audit_of_an_earlier_part_of_the_run_is_shown_as_one_and_its_drops_ar
         (run_folder / "audit.json").write_text(audit.to_json(), encoding="utf-8")
         summary = summarise(run_folder)
         assert summary.dropped == dropped
-        shown = [dict(facts(summary))["audit"], dict(ending(run_folder))["audit"].partition(":")[0]]
+        shown = [dict(facts(summary))["audit"], dict(ending(RecordedRun(run_folder)))["audit"].partition(":")[0]]
         bad = [sentence.text for sentence in sentences(summary) if sentence.bad]
         if step == 4:
             assert shown == ["green, up to train step 4 of 12", "audit green up to train step 4 of 12"]

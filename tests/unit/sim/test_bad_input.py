@@ -91,13 +91,11 @@ def test_a_value_that_cannot_be_simulated(options, sets, named):
     assert_names(error_of(*options, sets=sets), *named)
 
 
-def test_plots_into_a_file_are_refused_before_anything_is_simulated(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    for folder in (file, file / "below"):
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_simulated(tmp_path):
+    for file in (tmp_path, tmp_path / "missing" / "sim.html"):
         # The simulation would end with another error: no batch is ever cut.
-        error = error_of("--plots", str(folder), sets=("generator.replicas=0",))
-        assert_names(error, f"--plots {folder}: no folder can be made there", "give another one")
+        error = error_of("--page", str(file), sets=("generator.replicas=0",))
+        assert_names(error, f"--page {file}: give a file in a folder that exists")
 
 
 def test_lengths_of_a_trace_above_the_context(tmp_path):

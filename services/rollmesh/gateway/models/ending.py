@@ -1,4 +1,4 @@
-"""Result of a run that has ended, and its resolved run file."""
+"""Result of a run that has ended, its resolved run file, and the end of the event stream."""
 
 from __future__ import annotations
 
@@ -16,15 +16,92 @@ class ResultLine(ApiModel):
     """Value with its unit."""
 
 
+class Remark(ApiModel):
+    """One sentence about the run."""
+
+    text: str
+    """Sentence."""
+    bad: bool
+    """True for a problem."""
+
+
+class ResultTable(ApiModel):
+    """A table about the whole run; its cells are text."""
+
+    name: Literal["evaluations", "audit", "versions"]
+    """Subject."""
+    heads: list[str]
+    """Names of the columns."""
+    rows: list[list[str]]
+    """Cells by row."""
+    note: str = ""
+    """Explanation of the cells."""
+
+
+class SampleView(ApiModel):
+    """One sample completion, possibly shortened."""
+
+    trajectory_id: str
+    """Trajectory id."""
+    train_step: int | None
+    """Train step of its batch."""
+    reward: float | None
+    """Reward."""
+    policy_versions: list[int]
+    """Versions that wrote tokens."""
+    prompt: str
+    """Prompt."""
+    completion: str
+    """Response."""
+
+
+class VersionCalls(ApiModel):
+    """Running calls of one policy version over the moments of a history."""
+
+    policy_version: int
+    """Policy version."""
+    first: int
+    """Index of the first moment with a call."""
+    calls: list[float]
+    """Mean running calls from there to the last moment with a call."""
+
+
+class MeshHistory(ApiModel):
+    """The mesh over the whole run, as means over at most some hundred intervals of time."""
+
+    time: list[float]
+    """Moments, ascending."""
+    slots: list[float]
+    """Slots of serving generators."""
+    running: list[VersionCalls]
+    """Running calls by policy version, ascending."""
+    trajectories: dict[str, list[float]]
+    """Trajectories by state; states that never occur are left out."""
+    groups: dict[str, list[float]]
+    """Groups by state: open, ready."""
+
+
 class RunResultView(ApiModel):
     """Result of a run that has ended, read from its run folder."""
 
     time: float | None
     """Time of the newest record of the run; null without any."""
     lines: list[ResultLine]
-    """Facts, the state first."""
+    """Facts: state, reward of the last step, score before and after, audit, ..."""
     report: bool
     """True if ``/report.html`` is served."""
+    remarks: tuple[Remark, ...] = ()
+    """Sentences about progress, score, staleness, drops and audit, the most important ones first."""
+    missing: tuple[str, ...] = ()
+    """Data that the run folder lacks."""
+    tables: tuple[ResultTable, ...] = ()
+    """Evaluations, checks of the audit, policy versions; a table without rows is left out."""
+    samples: tuple[SampleView, ...] = ()
+    """Sample completions, evenly spread over the run."""
+    logs: tuple[ResultLine, ...] = ()
+    """Log files of the run folder with their sizes; only in ``report.html``, which lies beside them."""
+    history: MeshHistory | None = None
+    """The mesh over the whole run; null without a timeline."""
 
 
 class RunSettings(ApiModel):

@@ -65,7 +65,8 @@ class Staleness(ApiModel):
     queue: list[StalenessBin]
     """Open and ready groups with tokens, by the staleness they would have in the next batch."""
     trained: list[StalenessBin]
-    """Trajectories of the newest trained batch; empty if the trainer's reports cannot be read."""
+    """Trajectories of the newest trained batch, of an ended run those of all batches; empty if the trainer's reports
+    cannot be read."""
 
 
 class DropView(ApiModel):
@@ -355,7 +356,7 @@ class Series(ApiModel):
 
 
 class BesideCurves(ApiModel):
-    """Curves of a second run (``rollmesh view RUN --beside OTHER``)."""
+    """Curves of another run (``rollmesh view RUN --beside OTHER``)."""
 
     run: str
     """Name of the run, or its folder if both runs have one name."""
@@ -374,5 +375,5 @@ class SeriesAnswer(ApiModel):
     """Requested curves, in that order; a curve without reports is empty."""
     begin_time: float | None = None
     """Time of the first record of the run; null if unknown, and for a live run."""
-    beside: BesideCurves | None = None
-    """The same curves of a second run; null without one."""
+    beside: tuple[BesideCurves, ...] = ()
+    """The same curves of other runs."""

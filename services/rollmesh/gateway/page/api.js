@@ -4,6 +4,12 @@ const BASE = "api/v1/";
 const TOKEN = "rollmesh.token";
 const TIMEOUT_MS = 15000;
 
+// report.html has the answers of the API inside, by path, and no gateway (report/report_file.py).
+const answers = JSON.parse(document.getElementById("recorded")?.textContent ?? "null");
+export const isFile = answers !== null;
+export const knows = (path) => !isFile || path in answers;
+export const recordedAnswer = (path) => answers[path];
+
 export class ApiFailure extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -64,7 +70,13 @@ export async function failureOf(response) {
   return new ApiFailure(text + where + (body.hint ? `: ${body.hint}` : ""), response.status);
 }
 
+function recorded(path) {
+  if (path in answers) return answers[path];
+  throw new ApiFailure(`report.html has no ${path}: rollmesh view ${answers.about?.folder ?? "RUN_FOLDER"} shows it`, 404);
+}
+
 async function call(method, path, { query, body } = {}) {
+  if (isFile) return recorded(path);
   let response;
   try {
     response = await fetch(address(path, query), {
@@ -90,8 +102,13 @@ export const trajectories = (query) => call("GET", "trajectories", { query });
 export const trajectory = (trajectoryId, first, limit) =>
   call("GET", `trajectories/${id(trajectoryId)}`, { query: { first_token: first, token_limit: limit } });
 export const batches = () => call("GET", "batches");
-export const batch = (trainStep, { order, descending, first, limit }) =>
-  call("GET", `batches/${trainStep}`, { query: { order, descending, first, limit } });
+export async function batch(trainStep, { order, descending, first, limit }) {
+  const page = await call("GET", `batches/${trainStep}`, { query: { order, descending, first, limit } });
+  if (!isFile) return page;
+  const sign = descending ? -1 : 1;
+  const rows = order === "batch" ? [...page.items] : [...page.items].sort((a, b) => sign * (a[order] - b[order]));
+  return { ...page, items: rows.slice(first, first + limit), first, total: page.items.length };
+}
 export const settings = () => call("GET", "config");
 export const processes = () => call("GET", "processes");
 export const log = (name) => call("GET", `logs/${id(name)}`);

@@ -1,5 +1,5 @@
 // Horizontal axes of the charts: their names, ticks, and the text of one position.
-import { clock, count, seconds } from "./format.js";
+import { clock, count, seconds, short } from "./format.js";
 import { ticks, tickText } from "./ticks.js";
 
 const NAMES = {
@@ -7,6 +7,7 @@ const NAMES = {
   policy_version: "policy version",
   time: "time",
   elapsed: "time since the start of each run",
+  tokens: "trained tokens",
 };
 const WIDTHS = { time: 90, elapsed: 90 }; // pixels of a tick
 const UNITS = [
@@ -22,6 +23,7 @@ export function axisTicks(axis, from, to, width, newest) {
   const wanted = Math.max(2, Math.floor(width / (WIDTHS[axis] ?? 60)));
   if (axis === "time") return timeTicks(from, to, wanted, newest);
   if (axis === "elapsed") return elapsedTicks(from, to, wanted);
+  if (axis === "tokens") return ticks(from, to, wanted).map((value) => ({ value, text: short(value) }));
   return ticks(from, to, wanted, { integer: true }).map((value) => ({ value, text: count(value) }));
 }
 
@@ -47,5 +49,6 @@ function elapsedTicks(from, to, wanted) {
 export function positionText(axis, value) {
   if (axis === "time") return clock(value);
   if (axis === "elapsed") return `after ${seconds(value)}`;
+  if (axis === "tokens") return `after ${short(Math.round(value))} tokens`;
   return axis === "policy_version" ? `v${count(value)}` : `step ${count(value)}`;
 }

@@ -1,16 +1,18 @@
-// One line chart: mean with a band (or whiskers) from low to high, a readout, and the same numbers as a table.
+// One chart: lines with a band (or whiskers) from low to high, or areas on top of each other; a readout, and the same
+// numbers as a table.
 import { axisName, axisTicks, positionText } from "./axis.js";
 import { el, reconcile, setAttribute, setHidden, setText, svg } from "./dom.js";
 import { count } from "./format.js";
 import { partsOf } from "./pauses.js";
-import { ticks, valueRange } from "./ticks.js";
+import { decades, ticks, valueRange } from "./ticks.js";
 
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
 const COLOURS = 4;
 const LEAST_DRAG = 8; // pixels
 
 // Curves of a run beside have the colours after those of the run; once the colours repeat, their lines are dotted.
-const styleOf = ({ colour }) => `c${colour % COLOURS}${colour >= COLOURS ? " beside" : ""}`;
+// An area has a colour of its own (paint), a value (mean), and its edges (low and high).
+const styleOf = ({ colour, paint }) => (paint ? "filled" : `c${colour % COLOURS}${colour >= COLOURS ? " beside" : ""}`);
 
 // Points of an evaluation are measurements with an error, on any axis.
 const isMeasured = (one) => one.measured === true || one.axis === "policy_version";
@@ -27,8 +29,9 @@ function nearestAt(list, wanted) {
   return wanted - list[low] <= list[high] - wanted ? low : high;
 }
 
-// options: {title, waitsFor, format(value, step of the axis), select, zoom({axis, from, to} | null)}; select is a node shown
-// instead of the title. Dragging over the chart zooms into a range of its axis; a double click or Escape leaves it.
+// options: {title, waitsFor, format(value, step of the axis), select, log, unnamed, zoom({axis, from, to} | null)}; select is
+// a node shown instead of the title, log asks for a logarithmic axis of values, and unnamed for no key of the curves.
+// Dragging over the chart zooms into a range of its axis; a double click or Escape leaves it.
 export class Chart {
   #options;
   #series = [];
@@ -41,6 +44,7 @@ export class Chart {
   #drag = svg("rect", { class: "drag", visibility: "hidden", y: MARGIN.top });
   #from = null; // pixel where a drag began
   #newest = "now";
+  #bound = null; // value of a line across the chart
   #latest = el("span");
   #empty = el("p", { class: "empty" });
   #readout = el("p", { class: "readout", "aria-live": "polite" });
@@ -68,12 +72,13 @@ export class Chart {
   }
 
   // series: as returned by `viewed`, with an id, a label and the number of its colour; the first one with points defines
-  // the axis. newest: name of the right end of a time axis.
-  show(series, format = this.#format, newest = "now") {
+  // the axis. newest: name of the right end of a time axis. bound: value of a dashed line across the chart.
+  show(series, format = this.#format, newest = "now", bound = null) {
     const axis = series.find((one) => one.x.length > 0)?.axis;
     this.#series = series.filter((one) => one.x.length > 0 && one.axis === axis);
     this.#xs = [...new Set(this.#series.flatMap((one) => one.x))].sort((a, b) => a - b);
     this.#newest = newest;
+    this.#bound = bound;
     this.#format = format;
     this.#draw();
     if (this.#details.open) this.#fillTable();
@@ -106,29 +111,31 @@ export class Chart {
   #scales(width, height) {
     let [from, to] = [this.#xs[0], this.#xs[this.#xs.length - 1]];
     if (from === to) [from, to] = [from - 1, to + 1];
-    const { low, high } = valueRange(
-      this.#series.flatMap((one) => one.low),
-      this.#series.flatMap((one) => one.high),
-    );
+    const bounds = this.#bound === null ? [] : [this.#bound];
+    const ends = ["low", "high"].map((name) => [...this.#series.flatMap((one) => one[name]), ...bounds]);
+    const { low, high } = this.#options.log ? decades(ends[0]) : valueRange(...ends);
+    const scaled = this.#options.log ? (value) => Math.log10(Math.max(value, low)) : (value) => value;
+    const share = (value) => (scaled(value) - scaled(low)) / (scaled(high) - scaled(low));
     const x = (value) => MARGIN.left + ((value - from) / (to - from)) * (width - MARGIN.left - MARGIN.right);
-    const y = (value) =>
-      height - MARGIN.bottom - ((value - low) / (high - low)) * (height - MARGIN.top - MARGIN.bottom);
+    const y = (value) => height - MARGIN.bottom - share(value) * (height - MARGIN.top - MARGIN.bottom);
     return { x, y, from, to, low, high, width, height };
   }
 
   #drawGrid(width, height) {
     const { x, y, from, to, low, high } = this.#shape;
     const axis = this.#series[0].axis;
-    const levels = ticks(low, high, 4);
-    const step = levels.length > 1 ? levels[1] - levels[0] : high - low;
-    const lines = levels.map((value) => ({ key: `y${value}`, value, vertical: true }));
+    const { log } = this.#options;
+    const levels = log ? [low, high] : ticks(low, high, 4);
+    const step = log ? low : levels.length > 1 ? levels[1] - levels[0] : high - low;
+    const lines = levels.map((value) => ({ key: `y${value}`, value, vertical: true, style: "grid" }));
+    if (this.#bound !== null) lines.push({ key: "bound", value: this.#bound, vertical: true, style: "bound", words: "" });
     const columns = axisTicks(axis, from, to, width, this.#newest).map(({ value, text }) => ({
       key: `x${value}`,
       value,
       words: text,
       vertical: false,
     }));
-    const make = ({ vertical }) => svg("g", null, vertical ? svg("line", { class: "grid" }) : null, svg("text"));
+    const make = ({ vertical, style }) => svg("g", null, vertical ? svg("line", { class: style }) : null, svg("text"));
     const update = (node, { value, vertical, words }) => {
       const text = node.lastChild;
       if (vertical) {
@@ -141,7 +148,7 @@ export class Chart {
         ]) {
           setAttribute(node.firstChild, name, v);
         }
-        setText(text, this.#format(value, step));
+        setText(text, words ?? this.#format(value, step));
       } else setText(text, words);
       setAttribute(text, "text-anchor", vertical ? "end" : "middle");
       setAttribute(text, "x", vertical ? MARGIN.left - 6 : Math.min(Math.max(x(value), MARGIN.left), width - 16));
@@ -169,14 +176,15 @@ export class Chart {
       );
     }
     const [range, whisker, mean, dot] = node.children;
+    if (one.paint) range.style.fill = one.paint;
     const line = (part, at) => part.map((p) => `${p[0]},${p[at]}`).join("L");
     const parts = partsOf(one.axis, one.x, points);
     const bands = parts.map((part) => `M${line(part, 2)}L${line([...part].reverse(), 3)}Z`);
     setAttribute(range, "d", measured ? "" : bands.join(""));
     setAttribute(whisker, "d", measured ? points.map((p) => `M${p[0]},${p[2]}V${p[3]}`).join("") : "");
-    setAttribute(mean, "d", parts.map((part) => `M${line(part, 1)}`).join(""));
+    setAttribute(mean, "d", one.paint ? "" : parts.map((part) => `M${line(part, 1)}`).join(""));
     // Measurements are few, so each gets a dot; other curves have a dot only at the newest point.
-    const dots = measured ? points : points.slice(-1);
+    const dots = measured ? points : one.paint ? [] : points.slice(-1);
     setAttribute(dot, "d", dots.map((p) => `M${p[0] - 3},${p[1]}a3,3 0 1,0 6,0a3,3 0 1,0 -6,0`).join(""));
   }
 
@@ -267,8 +275,8 @@ export class Chart {
     const value = this.#xs[at];
     const spread = (one) => {
       const i = nearestAt(one.x, value);
-      if (i < 0) return "";
-      const range = one.high[i] > one.low[i] ? ` (${this.#format(one.low[i])} to ${this.#format(one.high[i])})` : "";
+      if (i < 0 || (one.paint && one.mean[i] === 0)) return "";
+      const range = !one.paint && one.high[i] > one.low[i] ? ` (${this.#format(one.low[i])} to ${this.#format(one.high[i])})` : "";
       return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[i])}${range}`;
     };
     return [positionText(this.#series[0].axis, value), ...this.#series.map(spread)];
@@ -276,12 +284,17 @@ export class Chart {
 
   // Newest values; of several curves each with its key.
   #showLatest() {
+    if (this.#options.unnamed) return;
     if (this.#series.length < 2) {
       setText(this.#latest, this.#series.length > 0 ? this.#latestText() : "");
       return;
     }
-    const text = (one) => `${one.label} ${this.#format(one.mean[one.mean.length - 1])}`;
-    const make = (one) => el("span", { class: `key ${styleOf(one)}` });
+    const text = (one) => (one.paint ? one.label : `${one.label} ${this.#format(one.mean[one.mean.length - 1])}`);
+    const make = (one) => {
+      const key = el("span", { class: `key ${styleOf(one)}` });
+      if (one.paint) key.style.setProperty("--paint", one.paint);
+      return key;
+    };
     if (this.#latest.firstElementChild === null) setText(this.#latest, "");
     reconcile(this.#latest, this.#series, (one) => one.id, make, (node, one) => setText(node, text(one)));
   }

@@ -1,6 +1,8 @@
-// The end of a run: its result (a run folder that is viewed), or the note on a page that was left open.
+// The end of a run: its result (a run folder that is viewed, or report.html), or the note on a page that was left open.
+import { isFile } from "./api.js";
 import { byId, el, reconcile } from "./dom.js";
-import { clock, count } from "./format.js";
+import { clock, count, number, version } from "./format.js";
+import { showHistory } from "./history.js";
 import { revealSection } from "./sections.js";
 
 const ENDED = { complete: "finished", failed: "failed" };
@@ -26,6 +28,59 @@ export function showResult(overview) {
   const goesOn = overview.state === "complete" ? "" : "The command that started the run continues it.";
   const report = result.report ? el("a", { href: "report.html" }, "Report of the run") : null;
   byId("result-links").replaceChildren(...[report, goesOn].filter(Boolean));
+  byId("result-remarks").replaceChildren(
+    ...result.remarks.map(({ text, bad }) => el("li", { class: bad ? "bad" : null }, text)),
+    ...result.missing.map((text) => el("li", { class: "note" }, `missing: ${text}`)),
+  );
+  showHistory(result.history);
+  for (const table of result.tables) showTable(table);
+  showSamples(result.samples);
+  showLogs(result.logs);
+  if (isFile) document.querySelector("footer a").hidden = true; // the description of an API that nothing serves
+}
+
+function showTable({ name, heads, rows, note }) {
+  const wrapped = name === "audit";
+  const style = (at) => (wrapped ? "left wrap" : at === 0 ? "left" : null);
+  const top = heads.map((head, at) => el("th", { scope: "col", class: style(at) }, head));
+  const body = rows.map((row) =>
+    el("tr", null, row.map((cell, at) => el(at === 0 ? "th" : "td", { scope: at === 0 ? "row" : null, class: style(at) }, cell))),
+  );
+  const table = el("table", null, el("thead", null, el("tr", null, top)), el("tbody", null, body));
+  byId(name).querySelector(".scroll").replaceChildren(table);
+  if (note) byId(name).append(el("p", { class: "note" }, note));
+  revealSection(name);
+}
+
+function showSamples(samples) {
+  if (samples.length === 0) return;
+  const tag = (name, value) => el("span", null, `${name} `, el("b", null, value));
+  byId("sample-list").replaceChildren(
+    ...samples.map((one) =>
+      el(
+        "div",
+        { class: "sample" },
+        el(
+          "p",
+          { class: "legend" },
+          tag("step", count(one.train_step)),
+          tag("reward", number(one.reward)),
+          tag("policy versions", one.policy_versions.map(version).join(", ")),
+          el("span", null, one.trajectory_id),
+        ),
+        el("pre", null, one.prompt),
+        el("pre", null, one.completion),
+      ),
+    ),
+  );
+  revealSection("samples");
+}
+
+function showLogs(logs) {
+  if (logs.length === 0) return;
+  const link = ({ name, value }) => el("li", null, el("a", { href: name }, name), el("span", { class: "note" }, ` ${value}`));
+  byId("log-list").replaceChildren(...logs.map(link));
+  revealSection("logs");
 }
 
 // Note on a page whose gateway has gone with the run; again() connects once more.

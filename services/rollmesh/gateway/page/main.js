@@ -79,7 +79,8 @@ class Page {
     api.takeTokenOfLink();
     startSections();
     this.#readSettings = startSettings((read) => this.#attempt("configuration", read));
-    this.#stream.start();
+    if (api.isFile) this.#openFile();
+    else this.#stream.start();
     for (const poll of this.#polls) this.#poll(poll);
     document.addEventListener("visibilitychange", () => {
       if (document.hidden) return;
@@ -87,6 +88,14 @@ class Page {
       this.#readNow();
     });
     await this.#actions.restore();
+  }
+
+  // report.html: a snapshot and lists that are in the page itself, read once.
+  #openFile() {
+    const inside = ["curves", "policies", "trajectories", ...["about"].filter(api.knows)];
+    this.#polls = this.#polls.filter(({ name }) => inside.includes(name));
+    this.#onEvent("snapshot", api.recordedAnswer("events"));
+    this.#onConnection({ state: "live" });
   }
 
   // Reads once the facts that do not change while the gateway runs.
@@ -106,6 +115,7 @@ class Page {
     if (data.overview.result !== null && !this.#viewed) this.#view(data.overview);
     this.#readWhatChanged(this.#overview, data.overview);
     this.#overview = data.overview;
+    this.#curves.bound = data.overview.staleness.bound;
     this.#timeline.apply(name, data.timeline);
     this.#drawSoon();
   }
@@ -113,11 +123,12 @@ class Page {
   // The page of a run that has ended: its result, and no section of a live mesh.
   #view(overview) {
     this.#viewed = true;
-    setText(byId("connection"), "from the run folder");
+    setText(byId("connection"), api.isFile ? "report" : "from the run folder");
     hideSections(LIVE_SECTIONS);
     setSight(0, overview.newest_version);
+    this.#curves.bound = overview.staleness.bound;
     this.#curves.end(overview.run);
-    this.#versions.end();
+    setText(byId("staleness-note"), "Trajectories of all trained batches.");
     this.#trajectories.end();
     showResult(overview);
   }
@@ -200,7 +211,7 @@ class Page {
       poll.busy = false;
     }
     clearTimeout(poll.timer);
-    poll.timer = setTimeout(() => this.#poll(poll), poll.every);
+    if (!api.isFile) poll.timer = setTimeout(() => this.#poll(poll), poll.every);
   }
 
   // Refreshes a list immediately if an event shows that its content has changed.

@@ -115,11 +115,6 @@ export class VersionTable {
     this.#heldByEvaluation = overview.pinned_by === "evaluation";
   }
 
-  // A run that has ended has no generators, and no actions.
-  end() {
-    byId("version-table").classList.add("ended");
-  }
-
   // Train step of a version; null if it is not in the list.
   trainStep(policyVersion) {
     return this.#list.find((one) => one.policy_version === policyVersion)?.train_step ?? null;

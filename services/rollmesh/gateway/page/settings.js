@@ -18,6 +18,7 @@ export function startSettings(attempt) {
     }
   };
   const attemptRead = () => attempt(read);
+  if (api.isFile) setText(byId("settings-details").firstElementChild, "Resolved run file, without its secrets");
   byId("settings-details").addEventListener("toggle", attemptRead);
   return attemptRead;
 }

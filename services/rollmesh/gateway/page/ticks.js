@@ -20,6 +20,14 @@ export function tickText(value, step) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+// Range of whole decades around the positive values, for a logarithmic axis.
+export function decades(values) {
+  const logs = values.filter((value) => value > 0 && Number.isFinite(value)).map(Math.log10);
+  if (logs.length === 0) return { low: 0.1, high: 1 };
+  const least = Math.floor(Math.min(...logs));
+  return { low: 10 ** least, high: 10 ** Math.max(Math.ceil(Math.max(...logs)), least + 1) };
+}
+
 // Vertical range of a curve: from 0 if the values are close enough to it, with a margin.
 export function valueRange(lows, highs) {
   let low = Infinity;

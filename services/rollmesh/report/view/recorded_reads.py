@@ -28,10 +28,10 @@ from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
-from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.report_file import REPORT_FILE
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
-from rollmesh.report.view.recorded_overview import recorded_overview
+from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
 from rollmesh.runtime.request_guard import NotFound
 
 
@@ -39,9 +39,9 @@ class RecordedReads:
     """``RunReads`` of a run folder. Batch files are read when they are asked for."""
 
     def __init__(
-        self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics, beside: RecordedRun | None = None
+        self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics, beside: Sequence[RecordedRun] = ()
     ) -> None:
-        """Read the records of the run, and the curves of a run beside it; blocks."""
+        """Read the records of the run, and the curves of other runs beside it; blocks."""
         self._config = config
         tokenizer, self._archive = open_tokenizer(config), Archive(config)
         self._pieces = None if tokenizer is None else tokenizer.pieces
@@ -49,11 +49,11 @@ class RecordedReads:
         self._processes = RunProcesses(run.path)
         self._settings = RunSettings(yaml=run_file_text(config))
         self._curves = recorded_curves(run)
-        self._beside = None if beside is None else recorded_curves(beside)
+        self._beside = [recorded_curves(other) for other in beside]
         self._policies = recorded_policies(run)
         # A link cannot carry the token in a header: the report is not served where reads need it.
         self.has_report = not config.gateway.token_for_reads and (run.path / REPORT_FILE).exists()
-        self._overview = recorded_overview(run, config, self._curves, report=self.has_report)
+        self._overview = recorded_overview(run, self._curves, report=self.has_report)
         self.hub = EventHub(self._snapshot, config.gateway.most_event_clients, metrics)
 
     def about(self) -> About:
@@ -70,7 +70,7 @@ class RecordedReads:
 
     def timeline(self) -> Timeline:
         """Return no rollout: none is in progress."""
-        return Timeline(time=self._overview.time, window_seconds=0.0, in_flight=0, left_out=0, rollouts=[])
+        return no_rollouts(self._overview)
 
     def follow(self, after: int | None) -> AsyncIterator[bytes]:
         """Stream one snapshot, then signs of life."""
@@ -81,8 +81,6 @@ class RecordedReads:
 
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return curves."""
-        if self._beside is None:
-            return self._curves.curves.answer(names, points)
         return curves_beside(self._curves, self._beside, names, points)
 
     async def trajectories(

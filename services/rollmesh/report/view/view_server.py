@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
@@ -17,8 +17,8 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
-from rollmesh.report.html import REPORT_FILE
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.report_file import REPORT_FILE
 from rollmesh.report.view.recorded_reads import RecordedReads
 from rollmesh.runtime.api_app import api_app, no_check, token_check
 from rollmesh.runtime.http_server import accepted_hosts, public_server
@@ -28,8 +28,11 @@ from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.request_guard import RequestMetrics
 
 _HOST = "127.0.0.1"
-_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-"""Content policy of the report: one file with inline styles and plots, and without scripts."""
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' data:; img-src data:; "
+    "frame-ancestors 'none'"
+)
+"""Content policy of the report: one file with inline styles, scripts and data, which fetches nothing."""
 
 
 async def serve_view(
@@ -38,7 +41,7 @@ async def serve_view(
     port: int,
     shutdown: Shutdown,
     ready: Callable[[str], None],
-    beside: RecordedRun | None = None,
+    beside: Sequence[RecordedRun] = (),
 ) -> None:
     """Serve the page until ``shutdown``; ``ready`` receives the link to it. Raises ConfigError if the port is taken.
 

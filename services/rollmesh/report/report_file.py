@@ -1,0 +1,140 @@
+"""``report.html``: the page of an ended run in one file, with its data inside, which opens offline.
+
+Styles, scripts and data are inline, and nothing is fetched. The page writes text from the run as text nodes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollmesh.config.load import run_file_text
+from rollmesh.errors import CheckpointError
+from rollmesh.file_writes import write_text
+from rollmesh.gateway.archive import Archive
+from rollmesh.gateway.batch_lists import BatchLists
+from rollmesh.gateway.models.api_model import ApiModel
+from rollmesh.gateway.models.batch_pages import BatchList
+from rollmesh.gateway.models.ending import ResultLine, RunSettings
+from rollmesh.gateway.models.items import PolicyList
+from rollmesh.gateway.models.live import Overview, SnapshotEvent
+from rollmesh.gateway.page_files import PAGE
+from rollmesh.gateway.run_facts import run_facts
+from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
+from rollmesh.report.formats import count
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
+from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
+from rollmesh.runtime.request_guard import ApiError
+
+REPORT_FILE = "report.html"
+_POINTS = 300
+"""Most points of a curve."""
+_STEPS, _ROWS, _DETAILS, _TOKENS = 12, 50, 2, 1000
+"""Batches in the file, evenly spread; rows of each, trajectories of each token by token, and tokens of these."""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write ``report.html`` into a complete or partial run folder; return its path.
+
+    Raises DataError for a missing folder.
+    """
+    run = RecordedRun(run_folder)
+    return run.replace_file(REPORT_FILE, page_in_one_file("index.html", run.name, asyncio.run(_answers(run, ()))))
+
+
+def write_comparison(runs: Mapping[str, Path], target: Path) -> Path:
+    """Write the page of the first run, with the curves of the others beside, by updates, by tokens and by time."""
+    first, *others = (RecordedRun(path) for path in runs.values())
+    write_text(target, page_in_one_file("index.html", ", ".join(runs), asyncio.run(_answers(first, others))))
+    return target
+
+
+async def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str, Any]:
+    """Return what the read routes would answer, by their path; the page asks for nothing else."""
+    curves = recorded_curves(run)
+    overview, policies = recorded_overview(run, curves), recorded_policies(run)
+    assert overview.result is not None
+    logs = tuple(
+        ResultLine(name=log.relative_to(run.path).as_posix(), value=f"{count(log.stat().st_size)} bytes")
+        for log in run.logs()
+    )
+    overview = overview.model_copy(update={"result": overview.result.model_copy(update={"logs": logs})})
+    answers: dict[str, ApiModel] = {
+        "events": SnapshotEvent(overview=overview, timeline=no_rollouts(overview)),
+        "series": curves_beside(curves, [recorded_curves(other) for other in others], [], _POINTS),
+        "policies": PolicyList(policies=policies, total=len(policies)),
+        "config": RunSettings(yaml=run_file_text(run.config) if run.config else run.config_text or ""),
+        "batches": BatchList(train_steps=[]),
+    }
+    if run.config is not None:
+        answers["about"] = run_facts(run.config, text=True)
+        answers |= await _trajectories(run, overview)
+    return {path: answer.model_dump(mode="json") for path, answer in answers.items()}
+
+
+async def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
+    """Return some batches with some of their trajectories; none of batches that cannot be read from here."""
+    assert run.config is not None
+    config = run.config.model_copy(update={"checkpoints": run.checkpoint_section})
+    tokenizer, archive = open_tokenizer(config), Archive(config)
+    pieces = None if tokenizer is None else tokenizer.pieces
+    lists, found = BatchLists(archive, pieces), dict[str, ApiModel]()
+    try:
+        steps = (await lists.steps()).train_steps
+        shown = steps[:: max(1, -(-len(steps) // _STEPS))]
+        for step in shown:
+            page = await lists.page(step, "batch", False, 0, _ROWS)
+            found["batches"] = BatchList(train_steps=[*shown[: shown.index(step) + 1]])
+            found[f"batches/{step}"] = page
+            for item in page.items[:_DETAILS]:
+                group = await archive.find(item.group_id, step)
+                if group is not None:
+                    detail = archived_detail(group, item.id, overview.train_step, 0, _TOKENS, pieces)
+                    assert detail is not None
+                    found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
+    except (ApiError, CheckpointError):
+        return found  # deleted, damaged, or too slow: `rollmesh audit` says which
+    return found
+
+
+def page_in_one_file(page: str, title: str, answers: Mapping[str, Any]) -> str:
+    """Return an HTML file of the page's folder with its styles, scripts and these answers of the API inside.
+
+    Modules import each other by names of an import map.
+    """
+    modules = {f"page/{file.name}": _module(file) for file in sorted(PAGE.glob("*.js"))}
+    # Text that begins a tag would end the element of the data.
+    data = json.dumps(answers, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    text = _file(page)
+    text = text.replace("<title>rollmesh</title>", f"<title>{html.escape(title)} · rollmesh</title>")
+    text = re.sub(
+        r'<link rel="stylesheet" href="page/(.*)">', lambda found: f"<style>\n{_file(found[1])}</style>", text
+    )
+    text = text.replace("page/icon.svg", _data_url("image/svg+xml", _file("icon.svg")))
+    text = text.replace(
+        '<script src="page/theme.js"></script>',
+        f"<script>\n{_file('theme.js')}</script>\n"
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'
+        f'<script type="application/json" id="recorded">{data}</script>',
+    )
+    return re.sub(r'<script type="module" src="(.*)">', r'<script type="module">import "\1";', text)
+
+
+def _module(file: Path) -> str:
+    text = re.sub(r'from "\./', 'from "page/', file.read_text(encoding="utf-8"))
+    return _data_url("text/javascript", text)
+
+
+def _data_url(kind: str, text: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def _file(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")

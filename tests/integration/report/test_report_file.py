@@ -1,0 +1,156 @@
+"""report.html: the page of a whole or partial run in one file, which fetches nothing and runs no text of the run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.gateway.page_files import PAGE
+from rollmesh.report.report_file import REPORT_FILE, write_report
+from rollmesh.report.view.run_result import MOST_SAMPLES
+
+from .made_checkpoints import MadeRun
+from .made_run import answers_of
+
+PLOTTED = {
+    "reward_mean",
+    "outcome_mean",
+    "evaluation",
+    "response_length_mean",
+    "response_length_p90",
+    "truncated_share",
+    "staleness_mean",
+    "staleness_max",
+    "off_policy_token_share",
+    "effective_sample_share",
+    "clipped_share",
+    "entropy",
+    "kl_behavior",
+    "logprob_gap_max",
+    "generated_tokens_per_second",
+    "trained_tokens_per_second",
+}
+"""Curves that the report has of every run."""
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """The result of the run on its page, which is written for it."""
+    assert write_report(folder) == folder / REPORT_FILE
+    result: dict[str, Any] = answers_of(folder / REPORT_FILE)["events"]["overview"]["result"]
+    return result
+
+
+def curves_of(folder: Path) -> dict[str, Any]:
+    return {one["name"]: one for one in answers_of(folder / REPORT_FILE)["series"]["series"]}
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Path]) -> Path:
+    """A complete run whose page is written; only to be read."""
+    folder = make_run(tmp_path_factory.mktemp("complete") / "run", steps=12)
+    write_report(folder)
+    return folder
+
+
+def test_the_page_has_all_its_files_inside_and_fetches_nothing(complete: Path) -> None:
+    text = (complete / REPORT_FILE).read_text(encoding="utf-8")
+    named = re.findall(r'<(?:script|link|img)\b[^>]*(?:src|href)="([^"]*)"', text)
+    assert all(source.startswith("data:") for source in named)
+    modules = json.loads(re.findall(r'<script type="importmap">(.*?)</script>', text)[0])["imports"]
+    assert modules.keys() == {f"page/{file.name}" for file in PAGE.glob("*.js")}
+    for url in modules.values():
+        module = base64.b64decode(url.removeprefix("data:text/javascript;base64,")).decode()
+        assert set(re.findall(r'from "(.*?)"', module)) <= modules.keys()
+    assert not re.search(r"https?://(?!www\.w3\.org)", re.sub(r'id="recorded">.*?</script>', "", text, flags=re.S))
+
+
+def test_every_plot_and_every_table_of_a_complete_run_has_data(complete: Path) -> None:
+    curves, result = curves_of(complete), answers_of(complete / REPORT_FILE)["events"]["overview"]["result"]
+    assert {name for name, one in curves.items() if one["x"]} >= PLOTTED
+    assert len(result["history"]["time"]) > 1 and result["history"]["running"] and result["history"]["trajectories"]
+    assert [table["name"] for table in result["tables"]] == ["evaluations", "versions"]
+    for table in result["tables"]:
+        assert {len(row) for row in table["rows"]} == {len(table["heads"])}
+    text = json.dumps(result)
+    for word in ("0.7900", "straggler_timeout", "logs/trainer-0.log", "audit.json: not written"):
+        assert word in text, word
+    assert "groups_per_batch" in answers_of(complete / REPORT_FILE)["config"]["yaml"]
+    assert sum(bar["count"] for bar in answers_of(complete / REPORT_FILE)["events"]["overview"]["staleness"]["trained"])
+
+
+def test_trained_trajectories_are_inside_token_by_token(audited: MadeRun) -> None:
+    write_report(audited.folder)
+    answers = answers_of(audited.folder / REPORT_FILE)
+    steps = answers["batches"]["train_steps"]
+    assert steps
+    for step in steps:
+        first = answers[f"batches/{step}"]["items"][0]
+        detail = answers[f"trajectories/{first['id']}"]
+        assert detail["train_step"] == step
+        assert (
+            sum(len(run["token_ids"]) for run in detail["runs"]) == detail["prompt_tokens"] + detail["response_tokens"]
+        )
+
+
+def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:
+    text = (complete / REPORT_FILE).read_text(encoding="utf-8")
+    assert "<script>alert" not in text
+    samples = answers_of(complete / REPORT_FILE)["events"]["overview"]["result"]["samples"]
+    assert "<script>alert(1)</script>" in json.dumps(samples)
+
+
+def test_an_empty_folder_still_gets_a_page_that_says_what_is_missing(tmp_path: Path) -> None:
+    result = result_of(tmp_path)
+    missing = " ".join(result["missing"])
+    for name in ("metrics.jsonl", "timeline.jsonl", "evaluations.jsonl", "samples.jsonl", "config.yaml", "audit.json"):
+        assert name in missing
+    assert result["remarks"][0]["text"] == "No train step has been recorded." and result["remarks"][0]["bad"]
+    assert result["history"] is None and result["tables"] == []
+
+
+def test_steps_and_moments_that_report_nothing_but_their_number_make_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n{"train_step": 2}\n', encoding="utf-8")
+    lines = "".join(f'{{"t": {second}, "generators": []}}\n' for second in range(400))
+    (tmp_path / "timeline.jsonl").write_text(lines, encoding="utf-8")
+    history = result_of(tmp_path)["history"]
+    assert len(history["time"]) <= 300 and history["running"] == [] and history["trajectories"] == {}
+
+
+def test_a_run_without_metrics_keeps_its_timeline(run_folder: Path) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    result = result_of(run_folder)
+    assert result["history"]["running"]
+    assert "metrics.jsonl: not written" in result["missing"]
+
+
+def test_a_long_run_stays_a_small_file(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    write_report(make_run(tmp_path / "day", steps=400, seconds=20.0))
+    assert (tmp_path / "day" / REPORT_FILE).stat().st_size < 2_000_000
+
+
+def test_the_bound_of_the_preset_is_drawn_even_if_the_run_file_leaves_it_null(complete: Path) -> None:
+    assert answers_of(complete / REPORT_FILE)["events"]["overview"]["staleness"]["bound"] == 4
+
+
+def test_many_and_long_completions_are_thinned_out_and_shortened(run_folder: Path) -> None:
+    line = '{"train_step": %d, "prompt": "p", "completion": "' + "x" * 10_000 + '", "reward": 1}\n'
+    (run_folder / "samples.jsonl").write_text("".join(line % i for i in range(200)), encoding="utf-8")
+    samples = result_of(run_folder)["samples"]
+    assert len(samples) <= MOST_SAMPLES
+    assert all("more characters" in sample["completion"] for sample in samples)
+    assert samples[-1]["train_step"] == 199
+
+
+def test_writing_again_replaces_the_page_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n', encoding="utf-8")
+    first = write_report(tmp_path).read_text(encoding="utf-8")
+    before = {p.name for p in tmp_path.iterdir()}
+    (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n{"train_step": 2}\n', encoding="utf-8")
+    assert write_report(tmp_path).read_text(encoding="utf-8") != first
+    assert {p.name for p in tmp_path.iterdir()} == before
