@@ -128,14 +128,7 @@ class Archive:
         return self._rows[train_step]
 
     def _open(self) -> CheckpointStore | None:
-        if self._store is None:
-            section = self._config.checkpoints
-            # Files cannot be verified without the secret of the run, and the gateway does not create one.
-            known = section.secret is not None or (Path(self._config.folder) / SECRET_FILE).exists()
-            root = Path(section.folder) if section.folder else Path(self._config.folder) / "checkpoints"
-            if not known or not (section.remote or root.is_dir()):
-                return None
-            self._store = open_checkpoints(self._config)
+        self._store = self._store or readable_checkpoints(self._config)
         return self._store
 
     def _step_of(self, store: CheckpointStore, group_id: str, hint: int | None, deadline: float) -> int | None:
@@ -167,6 +160,17 @@ class Archive:
         while len(self._steps) > _MOST_GROUPS:
             _, removed = self._steps.popitem(last=False)
             self._indexed.discard(removed)
+
+
+def readable_checkpoints(config: RunConfig) -> CheckpointStore | None:
+    """Open the checkpoints of a run; None without their folder, or without the secret that seals their files.
+
+    Unlike the services of a mesh it creates neither.
+    """
+    section = config.checkpoints
+    known = section.secret is not None or (Path(config.folder) / SECRET_FILE).exists()
+    root = Path(section.folder) if section.folder else Path(config.folder) / "checkpoints"
+    return open_checkpoints(config) if known and (section.remote or root.is_dir()) else None
 
 
 def _unread(why: str) -> Busy:

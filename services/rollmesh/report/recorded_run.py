@@ -29,6 +29,7 @@ from rollmesh.scheduling import OnStale, Schedule
 
 Record = Mapping[str, Any]
 FAILURE_FILE = "failure.json"
+REPORT_FILE = "report.html"
 _LOCATION_VARIABLES = tuple(f"ROLLMESH_CHECKPOINTS__{name}" for name in ("FOLDER", "CACHE_FOLDER", "OBJECT_STORE"))
 
 

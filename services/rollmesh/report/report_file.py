@@ -5,20 +5,20 @@ Styles, scripts and data are inline, and nothing is fetched. The page writes tex
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollmesh.config.load import run_file_text
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import write_text
-from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.batch_lists import BatchLists
+from rollmesh.gateway.archive import Archived, readable_checkpoints
+from rollmesh.gateway.batch_rows import batch_page, rows_of
 from rollmesh.gateway.models.api_model import ApiModel
 from rollmesh.gateway.models.batch_pages import BatchList
 from rollmesh.gateway.models.ending import ResultLine, RunSettings
@@ -28,12 +28,10 @@ from rollmesh.gateway.page_files import PAGE
 from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
 from rollmesh.report.formats import count
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
-from rollmesh.runtime.request_guard import ApiError
 
-REPORT_FILE = "report.html"
 _POINTS = 300
 """Most points of a curve."""
 _STEPS, _ROWS, _DETAILS, _TOKENS = 12, 50, 2, 1000
@@ -46,17 +44,17 @@ def write_report(run_folder: Path) -> Path:
     Raises DataError for a missing folder.
     """
     run = RecordedRun(run_folder)
-    return run.replace_file(REPORT_FILE, page_in_one_file("index.html", run.name, asyncio.run(_answers(run, ()))))
+    return run.replace_file(REPORT_FILE, page_in_one_file("index.html", run.name, _answers(run, ())))
 
 
 def write_comparison(runs: Mapping[str, Path], target: Path) -> Path:
     """Write the page of the first run, with the curves of the others beside, by updates, by tokens and by time."""
     first, *others = (RecordedRun(path) for path in runs.values())
-    write_text(target, page_in_one_file("index.html", ", ".join(runs), asyncio.run(_answers(first, others))))
+    write_text(target, page_in_one_file("index.html", ", ".join(runs), _answers(first, others)))
     return target
 
 
-async def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str, Any]:
+def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str, Any]:
     """Return what the read routes would answer, by their path; the page asks for nothing else."""
     curves = recorded_curves(run)
     overview, policies = recorded_overview(run, curves), recorded_policies(run)
@@ -75,33 +73,33 @@ async def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str,
     }
     if run.config is not None:
         answers["about"] = run_facts(run.config, text=True)
-        answers |= await _trajectories(run, overview)
+        answers |= _trajectories(run, overview)
     return {path: answer.model_dump(mode="json") for path, answer in answers.items()}
 
 
-async def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
+def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
     """Return some batches with some of their trajectories; none of batches that cannot be read from here."""
     assert run.config is not None
     config = run.config.model_copy(update={"checkpoints": run.checkpoint_section})
-    tokenizer, archive = open_tokenizer(config), Archive(config)
+    tokenizer, found, shown = open_tokenizer(config), dict[str, ApiModel](), list[int]()
     pieces = None if tokenizer is None else tokenizer.pieces
-    lists, found = BatchLists(archive, pieces), dict[str, ApiModel]()
     try:
-        steps = (await lists.steps()).train_steps
-        shown = steps[:: max(1, -(-len(steps) // _STEPS))]
-        for step in shown:
-            page = await lists.page(step, "batch", False, 0, _ROWS)
-            found["batches"] = BatchList(train_steps=[*shown[: shown.index(step) + 1]])
-            found[f"batches/{step}"] = page
-            for item in page.items[:_DETAILS]:
-                group = await archive.find(item.group_id, step)
-                if group is not None:
-                    detail = archived_detail(group, item.id, overview.train_step, 0, _TOKENS, pieces)
-                    assert detail is not None
-                    found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
-    except (ApiError, CheckpointError):
-        return found  # deleted, damaged, or too slow: `rollmesh audit` says which
-    return found
+        store = readable_checkpoints(config)
+        steps = [] if store is None else store.batch_steps()[::-1]
+        for step in steps[:: max(1, -(-len(steps) // _STEPS))]:
+            assert store is not None
+            groups = list(islice(store.groups(step), _ROWS))
+            rows = [row for group in groups for row in rows_of(group)][:_ROWS]
+            found[f"batches/{step}"] = batch_page(step, rows, "batch", False, 0, _ROWS, pieces)
+            for row in rows[:_DETAILS]:
+                archived = Archived(train_step=step, group=groups[0])
+                detail = archived_detail(archived, row.trajectory_id, overview.train_step, 0, _TOKENS, pieces)
+                if detail is not None:
+                    found[f"trajectories/{row.trajectory_id}"] = detail.model_copy(update={"next_token": None})
+            shown.append(step)
+    except (CheckpointError, ConfigError):
+        pass  # deleted or damaged: `rollmesh audit` says which
+    return {**found, "batches": BatchList(train_steps=shown)}
 
 
 def page_in_one_file(page: str, title: str, answers: Mapping[str, Any]) -> str:

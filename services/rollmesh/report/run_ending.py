@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rollmesh.report.formats import duration
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.sentences import facts, verdict_line
 from rollmesh.report.summary import RunSummary, summarise
 
@@ -20,8 +20,8 @@ def ending(run: RecordedRun, summary: RunSummary | None = None, now: float | Non
     rows += [(name, value) for name, value in facts(summary) if name in evaluations]
     audit = summary.audit
     rows.append(("audit", "not run" if audit is None else verdict_line(audit, summary.audited_part)))
-    if (run.path / "report.html").exists():
-        rows.append(("report", f"{run.path / 'report.html'}"))
+    if (run.path / REPORT_FILE).exists():
+        rows.append(("report", f"{run.path / REPORT_FILE}"))
     return rows
 
 

@@ -71,7 +71,7 @@ def _arm(each: DrawnArm, *, is_best: bool) -> Mapping[str, Any]:
 
 def _by_version(versions: Float64Array, values: Float64Array) -> list[Mapping[str, Any]]:
     """Sum values [generators, moments] by version, each from its first to its last moment."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for version in np.unique(versions[versions >= 0]):
         total = np.where(versions == version, values, 0).sum(axis=0)
         used = np.flatnonzero(total)

@@ -19,7 +19,8 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.mesh import Cursor
-from rollmesh.report.report_file import REPORT_FILE, write_report
+from rollmesh.report.recorded_run import REPORT_FILE
+from rollmesh.report.report_file import write_report
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.text import Tokenizer
 from rollmesh.types import (

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rollmesh.gateway.page_files import PAGE
-from rollmesh.report.report_file import REPORT_FILE, write_report
+from rollmesh.report.recorded_run import REPORT_FILE
+from rollmesh.report.report_file import write_report
 from rollmesh.report.view.run_result import MOST_SAMPLES
 
 from .made_checkpoints import MadeRun

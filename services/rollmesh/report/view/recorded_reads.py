@@ -28,8 +28,7 @@ from rollmesh.gateway.models.process_views import LogTail, ProcessList
 from rollmesh.gateway.run_facts import run_facts
 from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
-from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.report_file import REPORT_FILE
+from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
 from rollmesh.runtime.request_guard import NotFound

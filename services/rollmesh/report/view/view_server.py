@@ -17,8 +17,7 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
-from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.report_file import REPORT_FILE
+from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_reads import RecordedReads
 from rollmesh.runtime.api_app import api_app, no_check, token_check
 from rollmesh.runtime.http_server import accepted_hosts, public_server
