@@ -52,13 +52,6 @@ class CoreShares:
     strangers: Samples = ()
     """The same in the run that is simulated."""
 
-    def __post_init__(self) -> None:
-        for name in ("generators", "generator_demand", "service_demand"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"shared cores: {name}={value}; expected a finite number of at least 0")
-        if self.cores < (1 if self.is_shared else 2):
-            raise ConfigError(f"shared cores: cores={self.cores}; expected 1 or more, 2 if the sides have their own")
-
     def generator_slowing(self, *, decoding: int, is_training: bool) -> float:
         """Return the factor on the seconds of the ``decoding`` ones."""
         if not (decoding and self.generator_demand):

@@ -36,21 +36,6 @@ class EngineCosts:
     """Seconds of a step per context token of all running calls together, by running calls."""
     prefill_seconds_per_token: float
 
-    def __post_init__(self) -> None:
-        if len(self.base) != len(self.slope) or len(self.base) < 2:
-            raise ConfigError(
-                f"engine costs: base has {len(self.base)} entries and slope {len(self.slope)}; both need one for each "
-                "number of running calls, and one for 0"
-            )
-        for name, values in (("base", self.base[1:]), ("slope", self.slope[1:])):
-            for running, seconds in enumerate(values, 1):
-                if not 0 <= seconds < math.inf or (name == "base" and not seconds):
-                    raise ConfigError(
-                        f"engine costs: {name}({running})={seconds}; expected finite seconds, base above 0 and slope "
-                        "at least 0"
-                    )
-        _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
-
     @property
     def slots(self) -> int:
         """Largest number of running calls with known costs."""

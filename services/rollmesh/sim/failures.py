@@ -74,10 +74,6 @@ class FailurePlan:
                 raise ConfigError(f"--fail {item}: {text!r} is not a number of type {known[name]}") from None
         return cls(**values, seed=seed)  # type: ignore[arg-type]
 
-    def slow_factors(self, count: int) -> tuple[float, ...]:
-        """Return the factor of each of the first generators."""
-        return (self.slow_factor,) * min(count, self.slow_generators)
-
 
 class Failures:
     """Failures of one run; the times of one kind do not depend on the other kinds."""
@@ -110,10 +106,9 @@ class Failures:
     def begin(self, generators: int) -> None:
         """Start the generators and plan the first failures."""
         plan = self._plan
-        slow = plan.slow_factors(generators)
         late = min(generators, plan.late_generators)
         for index in range(generators):
-            start = partial(self._start, slow[index] if index < len(slow) else 1.0)
+            start = partial(self._start, plan.slow_factor if index < plan.slow_generators else 1.0)
             if index < generators - late:
                 start()
             else:

@@ -219,10 +219,6 @@ class TracedLengths:
     groups: tuple[tuple[TracedTrajectory, ...], ...]
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.groups or not all(self.groups):
-            raise ConfigError("lengths: no trajectories; give a trace or a run folder that has some")
-
     def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:
         """Return the sampled tokens of the first members of a group, as ``LengthModel.draw`` does."""
         return np.array([sum(chosen.outputs) for chosen in self._chosen(position, prompt, members)], dtype=np.int32)

@@ -96,10 +96,6 @@ class LengthModel:
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_share <= 1:
             raise ConfigError(f"lengths.prompt_share={self.prompt_share}: expected a number between 0 and 1")
-        if self.cap < 1:
-            raise ConfigError(f"lengths.cap={self.cap}: expected at least 1 token")
-        if not (math.isfinite(self.growth_per_step) and self.growth_per_step > -1):
-            raise ConfigError(f"lengths.growth_per_step={self.growth_per_step}: expected a number above -1")
         object.__setattr__(self, "_normals", _Normals(self.seed))
 
     def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:

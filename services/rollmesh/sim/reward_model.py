@@ -13,8 +13,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rollmesh.errors import ConfigError
-
 _NORMAL = NormalDist()
 
 
@@ -28,13 +26,6 @@ class RewardModel:
     """Standard deviation of ln(seconds)."""
     worker_count: int = 1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("median_seconds", "sigma"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"rewards.{name}={value}; expected a finite number of at least 0")
-        if self.worker_count < 1:
-            raise ConfigError(f"rewards.worker_count={self.worker_count}; expected at least 1")
 
     def seconds(self, answer_id: str, incarnation: int) -> float:
         """Return the scoring time of one answer."""
@@ -72,13 +63,6 @@ class SolveModel:
     seed: int = 0
     _probabilities: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Probability of each prompt drawn so far."""
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"rewards.{name}={value}; expected a finite number above 0")
-        if self.seed < 0:
-            raise ConfigError(f"rewards.seed={self.seed}; expected at least 0")
 
     def probability(self, prompt: int) -> float:
         """Return the probability that an answer to a prompt is correct."""

@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.torch.architecture import Architecture, architecture_from_config, read_architecture
 from rollmesh.sim.decode_curve import EngineCosts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One device."""
+class Gpu(NamedTuple):
+    """Public figures of one device."""
 
     name: str
     memory_bytes: float
@@ -33,35 +32,23 @@ class Gpu:
     """Peak bandwidth of the device's memory."""
     flops_per_second: float
     """Peak dense bf16 rate of the matrix units."""
-    form: str
-    """Form that the figures belong to."""
-
-
-def _gpu(name: str, gigabytes: float, terabytes_per_second: float, teraflops: float, form: str) -> Gpu:
-    return Gpu(
-        name=name,
-        memory_bytes=gigabytes * 1e9,
-        bytes_per_second=terabytes_per_second * 1e12,
-        flops_per_second=teraflops * 1e12,
-        form=form,
-    )
 
 
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("A100", 80, 2.039, 312, "SXM, 80 GB"),
-        _gpu("H100", 80, 3.35, 989.4, "SXM"),
-        _gpu("H200", 141, 4.8, 989.4, "SXM"),
-        _gpu("B200", 180, 8.0, 2250, "one of the eight of an HGX board"),
-        _gpu("H800", 80, 3.35, 989.4, "H100 SXM with less NVLink and float64"),
-        _gpu("H20", 96, 4.0, 148, "SXM"),
-        _gpu("L40S", 48, 0.864, 362, "PCIe"),
-        _gpu("MI300X", 192, 5.3, 1307.4, "OAM"),
+        Gpu("A100", 80e9, 2.039e12, 312e12),  # SXM, 80 GB
+        Gpu("H100", 80e9, 3.35e12, 989.4e12),  # SXM
+        Gpu("H200", 141e9, 4.8e12, 989.4e12),  # SXM
+        Gpu("B200", 180e9, 8.0e12, 2250e12),  # one of the eight of an HGX board
+        Gpu("H800", 80e9, 3.35e12, 989.4e12),  # H100 SXM with less NVLink and float64
+        Gpu("H20", 96e9, 4.0e12, 148e12),  # SXM
+        Gpu("L40S", 48e9, 0.864e12, 362e12),  # PCIe
+        Gpu("MI300X", 192e9, 5.3e12, 1307.4e12),  # OAM
     )
 }
-"""GPUs by name, from memory of the vendors' published figures; no data sheet was read. NVIDIA prints the
-rates with sparsity, twice these dense ones."""
+"""GPUs by name, from memory of the vendors' published figures; no data sheet was read. NVIDIA prints the rates with
+sparsity, twice these dense ones."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -176,13 +163,6 @@ class Efficiencies:
     cache_share: float = 0.9
     """Share of a GPU's memory for weights and cache of an engine."""
 
-    def __post_init__(self) -> None:
-        for name in ("memory", "compute", "cache_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"efficiency {name}={getattr(self, name)}; expected a share above 0 and at most 1")
-        if not 0 <= self.step_seconds < 60:
-            raise ConfigError(f"efficiency step_seconds={self.step_seconds}; expected seconds from 0 to 60")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
@@ -194,7 +174,7 @@ class Roofline:
     efficiencies: Efficiencies = Efficiencies()
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1 or self.model.head_count % self.tensor_parallel:
+        if self.model.head_count % self.tensor_parallel:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel} does not divide the model's {self.model.head_count} attention "
                 "heads"
@@ -236,8 +216,6 @@ class Roofline:
         return self._forward_seconds(devices)
 
     def _forward_seconds(self, devices: int) -> float:
-        if devices < 1:
-            raise ConfigError(f"devices={devices}; a trainer needs at least 1")
         return FORWARD_FLOPS * multiplied_weight_count(self.model) / (devices * self._flops_per_second)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.event_clock import EventClock
@@ -39,32 +39,11 @@ class TrainerModel:
     switch_seconds: float = 0.0
     """Colocated only: seconds to hand the devices from generators to trainer, and again to hand them back."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if "seconds" not in field.name:
-                continue
-            if not 0 <= (value := getattr(self, field.name)) < math.inf:
-                raise ConfigError(f"trainer.{field.name}={value}; expected finite seconds of at least 0")
-        if self.evidence_passes < 0:
-            raise ConfigError(f"trainer.evidence_passes={self.evidence_passes}; expected at least 0")
-        if self.background_seconds > (0 if self.colocated else self.publication_seconds):
-            raise ConfigError(
-                f"trainer.background_seconds={self.background_seconds}: a publication takes "
-                f"{self.publication_seconds}, none of it in the background of a colocated trainer; use less"
-            )
-        if self.switch_seconds and not self.colocated:
-            raise ConfigError(
-                f"trainer.switch_seconds={self.switch_seconds}: only a colocated trainer switches; set colocated or "
-                "leave switch_seconds out"
-            )
-
     def train_seconds(self, *, tokens: int, ahead_tokens: int = 0) -> float:
         """Return the seconds from the claim of a batch to new weights.
 
         ``ahead_tokens`` of the batch have their gradient and evidence already.
         """
-        if not 0 <= ahead_tokens <= tokens:
-            raise ValueError(f"ahead_tokens={ahead_tokens}; expected 0 to tokens={tokens}")
         return self.fixed_seconds + self.part_seconds(tokens - ahead_tokens) + self.switch_seconds
 
     def part_seconds(self, tokens: int) -> float:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollmesh.errors import ConfigError
 from rollmesh.sim.cores import CoreShares, Strangers, fair_level
 
 TOGETHER = CoreShares(cores=2, is_shared=True, generators=2, generator_demand=1.0, service_demand=0.0)
@@ -66,17 +65,3 @@ def test_strangers_that_come_after_the_measurement_slow_both_sides() -> None:
     assert crowded.generator_slowing(decoding=2, is_training=False) == pytest.approx(2.0)
     assert crowded.trainer_slowing(decoding=0) == pytest.approx(1.5)
     assert replace(crowded, strangers_before=crowded.strangers).trainer_slowing(decoding=0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("cores", 0), ("generator_demand", -0.1), ("service_demand", math.nan), ("service_demand", math.inf)],
-)
-def test_a_share_that_no_machine_has_is_refused(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{field}="):
-        replace(TOGETHER, **{field: value})
-
-
-def test_one_core_cannot_be_divided_between_the_sides() -> None:
-    with pytest.raises(ConfigError, match="cores=1"):
-        replace(APART, cores=1)

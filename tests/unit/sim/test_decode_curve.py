@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.errors import ConfigError
-from rollmesh.sim.decode_curve import CurvePoint, DecodeCurve, EngineCosts, write_curve
+from rollmesh.sim.decode_curve import CurvePoint, DecodeCurve, write_curve
 
 ROWS = [(1, 100, 0.011), (1, 300, 0.013), (4, 100, 0.024), (4, 300, 0.032)]
 """base(1) = 0.010, base(4) = 0.020, slope = 1e-5 everywhere."""
@@ -85,17 +85,3 @@ def test_an_unusable_point_in_a_file_is_named_with_the_file(tmp_path: Path) -> N
     (tmp_path / "curve.json").write_text(json.dumps({"points": points, "prefill_seconds_per_token": 0}))
     with pytest.raises(ConfigError, match=r"curve\.json: decode curve: seconds at running=1, context=10=-1\.0"):
         DecodeCurve.read(tmp_path / "curve.json")
-
-
-@pytest.mark.parametrize(
-    ("base", "slope", "message"),
-    [
-        ((0.0, 0.0), (0.0, 0.0), r"base\(1\)=0.0"),
-        ((0.0, 1.0), (0.0, -1.0), r"slope\(1\)=-1.0"),
-        ((0.0, math.nan), (0.0, 0.0), r"base\(1\)=nan"),
-        ((0.0, 1.0), (0.0,), "2 entries and slope 1"),
-    ],
-)
-def test_impossible_costs_are_refused(base: tuple[float, ...], slope: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineCosts(base=base, slope=slope, prefill_seconds_per_token=0.0)

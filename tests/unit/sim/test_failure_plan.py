@@ -9,7 +9,6 @@ from rollmesh.sim.failures import FailurePlan
 def test_items_become_rates_and_numbers():
     plan = FailurePlan.parse(["deaths_per_hour=0.5", "slow_generators=2", "slow_factor=3"], seed=4)
     assert plan == FailurePlan(deaths_per_hour=0.5, slow_generators=2, slow_factor=3.0, seed=4)
-    assert plan.slow_factors(1) == (3.0,)
 
 
 @pytest.mark.parametrize(

@@ -146,30 +146,9 @@ def test_cancelled_calls_keep_the_tokens_of_whole_steps() -> None:
     assert generator.decoded_tokens == 7
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"slots": 9}, "slots=9"),
-        ({"cache_tokens": 1}, "cache_tokens=1"),
-        ({"slow": 0.0}, "slow_factor=0.0"),
-        ({"slow": math.nan}, "slow_factor=nan"),
-    ],
-)
-def test_impossible_generators_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        clock(costs(), **settings)  # type: ignore[arg-type]
-
-
 def test_a_call_that_the_cache_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cache_tokens=10"):
         clock(costs(), cache_tokens=10).arrive(1, context=5, remaining=6)
-
-
-def test_the_clock_does_not_go_back() -> None:
-    generator = clock(costs())
-    generator.advance(2.0)
-    with pytest.raises(ValueError, match=r"now=1.0"):
-        generator.advance(1.0)
 
 
 def test_a_slower_node_ends_its_step_and_takes_longer_for_the_next_ones() -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollmesh.errors import ConfigError
 from rollmesh.sim.length_trace import TracedLengths, TracedTrajectory, by_group
 from rollmesh.sim.simulated_calls import SimulatedTurn
 
@@ -103,8 +102,3 @@ def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
     model = lengths(short, long, traced(1, 0, 40))
     assert model.prompt_tokens(0) == 90
     assert model.longest() == (100, short)
-
-
-def test_lengths_without_a_trajectory_are_refused():
-    with pytest.raises(ConfigError, match="no trajectories"):
-        TracedLengths(groups=())

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from rollmesh.errors import ConfigError
@@ -52,24 +50,3 @@ def test_the_next_batch_begins_without_parts() -> None:
 def test_parts_need_devices_of_their_own() -> None:
     with pytest.raises(ConfigError, match="colocated"):
         PartsAhead(TrainerModel(fixed_seconds=1.0, seconds_per_token=0.0, colocated=True), now=0.0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("fixed_seconds", -1.0),
-        ("seconds_per_token", math.nan),
-        ("evidence_seconds_per_token", math.inf),
-        ("evidence_passes", -1),
-        ("switch_seconds", 1.0),
-    ],
-)
-def test_impossible_trainers_are_refused_with_field_and_value(field: str, value: float) -> None:
-    settings = {"fixed_seconds": 1.0, "seconds_per_token": 0.0, field: value}
-    with pytest.raises(ConfigError, match=f"trainer.{field}={value}"):
-        TrainerModel(**settings)  # type: ignore[arg-type]
-
-
-def test_more_tokens_ahead_than_the_batch_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="ahead_tokens=11"):
-        MODEL.train_seconds(tokens=10, ahead_tokens=11)
