@@ -30,17 +30,6 @@ def test_only_answers_wholly_of_the_pinned_version_with_a_value_count():
     assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 1, 4)
 
 
-def test_lengths_and_truncation_are_those_of_the_answers_that_count():
-    answers = [answer(1.0, tokens=10), answer(0.0, tokens=30, truncated=True), answer(0.0, version=9, tokens=99)]
-    details = summarise(answers, 3).details
-    assert details == {"mean_length": 20.0, "max_length": 30.0, "truncated_share": 0.5}
-
-
-def test_no_answers_are_a_result_without_a_division_by_zero():
-    result = summarise([], 3)
-    assert (result.mean, result.standard_error, result.sample_count) == (0.0, None, 0)
-
-
 def test_the_standard_error_of_a_single_answer_is_unknown():
     assert summarise([answer(1.0)], 3).standard_error is None
     assert summarise([answer(1.0, 0), answer(1.0, 1)], 3).standard_error == 0.0
@@ -60,11 +49,6 @@ def test_the_prompts_are_the_sample_of_mean_and_standard_error():
     result = summarise([answer(reward, prompt) for prompt, reward in rewards], 3)
     assert (result.mean, result.sample_count, result.discarded_count) == (0.5, 5, 1)
     assert result.standard_error == pytest.approx(0.5 / math.sqrt(3))
-
-
-def test_one_prompt_has_no_standard_error_however_often_it_is_answered():
-    result = summarise([answer(1.0), answer(0.0), answer(1.0), answer(0.0)], 3)
-    assert (result.mean, result.standard_error, result.sample_count) == (0.5, None, 4)
 
 
 def test_every_part_of_a_mixture_has_a_score_of_its_own():

@@ -53,31 +53,6 @@ def test_the_oldest_unclaimed_group_says_how_stale_the_next_batch_may_be() -> No
     assert unclaimed_staleness(replace(VIEW, unclaimed_by_step=((9, 1),))) == 0
 
 
-def test_groups_that_are_neither_open_nor_ready_are_cut() -> None:
-    metrics = Metrics("rollout")
-    MeshMetrics(metrics).update(VIEW)
-    groups = {state: exported(metrics, "queue_groups", state=state) for state in ("open", "ready", "cut")}
-    assert groups == {"open": 4, "ready": 3, "cut": 2}
-    assert exported(metrics, "unclaimed_staleness_steps") == 2
-    assert exported(metrics, "run_complete") == 0
-
-
-def test_the_limits_of_the_run_stand_beside_what_they_limit() -> None:
-    metrics = Metrics("rollout")
-    config = {
-        "name": "limits",
-        "folder": "runs/limits",
-        "model": {"path": "model"},
-        "trainer": {"train_steps": 50},
-        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 3},
-    }
-    MeshMetrics(metrics).limits(Schedule.from_config(RunConfig.model_validate(config)))
-    assert exported(metrics, "max_staleness_steps") == 3
-    assert exported(metrics, "pool_trajectories") == 24
-    assert exported(metrics, "batch_groups") == 4
-    assert exported(metrics, "train_step", kind="last") == 50
-
-
 def test_an_automatic_pool_shows_its_size_both_bounds_and_the_times_behind_them() -> None:
     metrics = Metrics("rollout")
     config = {
@@ -123,17 +98,6 @@ def counts(**changes: Any) -> StoreCounts:
     names = ("scoring_queue", "sessions", "dead_letters", "used_memory_bytes", "max_memory_bytes")
     states = ("trajectories", "groups", "totals", "drops", "dropped_tokens", "drop_deciles")
     return StoreCounts(**{**dict.fromkeys(names, 0), **{name: {} for name in states}, **changes})
-
-
-def test_the_store_is_shown_in_bytes_sessions_and_dead_letters() -> None:
-    metrics = Metrics("rollout")
-    sizes = {"used_memory_bytes": 1000, "max_memory_bytes": 4000}
-    store = counts(scoring_queue=5, sessions=2, dead_letters=3, totals={"dead_total": 8}, **sizes)
-    MeshMetrics(metrics).counted(store, 0)
-    shown = ("used_memory_bytes", "max_memory_bytes", "sessions")
-    assert [exported(metrics, f"store_{name}") for name in shown] == [1000, 4000, 2]
-    assert [exported(metrics, name) for name in ("dead_letters", "dead_letters_written")] == [3, 8]
-    assert exported(metrics, "unheld_scoring_trajectories") == 5
 
 
 @pytest.mark.parametrize(("rests_since", "steps"), [(None, 0), (7, 0), (5, 2)])

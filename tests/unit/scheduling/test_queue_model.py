@@ -6,11 +6,10 @@ import timeit
 
 import pytest
 
-from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Desired, RunLimits
 from rollmesh.sim.queue_model import GroupState, QueueModel, Save
 from rollmesh.sim.queue_model.records import ScoredSet
-from rollmesh.types import ForkStatus, WriteStatus
+from rollmesh.types import WriteStatus
 
 
 def queue(pool_size=1 << 20, **changes):
@@ -49,61 +48,6 @@ def test_a_scored_set_gives_the_smallest_member_first_whatever_left_or_moved():
             expected.pop(name, None)
         smallest = min(expected, key=lambda name: (expected[name], name), default=None)
         assert (len(found), found.first()) == (len(expected), smallest)
-
-
-@pytest.mark.parametrize(("reward", "ends"), [(1.0, {}), (None, {"e0-0": "too_few_scored"})])
-def test_a_group_of_one_is_ready_with_one_score_and_dropped_without(reward, ends):
-    model = queue(group_size=1)
-    model.admit("e0-0", 1)
-    complete(model, reward)
-    if reward is None:
-        complete(model, None)  # of the member that replaces it
-    assert list(model.groups[GroupState.READY]) == ([] if ends else ["e0-0"])
-    assert model.ended == ends
-
-
-def test_a_batch_goes_from_its_cut_to_trained_and_leaves_nothing():
-    model = queue()
-    model.admit("e0-0", 2)
-    complete(model, 0.0, 1.0)
-    model.cut(1, ["e0-0"])
-    with pytest.raises(Conflict, match="has not been confirmed"):
-        model.report_trained()
-    assert [group.group_id for group in model.claim()] == ["e0-0"]
-    model.confirm_batch_file()
-    assert model.claim() == [] and not model.members
-    model.report_trained()
-    assert (model.trained_step, model.ended, model.admitted_unconsumed) == (1, {"e0-0": "consumed"}, 0)
-    assert not any(model.counts.values()) and not model.unclaimed
-
-
-def test_wrong_calls_are_refused():
-    model = queue(pool_size=1)
-    model.admit("e0-0", 2)
-    with pytest.raises(Conflict, match="e0-0 was admitted before"):
-        model.admit("e0-0", 2)
-    with pytest.raises(Conflict, match="e0-0 is not ready"):
-        model.cut(1, ["e0-0"])
-    with pytest.raises(Conflict, match="cut_step is 0"):
-        model.cut(2, ["e0-0"])
-    with pytest.raises(SessionLost, match="session nobody is not open"):
-        model.lease("nobody", 1)
-    (member,) = model.lease("worker", 2)
-    assert model.fork("worker", member.trajectory_id) == (ForkStatus.POOL_FULL, None)
-    assert model.append("nobody", member.trajectory_id, Save(1, 0)) is WriteStatus.LOST
-    assert model.score("worker", member.trajectory_id, 1.0) is WriteStatus.REFUSED
-
-
-def test_a_cut_over_the_staleness_bound_is_refused():
-    model = queue(max_staleness=0)
-    for index in range(2):
-        model.admit(f"e0-{index}", 2)
-        complete(model, 0.0, 1.0)
-    model.cut(1, ["e0-0"])
-    model.confirm_batch_file()
-    model.report_trained()
-    with pytest.raises(Conflict, match="e0-1 has staleness 1, over the bound of 0"):
-        model.cut(2, ["e0-1"])
 
 
 def train(model, *names):

@@ -1,8 +1,6 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +9,7 @@ from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.arms import arms_of, parse_setup
-from rollmesh.sim.figures import Figures, figures_tables
+from rollmesh.sim.figures import Figures
 from rollmesh.sim.simulation_setup import DEFAULT_RUN
 
 FIGURES = Figures(
@@ -58,11 +56,6 @@ def test_compared_presets_have_the_settings_that_go_with_them_and_as_many_trajec
     assert (sync.settings.fleet.rules.at_once, tis.settings.fleet.rules.at_once) == (None, 1)
 
 
-def test_a_train_step_has_the_fixed_time_of_each_optimizer_step():
-    one, two = arms_of(None, SMALL, ["step_fixed_seconds=3"], [], sweep="trainer.minibatches=1,2")
-    assert (one.settings.trainer.fixed_seconds, two.settings.trainer.fixed_seconds) == (3, 6)
-
-
 def test_a_run_file_keeps_its_own_settings(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(DEFAULT_RUN.read_text())
@@ -70,12 +63,6 @@ def test_a_run_file_keeps_its_own_settings(tmp_path):
         arms_of(run, [*SMALL, "schedule.preset=sorted"], [], [])
     (arm,) = arms_of(None, [*SMALL, "schedule.preset=sorted"], [], [])
     assert arm.settings.schedule.groups_per_batch == 2
-
-
-def test_trajectories_that_are_no_whole_groups_are_refused():
-    odd = [*SMALL, "schedule.preset=sorted", "schedule.groups_per_batch=3"]
-    with pytest.raises(ConfigError, match=r"schedule.groups_per_batch=3 trajectories .* schedule.group_size=2"):
-        arms_of(None, odd, [], [], compare="sync")
 
 
 @pytest.mark.parametrize(
@@ -91,11 +78,6 @@ def test_trajectories_that_are_no_whole_groups_are_refused():
 def test_a_comparison_that_makes_no_sense_is_refused(options, named):
     with pytest.raises(ConfigError, match=named):
         arms_of(None, SMALL, [], [], **options)
-
-
-def test_a_sweep_over_a_field_that_the_preset_fixes_is_refused():
-    with pytest.raises(ConfigError, match=r"schedule.max_staleness=2: schedule.preset=sync"):
-        arms_of(None, [*SMALL, "schedule.preset=sync"], [], [], sweep="schedule.max_staleness=0,2")
 
 
 @pytest.mark.parametrize(
@@ -178,11 +160,6 @@ def test_a_simulation_at_scale_prints_its_cost():
     assert cost["finished"] >= 12 and cost["peak_bytes"] > 10e6 and cost["microseconds_per_trajectory"] > 0
 
 
-def test_scale_is_refused_with_a_run_file():
-    with pytest.raises(ConfigError, match="--scale with run.yaml"):
-        arms_of(Path("run.yaml"), [], [], [], is_at_scale=True)
-
-
 @pytest.mark.parametrize("columns", [80, 200])
 def test_the_tables_name_every_arm_and_every_figure_at_the_width_of_the_terminal(columns):
     sets = [argument for item in SMALL for argument in ("--set", item)]
@@ -193,10 +170,3 @@ def test_the_tables_name_every_arm_and_every_figure_at_the_width_of_the_terminal
         assert text in result.stdout
     assert "…" not in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= columns
-
-
-def test_the_histogram_of_staleness_adds_up_large_ages():
-    arms = [("a", replace(FIGURES, staleness={0: 1, 2: 3})), ("b", replace(FIGURES, staleness={1: 1, 12: 1}))]
-    (table,) = figures_tables(arms, 400)
-    (column,) = (column for column in table.columns if str(column.header).startswith("staleness"))
-    assert list(column.cells) == ["1.50: 25 0 75", "1.50: 0 50 0 0 0 0 0 0 0 0 10+: 50"]

@@ -61,11 +61,6 @@ def test_every_setting_and_constant_is_printed() -> None:
     assert "--calibrate RUN_FOLDER" in text
 
 
-def test_arms_that_assume_different_things_say_so() -> None:
-    result = sim(*SMALL, "--sweep", "data.max_prompt_tokens=100,200")
-    assert "assumed for data.max_prompt_tokens=100: prompt_tokens=50" in " ".join(result.stdout.split())
-
-
 def recorded(folder: Path, preset: str = "sync") -> Path:
     """A run of four steps, 10 s each: 2 ms per decode step and 0.1 ms per token, 4 s of gradient for 1,000 tokens."""
     demo = recipe_file("countdown", "demo.yaml").read_text().splitlines()
@@ -154,8 +149,3 @@ def test_a_folder_without_the_times_is_refused(tmp_path: Path, missing: str, nam
     (recorded(tmp_path) / missing).unlink()
     result = sim("--calibrate", str(tmp_path), *SMALL)
     assert result.exit_code == 2 and named in result.stderr
-
-
-def test_a_setting_that_the_run_replaces_is_refused(tmp_path: Path) -> None:
-    result = sim("--calibrate", str(recorded(tmp_path)), *SMALL, "--with", "gpu=H200")
-    assert result.exit_code == 2 and "with gpu: the run has its own" in result.stderr

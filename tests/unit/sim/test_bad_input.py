@@ -1,7 +1,5 @@
 """Bad input of ``rollmesh sim`` ends with status 2 and a message that names the field, the value and the remedy."""
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
@@ -22,28 +20,6 @@ def error_of(*options, sets=()):
 def assert_names(error, *texts):
     for text in texts:
         assert text in error
-
-
-@pytest.mark.parametrize(
-    ("points", "prefill", "named"),
-    [
-        (
-            [(1, 1000, 0.1), (128, 1000, 0.2)],
-            1e-5,
-            ("running=1", "one context (1000 tokens", "measure at two contexts"),
-        ),
-        ([*POINTS[1:], (1, 1000, 0.9)], 1e-5, ("running=1, context=8000 takes", "less than 0.9", "measure again")),
-        ([*POINTS[1:], (1, 1000, -0.1)], 1e-5, ("running=1, context=1000=-0.1", "above 0", "measure again")),
-        ([*POINTS[1:], (1, 1000, float("nan"))], 1e-5, ("running=1, context=1000=nan", "finite", "measure again")),
-        (POINTS, -1.0, ("prefill_seconds_per_token=-1.0", "at least 0", "measure again")),
-        (POINTS[:2], 1e-5, ("slots=128", "ends at running=1", "simulate fewer slots")),
-    ],
-)
-def test_an_unusable_curve(tmp_path, points, prefill, named):
-    file = tmp_path / "curve.json"
-    fields = [dict(zip(("running", "context", "seconds"), point, strict=True)) for point in points]
-    file.write_text(json.dumps({"points": fields, "prefill_seconds_per_token": prefill}))
-    assert_names(error_of("--with", f"curve={file}"), *named)
 
 
 @pytest.mark.parametrize(
@@ -96,24 +72,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_simulated(t
         # The simulation would end with another error: no batch is ever cut.
         error = error_of("--page", str(file), sets=("generator.replicas=0",))
         assert_names(error, f"--page {file}: give a file in a folder that exists")
-
-
-def test_lengths_of_a_trace_above_the_context(tmp_path):
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"group": "a", "stream": 0, "prompt_len": 9000, "out_lens": [9000], "obs_lens": []}\n')
-    error = error_of("--lengths", str(file))
-    assert_names(error, "group=a, stream=0", "have 18000 tokens", "max_context_tokens=16512", "raise the context")
-
-
-@pytest.mark.parametrize("option", ["--lengths", "--export"])
-@pytest.mark.parametrize(
-    ("has_started", "named"), [(True, "no finished trajectories"), (False, "no checkpoint store; has this run started")]
-)
-def test_a_run_folder_without_finished_trajectories(tmp_path, option, has_started, named):
-    if has_started:
-        (tmp_path / "secret").write_text("0" * 64)
-        (tmp_path / "checkpoints").mkdir()
-    assert_names(error_of(option, str(tmp_path)), str(tmp_path), named)
 
 
 @pytest.mark.parametrize(

@@ -82,25 +82,6 @@ def test_a_step_costs_its_context_too_and_calls_finish_together() -> None:
     assert (generator.next_event(), generator.calls()) == (math.inf, [])
 
 
-def test_prefills_stop_decoding() -> None:
-    generator = clock(costs(prefill=0.25))
-    generator.advance(5.0)
-    generator.arrive(1, context=8, remaining=2)  # prefill until 7, steps until 9
-    assert generator.advance(8.0) == []
-    generator.arrive(2, context=4, remaining=1)  # prefill 8 to 9, steps at 10
-    assert generator.advance(20.0) == [Finished(1, 10.0, 2), Finished(2, 10.0, 1)]
-    assert generator.call_seconds == 5.0 + 2.0
-
-
-def test_calls_beyond_the_slots_wait_in_order() -> None:
-    generator = clock(costs(), slots=1)
-    for call in range(3):
-        generator.arrive(call, context=1, remaining=2)
-    assert (generator.running, generator.waiting) == (1, 2)
-    assert generator.cancel(1) == 0
-    assert generator.advance(4.0) == [Finished(0, 2.0, 2), Finished(2, 4.0, 2)]
-
-
 def test_a_full_cache_preempts_the_youngest_call_which_pays_its_prefill_again() -> None:
     """Cache of 20: two calls of 8 fit for 2 steps; the younger comes back when the older has finished, at 4 s."""
     generator = clock(costs(prefill=0.125), cache_tokens=20)
@@ -124,26 +105,6 @@ def test_an_interrupting_load_prefills_running_calls_again() -> None:
     # Loaded at 14, after the step in progress.
     assert generator.advance(100.0) == [Finished(1, 14.0 + 0.5 * 5 + 2.0, 5)]
     assert generator.reprefilled_tokens == 5
-
-
-def test_a_load_that_keeps_the_cache_only_stops_decoding() -> None:
-    generator = clock(costs(prefill=0.5))
-    generator.arrive(1, context=2, remaining=5)
-    generator.advance(3.0)
-    assert generator.reload(10.0, mode="keep_kv") == {1: 2}
-    assert generator.advance(100.0) == [Finished(1, 16.0, 5)]
-    assert generator.reprefilled_tokens == 0
-
-
-def test_cancelled_calls_keep_the_tokens_of_whole_steps() -> None:
-    generator = clock(costs())
-    generator.arrive(1, context=2, remaining=5)
-    generator.arrive(2, context=2, remaining=5)
-    generator.advance(2.5)
-    assert generator.cancel(1) == 2
-    assert generator.decoded_tokens == 4
-    assert generator.advance(10.0) == [Finished(2, 5.0, 5)]
-    assert generator.decoded_tokens == 7
 
 
 def test_a_call_that_the_cache_cannot_hold_is_refused() -> None:

@@ -13,11 +13,6 @@ def test_answers_wait_for_a_free_worker_in_order() -> None:
     assert [workers.known_at(now, f"g.{now}", 0) for now in (0.0, 0.5, 1.0, 10.0)] == [2.0, 2.5, 4.0, 12.0]
 
 
-def test_without_seconds_a_reward_is_known_at_once() -> None:
-    workers = RewardModel(median_seconds=0.0).workers()
-    assert [workers.known_at(now, "g.0", 0) for now in (1.0, 1.0, 2.0)] == [1.0, 1.0, 2.0]
-
-
 def test_scoring_times_are_lognormal_and_depend_on_the_answer_only() -> None:
     model = RewardModel(median_seconds=3.0, sigma=0.5, seed=7)
     seconds = [model.seconds(f"g{i}.0", 0) for i in range(4000)]
@@ -35,13 +30,6 @@ def test_prompts_have_beta_distributed_probabilities() -> None:
     probabilities = [model.probability(prompt) for prompt in range(2000)]
     deviation = math.sqrt(2 * 6 / (8**2 * 9))
     assert np.mean(probabilities) == pytest.approx(0.25, abs=4 * deviation / math.sqrt(2000))
-
-
-def test_rewards_follow_the_probability_of_their_prompt() -> None:
-    model = SolveModel(alpha=2.0, beta=2.0, seed=3)
-    probability = model.probability(5)
-    share = float(np.mean([model.rewards(position, 5, 16) for position in range(250)]))
-    assert share == pytest.approx(probability, abs=4 * math.sqrt(probability * (1 - probability) / 4000))
 
 
 def test_spare_members_do_not_change_the_rewards_of_the_others() -> None:

@@ -80,25 +80,9 @@ def test_context_costs_its_cache_bytes() -> None:
     assert costs.step(64, 512_000) - costs.step(64, 0) == pytest.approx(8.764e-3, rel=1e-3)
 
 
-def test_efficiencies_and_tensor_parallelism_scale_the_parts() -> None:
-    peak = roofline("H100", "7b").costs(8)
-    real = roofline(
-        "H100", "7b", tensor_parallel=2, efficiencies=Efficiencies(memory=0.5, compute=0.25, step_seconds=0.001)
-    ).costs(8)
-    assert real.base[8] == pytest.approx(0.001 + peak.base[8])  # half the weights at half the bandwidth
-    assert real.slope[8] == pytest.approx(peak.slope[8])
-    assert real.prefill_seconds_per_token == pytest.approx(2 * peak.prefill_seconds_per_token)
-
-
 def test_the_cache_gets_the_memory_beside_the_weights() -> None:
     """H100: (80e9 - 15.231e9) / 57,344 = 1.1295 million tokens."""
     assert roofline("H100", "7b").cache_tokens(32_768) == pytest.approx(1.1295e6, rel=1e-3)
-
-
-def test_training_takes_four_times_the_seconds_of_a_forward_pass() -> None:
-    costs = roofline("H100", "7b")
-    assert costs.evidence_seconds_per_token(16) == pytest.approx(2 * 7.0706e9 / 16 / 989.4e12, rel=1e-4)
-    assert costs.train_seconds_per_token(16) == pytest.approx(4 * costs.evidence_seconds_per_token(16))
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

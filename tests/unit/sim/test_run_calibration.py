@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.errors import DataError
 from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
 from rollmesh.sim.cores import Strangers
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
@@ -83,11 +82,6 @@ def test_steps_of_many_calls_are_not_charged_to_the_prefills_that_come_with_them
     assert 300 * costs.base[0] + per_token * (9600 + 640) == pytest.approx(1.24)
 
 
-def test_idle_intervals_alone_are_no_records() -> None:
-    with pytest.raises(DataError, match="no decode step"):
-        engine_costs([work(0, 0, 0)], slots=4)
-
-
 def test_the_gradient_goes_by_tokens_and_the_rest_is_fixed() -> None:
     """4.4 s for 600 and 1600 tokens with prompts: 2 ms each, 0.2 s of a step for the prompts."""
     updates = [update(0.0, tokens=500, gradient=1.4), update(10.0, tokens=1500, gradient=3.0)]
@@ -96,11 +90,6 @@ def test_the_gradient_goes_by_tokens_and_the_rest_is_fixed() -> None:
     assert model.fixed_seconds == pytest.approx(0.5 + 0.2)
     assert (model.publish_seconds(), model.background_seconds) == pytest.approx((0.25, 0.15))
     assert model.train_seconds(tokens=300) == pytest.approx(0.7 + 0.6 + 0.2)  # and a third for the evidence
-
-
-def test_steps_without_tokens_are_no_records() -> None:
-    with pytest.raises(DataError, match="no train step"):
-        trainer_model([update(0.0, tokens=-PROMPTS)], evidence_passes=0)
 
 
 @pytest.mark.parametrize(("cuts", "lacking"), [((0.0, 9.0, 18.0), 3.75), ((0.0, 14.0, 28.0), 0.0)])
@@ -116,10 +105,6 @@ def test_generators_decode_between_the_steps() -> None:
     assert shares.service_demand == pytest.approx(0.2)
     assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4))
     assert (shares.generators, shares.strangers, shares.strangers_before) == (2, OTHERS, OTHERS)
-
-
-def test_without_a_pace_a_generator_takes_a_core_even_if_it_did_not_get_one() -> None:
-    assert core_shares(RECORDS, cores=2, is_shared=True, is_paced=False).generator_demand == 1.0
 
 
 def test_the_rate_of_a_run_leaves_its_start_out() -> None:

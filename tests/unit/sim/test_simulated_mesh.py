@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.sim.figures import figures
 from rollmesh.sim.queue_model import ModelGroup, ModelMember
@@ -55,12 +54,6 @@ def test_trajectories_that_rest_conserve_work_under_every_effect_of_a_new_versio
     mesh, result = run(settings)
     assert mesh.worker.rest_count > 0
     assert_conserved(mesh, result)
-
-
-def test_a_segment_that_holds_the_longest_answer_changes_nothing():
-    (rests, with_segments), (_, without) = (run(mesh_settings("ulorl", segment_tokens=n)) for n in (1500, 0))
-    assert rests.worker.rest_count == 0
-    assert with_segments == without
 
 
 def test_an_update_is_no_bubble_of_a_rollout_that_rests_during_it():
@@ -112,16 +105,6 @@ def test_a_small_cache_preempts_and_conserves_work():
     assert_conserved(mesh, result)
 
 
-def test_more_calls_than_slots_wait_in_the_generators():
-    mesh, result = run(mesh_settings("sync", generator={"slots": 2}))
-    assert_conserved(mesh, result)
-
-
-def test_placement_by_tokens_conserves_work():
-    mesh, result = run(mesh_settings("areal", rollout={"placement": "tokens"}))
-    assert_conserved(mesh, result)
-
-
 def test_equal_seeds_give_equal_output_and_another_seed_another_one():
     settings = mesh_settings("copris", failures=EVERY_FAILURE)
     assert run(settings)[1] == run(settings)[1]
@@ -140,14 +123,6 @@ def test_ended_groups_leave_no_record_although_no_garbage_is_collected(preset):
         gc.enable()
     assert after[ModelGroup] - before[ModelGroup] == sum(map(len, mesh.queue.groups.values()))
     assert after[ModelMember] - before[ModelMember] == len(mesh.queue.members)
-
-
-def test_a_run_leaves_garbage_collection_as_it_was():
-    run(mesh_settings("copris", steps=1))
-    assert gc.isenabled()
-    with pytest.raises(ConfigError):
-        run(mesh_settings("copris", generator={"replicas": 0}))
-    assert gc.isenabled()
 
 
 def test_sync_trains_only_on_the_newest_policy_and_copris_is_faster():
@@ -207,11 +182,6 @@ def test_a_trainer_that_crashes_while_it_waits_for_a_batch_claims_it_once_it_is_
     assert crashed.trained_at - crashed.cut_at == pytest.approx(settings.trainer.train_seconds(tokens=crashed.tokens))
 
 
-def test_a_trainer_that_crashes_every_nine_seconds_ends():
-    _, result = run(mesh_settings("copris", failures=("trainer_crashes_per_hour=400", "back_seconds=20")))
-    assert len(result.updates) == 6 and result.seconds < 3600
-
-
 def test_an_automatic_pool_fits_small_caches():
     auto, fixed = (run(mesh_settings("copris", steps=12, cache_tokens=1600, pool_size=size)) for size in ("auto", 64))
     assert auto[0].queue.desired.cache_pool is not None
@@ -257,14 +227,3 @@ def test_a_trainer_in_parts_finishes_sooner_after_the_cut():
     whole, parts = (run(mesh_settings("sync", part_groups=part))[1] for part in (0, 1))
     durations = [sum(update.trained_at - update.cut_at for update in result.updates) for result in (whole, parts)]
     assert durations[1] < durations[0]
-
-
-def test_a_mesh_without_generators_ends_with_what_it_waits_for():
-    with pytest.raises(ConfigError, match=r"schedule.preset=copris: batch 1 is not cut; .* waits for 4 more ready"):
-        run(mesh_settings("copris", generator={"replicas": 0}))
-
-
-def test_too_many_events_end_with_the_option_that_allows_them():
-    settings = mesh_settings("copris")
-    with pytest.raises(ConfigError, match="--long"):
-        run(replace(settings, most_events=50))

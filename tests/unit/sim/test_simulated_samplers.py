@@ -50,14 +50,6 @@ def test_completed_shares_follow_the_targets_though_lengths_differ_tenfold(seed:
     assert completed_shares(simulation) == pytest.approx(targets, abs=0.02)
 
 
-def test_each_domain_has_its_lengths() -> None:
-    simulation = mesh(40, None)
-    simulation.run()
-    records = simulation.queue.history.records
-    short, long = (records[domain_record(domain.name)].mean_tokens for domain in DOMAINS)
-    assert short is not None and long is not None and 8 < long / short < 12
-
-
 def test_the_leader_draws_what_its_sampler_chooses() -> None:
     rows: list[int] = []
 

@@ -89,14 +89,6 @@ def test_tools_and_rewards_of_days_end_although_the_mesh_looks_on(preset):
     assert len(result.updates) == 1 and result.seconds > 600_000
 
 
-def test_a_decode_of_days_ends_although_the_mesh_looks_on():
-    slow = ("slow_generators=4", "slow_factor=100000", "leader_gaps_per_hour=0.2")
-    settings = mesh_settings("sync", steps=1, failures=slow)
-    prompts = replace(settings.prompts, lengths=lengths(traced(0, 0, 400)))
-    _, result = run(replace(settings, prompts=prompts))
-    assert len(result.updates) == 1 and result.seconds > 300_000
-
-
 def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
     short, long = traced(0, 0, 10), replace(traced(0, 1, 3), prompt_tokens=90)
     model = lengths(short, long, traced(1, 0, 40))

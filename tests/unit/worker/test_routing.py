@@ -40,36 +40,6 @@ def candidates(records, in_flight, home=None):
     return found
 
 
-def test_the_generator_with_the_most_free_share_of_slots_is_chosen():
-    records = [generator("small", slots=4), generator("large", slots=16)]
-    assert chosen(records, {"small": 1, "large": 3}) == "large"
-    assert chosen(records, {"small": 1, "large": 5}) == "small"
-
-
-def test_calls_of_other_workers_break_ties_only():
-    records = [generator("a", running=6), generator("b", running=1)]
-    assert chosen(records) == "b"
-    assert chosen(records, {"b": 1}) == "a"
-
-
-def test_a_generator_older_than_the_newest_segment_cannot_continue():
-    records = [generator("old", 2), generator("new", 4)]
-    assert chosen(records, {"new": 7}, VersionNeed(min_version=3)) == "new"
-    assert chosen(records, {}, VersionNeed(min_version=5)) is None
-
-
-def test_an_evaluation_goes_to_its_pinned_version_and_nowhere_else():
-    records = [generator("a", 2), generator("b", 3)]
-    assert chosen(records, {"a": 8}, VersionNeed(pinned_version=2)) == "a"
-    assert chosen(records, {}, VersionNeed(pinned_version=0)) is None
-
-
-def test_generators_that_do_not_serve_or_are_avoided_get_no_call():
-    records = [generator("draining", serving=False), generator("bad"), generator("good")]
-    assert chosen(records, {"good": 8}, avoided={"bad"}) == "good"
-    assert chosen(records[:2], avoided={"bad"}) is None
-
-
 def test_a_group_stays_together_while_load_allows():
     records = [generator("home", slots=16), generator("other", slots=16)]
     assert chosen(records, {"home": 2, "other": 0}, home="home") == "home"
@@ -88,44 +58,11 @@ def by_tokens(records, contexts):
     return found
 
 
-def test_by_tokens_the_generator_with_the_emptiest_cache_is_chosen_however_many_calls_it_has():
-    records = [generator("few long", slots=8), generator("many short", slots=8)]
-    found = by_tokens(records, {"few long": [400, 300], "many short": [40] * 6})
-    assert found.choose(VersionNeed()).instance_id == "many short"
-    # 700 of 1024 tokens beside 240 of 256: the share of the cache counts.
-    small = [generator("few long", slots=8), generator("many short", slots=8, capacity=256)]
-    found = by_tokens(small, {"few long": [400, 300], "many short": [40] * 6})
-    assert found.choose(VersionNeed()).instance_id == "few long"
-
-
-def test_by_tokens_equally_full_caches_are_told_apart_by_calls_and_then_by_what_they_report():
-    records = [generator("a", used=512), generator("b", used=128), generator("c", used=128)]
-    found = by_tokens(records, {"b": [8], "c": [7, 8]})
-    assert found.choose(VersionNeed()).instance_id == "a", "8 and 15 tokens are less than 1/32 of the cache"
-    found = by_tokens(records, {"a": [8], "b": [8], "c": [8]})
-    assert found.choose(VersionNeed()).instance_id == "b"
-
-
-def test_by_tokens_a_call_counts_with_what_it_has_sampled_and_no_longer_once_it_has_left():
-    found = by_tokens([generator("a"), generator("b")], {"a": [100], "b": [200]})
-    assert found.choose(VersionNeed()).instance_id == "a"
-    for _ in range(30):
-        found.grow("a", 8)
-    assert found.choose(VersionNeed()).instance_id == "b"
-    found.leave("a", 340)
-    assert found.choose(VersionNeed()).instance_id == "a"
-
-
 def test_by_tokens_a_prompt_stays_with_its_cache_while_that_is_hardly_fuller_and_a_slot_is_free():
     records = [generator("home", slots=2), generator("other", slots=2)]
     assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), prompt_id="p").instance_id == "home"
     assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
     assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
-
-
-def test_by_tokens_a_generator_that_does_not_tell_its_capacity_is_loaded_by_calls():
-    found = by_tokens([generator("unknown", capacity=0), generator("known")], {"unknown": [1], "known": [200]})
-    assert found.choose(VersionNeed()).instance_id == "unknown"
 
 
 @given(
