@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from docs.build.field_rows import FieldRow, field_tables, prose
-from rollmesh.config.methods import Point
+from docs.build.field_rows import FieldRow, field_tables
+from rollmesh.config.advantage_methods import AdvantageMethod
+from rollmesh.config.loss_methods import LossMethod
+from rollmesh.config.methods import Method, Point
+from rollmesh.config.old_logprob_methods import OldLogprobMethod
+from rollmesh.user_code import load_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +22,8 @@ class MethodEntry:
     """One method as text."""
 
     name: str
-    source: str
+    paragraphs: tuple[str, ...]
+    """What it computes, what it needs, its source."""
     rows: tuple[FieldRow, ...]
     """Its options."""
     example: str
@@ -29,12 +35,39 @@ def method_entries(point: Point[Any]) -> list[MethodEntry]:
     return [
         MethodEntry(
             name=name,
-            source=prose(f"Source: {method.source}." + (f" Differs: {method.deviation}." if method.deviation else "")),
+            paragraphs=(*_definition(method), *_needs(method), _source(method)),
             rows=tuple(row for table in field_tables(method.options.model_json_schema()) for row in table.rows),
             example=run_file_part(point.example(name)),
         )
         for name, method in point.methods.items()
     ]
+
+
+def _definition(method: Method) -> list[str]:
+    """Return the paragraphs of the docstring of a method's function, or of its row."""
+    if isinstance(method, OldLogprobMethod):
+        return [f"`pi_old` of a token: {method.value.replace('``', '`')}."]
+    text = inspect.getdoc(load_target(method.function, "")) if method.function else ""
+    paragraphs = (text or "").partition(">>>")[0].split("\n\n")
+    return [" ".join(paragraph.split()).replace("``", "`") for paragraph in paragraphs if paragraph.strip()]
+
+
+def _needs(method: Method) -> Iterator[str]:
+    """Yield what a row says beyond source and options."""
+    if isinstance(method, LossMethod):
+        bounds = "none" if method.clip_low is None else f"{method.clip_low:g} and {method.clip_high:g}"
+        dual = "dual clip" if method.has_dual_clip else "no dual clip"
+        yield f"Bounds: {bounds}, {dual}. Aggregation: `{method.aggregation}`."
+    if isinstance(method, AdvantageMethod):
+        if method.aggregation:
+            yield f"It requires `aggregation: {method.aggregation}`."
+        if method.needs_policy:
+            other = " and one of `kl_reference_version`" if method.needs_reference else ""
+            yield f"It needs a pass of the policy at the start of the step{other}."
+
+
+def _source(method: Method) -> str:
+    return f"Source: {method.source}." + (f" Differs: {method.deviation}." if method.deviation else "")
 
 
 def run_file_part(fields: Mapping[str, Any]) -> str:

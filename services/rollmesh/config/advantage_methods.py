@@ -188,7 +188,8 @@ ADVANTAGES = Point(
                 needs_reference=True,
                 aggregation="token_mean",
                 uses_equal_rewards=True,
-                deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule",
+                deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule; "
+                "with old_logprobs: current, as it has no ratio",
                 example={"trainer.algorithm.advantage_options": {"beta": 0.05}, **_EQUAL_REWARDS},
             ),
         }

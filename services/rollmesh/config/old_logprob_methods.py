@@ -33,6 +33,8 @@ class TrainerLogprobs(Enum):
 class OldLogprobMethod(Method):
     """One source of old logprobs, the denominator of the ratio."""
 
+    value: str
+    """``pi_old`` of a token, in words."""
     trainer_logprobs: TrainerLogprobs
     needs_pure: bool = False
     """Cannot reproduce a token that attended to another version's KV cache, and takes the sampler's own instead."""
@@ -71,8 +73,13 @@ OLD_LOGPROBS: Point[OldLogprobMethod] = Point(
     field="trainer.algorithm.old_logprobs",
     methods=MappingProxyType(
         {
-            "sampler": OldLogprobMethod(source="our variant of CoPRIS", trainer_logprobs=TrainerLogprobs.NONE),
+            "sampler": OldLogprobMethod(
+                value="the logprob of the engine that sampled it, of its own version",
+                source="our variant of CoPRIS",
+                trainer_logprobs=TrainerLogprobs.NONE,
+            ),
             "stage_end": OldLogprobMethod(
+                value="the trainer's logprob at the end of the stage that sampled it; needs a barrier",
                 source="CoPRIS, arXiv 2511.05589",
                 trainer_logprobs=TrainerLogprobs.STAGE_END,
                 needs_pure=True,
@@ -80,29 +87,41 @@ OLD_LOGPROBS: Point[OldLogprobMethod] = Point(
                 example={"schedule.preset": "copris_paper"},
             ),
             "recompute": OldLogprobMethod(
-                source="decoupled PPO, arXiv 2505.24298", trainer_logprobs=TrainerLogprobs.STEP_START, needs_pure=True
+                value="the trainer's logprob before the step",
+                source="decoupled PPO, arXiv 2505.24298",
+                trainer_logprobs=TrainerLogprobs.STEP_START,
+                needs_pure=True,
             ),
             "current": OldLogprobMethod(
-                source="POIS of UloRL, arXiv 2507.19766", trainer_logprobs=TrainerLogprobs.STEP_START
+                value="the trainer's logprob before the step, mixed caches included",
+                source="POIS of UloRL, arXiv 2507.19766",
+                trainer_logprobs=TrainerLogprobs.STEP_START,
             ),
             "snapshot": OldLogprobMethod(
+                value="the logprob under the stored weights of its version",
                 source="Missing Old Logits, arXiv 2605.12070",
                 trainer_logprobs=TrainerLogprobs.SNAPSHOT,
                 needs_pure=True,
                 missing_reason="version_not_kept",
             ),
             "loglinear": OldLogprobMethod(
+                value="``(1 - a) log mu + a log pi``, ``a = d / (d + 1)`` for a token of staleness d; ``log pi`` is "
+                "that of the gradient pass, detached: no pass of its own, and the ratio to pi is "
+                "``(pi / mu)^(1 / (d + 1))``",
                 source="AReaL (documentation)",
                 trainer_logprobs=TrainerLogprobs.GRADIENT_PASS,
                 deviation="versions are train steps, and that of the update is one above the weights at its start",
             ),
             "ewma": OldLogprobMethod(
+                value="the logprob under ``theta(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k)``, an average "
+                "of the weights of the train steps k since its start or last reset, ``beta = W / (W + 2)``; one pass "
+                "of its own, mixed caches included",
                 source="revised PPO-EWMA of Missing Old Logits, arXiv 2605.12070",
                 options=EwmaOptions,
                 trainer_logprobs=TrainerLogprobs.AVERAGE,
                 missing_reason="average_not_kept",
-                deviation="once per train step, also with several minibatches; truncated weights count as active "
-                "tokens",
+                deviation="once per train step, also with several minibatches; a token is active if it is in the loss "
+                "and its weight is not 0 (a clip of ppo_clip sets it to 0, a cap does not)",
                 example={"trainer.algorithm.loss": "decoupled_ppo"},
             ),
         }

@@ -121,7 +121,11 @@ class OneRoundPlanner:
 
 
 def dars(*, rule: Literal["et", "hw"], most_members: int | None) -> RolloutPlanner:
-    """Plan a first round of the group's size, and a second one for hard prompts."""
+    """Plan a round of the group's size n, and with a share p < 1/2 of right answers a second one.
+
+    It has ``ceil(n (1 / (4 p (1 - p)) - 1))`` members with rule et and ``ceil(n (1 / (2 p) - 1))`` with hw, up to
+    ``most_members`` in all; ``p = 0.5 / n`` without a right answer.
+    """
     return DarsPlanner(DarsOptions(rule=rule, most_members=most_members))
 
 
@@ -149,10 +153,9 @@ class DarsPlanner:
 
 
 def more_members(count: int, solved: int, rule: str) -> int:
-    """Return the members of a second round after ``solved`` of ``count`` answers were right.
+    """Return the members of a second round after ``solved`` of ``count`` answers were right, as ``dars`` says.
 
-    ``ceil(n (1 / (4 p (1 - p)) - 1))`` for rule et, ``ceil(n (1 / (2 p) - 1))`` for hw, with ``p = solved / n``, or
-    ``0.5 / n`` without a right answer; 0 for p of at least a half. In integers, so that rounding cannot add a member.
+    In integers, so that rounding cannot add a member.
     """
     twice = max(1, 2 * solved)
     missing = count - twice

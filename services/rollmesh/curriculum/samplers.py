@@ -64,10 +64,10 @@ def domain_mix(
     targets: Mapping[str, float],
     least_completed: int,
 ) -> int:
-    """Draw a domain by its weight, then one of its rows that were drawn least often.
+    """Draw a domain in proportion to ``target clamp(target / share, 0.1, 10)``, then one of its rows drawn least often.
 
-    Without ``targets`` the weights of the mixture are the targets. Raises DataError for targets that do not name
-    domains of the data.
+    ``share`` is that among the completed trajectories. Without ``targets`` the weights of the mixture are the targets.
+    Raises DataError for targets that do not name domains of the data.
     """
     goals = targets or prompts.weights
     _check(goals, prompts)
