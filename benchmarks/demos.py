@@ -15,7 +15,7 @@ from rich.text import Text
 
 from benchmarks.method_effects import effect_of, read_traces
 from rollmesh.cli.common import EXIT_STOPPED, SetOption, clear_errors
-from rollmesh.cli.method_table import method_settings
+from rollmesh.cli.configuration import method_settings
 from rollmesh.cli.up import InlineOption, run_to_report
 from rollmesh.config import load_run_config, text_override
 from rollmesh.config.recipes import recipe_file
@@ -54,7 +54,7 @@ def schedules(
     set_: SetOption = None,
     inline: InlineOption = False,
 ) -> None:
-    """Run the demo's task under every preset of `rollmesh schedules`, with the settings that go with it.
+    """Run the demo's task under every preset of `rollmesh config schedules`, with the settings that go with it.
 
     Prints one row per preset. Exits with status 1 unless every run makes all its updates and its audit is green.
     """
@@ -79,7 +79,7 @@ def methods(
     set_: SetOption = None,
     inline: InlineOption = False,
 ) -> None:
-    """Run the demo's task with every method of `rollmesh methods`, with the settings that go with it.
+    """Run the demo's task with every method of `rollmesh config methods`, with the settings that go with it.
 
     Prints one row per method, with the traces of the method in its run, or "no effect". Exits with status 1 unless
     every run makes all its updates and its audit is green.

@@ -43,7 +43,7 @@ def _contracts() -> Mapping[str, str]:
 
 
 def plug_in_points() -> Mapping[str, PlugInPoint]:
-    """Return the points by their name in ``rollmesh methods``, in the order of the pages."""
+    """Return the points by their name in ``rollmesh config methods``, in the order of the pages."""
     contract = _contracts()
     algorithm = "trainer.algorithm"
     return MappingProxyType(

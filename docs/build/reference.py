@@ -12,8 +12,7 @@ from docs.build.task_entries import (
     source_entries,
     verifier_entries,
 )
-from rollmesh.cli.method_table import POINTS
-from rollmesh.cli.schedule_table import numbers
+from rollmesh.cli.configuration import POINTS, numbers
 from rollmesh.config import RunConfig
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.tasks.environments import environment_protocol

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from docs.build.page_text import templates, write_pages
 from docs.build.picture import draw
 from docs.build.pictured_run import LENGTHS, UPDATE_TICKS, UPDATES, PicturedRun
-from rollmesh.cli.schedule_table import numbers
+from rollmesh.cli.configuration import numbers
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.report.formats import percent

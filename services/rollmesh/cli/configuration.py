@@ -1,27 +1,39 @@
-"""``rollmesh config``: validate, show, schema."""
+"""``rollmesh config``: validate, show, schema, and the methods and schedules that a run file can name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run, run_of
 from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.curriculum import CURRICULUM_POINTS
+from rollmesh.config.methods import Method, Point
+from rollmesh.config.trainer import TRAINER_POINTS
 from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.preflight.run_checks import check_run
 from rollmesh.report.console import output_console
 from rollmesh.runtime.capacity import check_configured, this_machine
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, StartOrder
+from rollmesh.scheduling.presets import PRESETS, Preset
 
 Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the first train steps on assumed devices.")]
 With = Annotated[
     list[str] | None, typer.Option("--with", help="Simulation setting, repeatable: --with gpu=H200; docs/simulator.md")
 ]
-app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True, cls=PlainGroup)
+app = typer.Typer(
+    help="Validate, show or describe run files, and what they can name.", no_args_is_help=True, cls=PlainGroup
+)
+POINTS: Mapping[str, Point[Any]] = MappingProxyType({**CURRICULUM_POINTS, **TRAINER_POINTS})
+"""Points by the field of ``curriculum`` or ``trainer.algorithm`` that names a method; budget is its two budgets, and
+replay is ``trainer.replay``."""
 
 
 @app.command()
@@ -60,6 +72,12 @@ def _capacity_hint(config: RunConfig) -> list[str]:
     return []
 
 
+def _prediction(config: RunConfig, settings: list[str]) -> str:
+    from rollmesh.sim.arms import parse_setup, prediction
+
+    return prediction(config, parse_setup(settings))
+
+
 @app.command()
 def show(
     run: Annotated[Path, typer.Argument(help="Run file (YAML), or a run folder.", metavar="RUN")],
@@ -83,7 +101,86 @@ def schema() -> None:
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
-def _prediction(config: RunConfig, settings: list[str]) -> str:
-    from rollmesh.sim.arms import parse_setup, prediction
+@app.command()
+def methods() -> None:
+    """Print the methods of `curriculum`, `trainer.algorithm` and `trainer.replay`: options, source, deviation.
 
-    return prediction(config, parse_setup(settings))
+    Those of `curriculum`, advantage, loss and masks may also be `module:function` of your code.
+
+    Example: `rollmesh config methods`
+    """
+    for point, found in POINTS.items():
+        for name, method in found.methods.items():
+            typer.secho(f"{point}: {name}", bold=True)
+            if options := option_defaults(method):
+                typer.echo(f"  options: {', '.join(options)}")
+            typer.echo(f"  source: {method.source}")
+            if method.deviation:
+                typer.echo(f"  differs: {method.deviation}")
+
+
+@app.command()
+def schedules() -> None:
+    """Print the schedules that `schedule.preset` names: numbers, source, deviations, use, cost, companion settings.
+
+    B is `schedule.groups_per_batch`, n is `schedule.group_size`, the trajectories of a prompt. Every number can be
+    overridden in the run file.
+
+    Example: `rollmesh config schedules`
+    """
+    for name, preset in PRESETS.items():
+        typer.secho(name, bold=True)
+        typer.echo(f"  {', '.join(numbers(preset))}")
+        typer.echo(f"  source: {preset.source}")
+        if preset.deviation:
+            typer.echo(f"  differs: {preset.deviation}")
+        typer.echo(f"  use: {preset.use}")
+        typer.echo(f"  cost: {preset.cost}")
+        if preset.goes_with:
+            typer.echo(f"  goes with: {preset.goes_with}")
+
+
+def option_defaults(method: Method) -> list[str]:
+    """Return the options of a method, each with its default or ``required``."""
+    return [
+        f"{name} ({'required' if field.is_required() else json.dumps(field.get_default(call_default_factory=True))})"
+        for name, field in method.options.model_fields.items()
+    ]
+
+
+def method_settings() -> dict[str, list[str]]:
+    """Return the ``a.b=c`` overrides with which the demo trains each method, by ``point/method``."""
+    return {
+        f"{point.field.removesuffix('.by').rpartition('.')[2]}/{name}": [
+            f"{field}={json.dumps(value)}" for field, value in point.example(name).items()
+        ]
+        for point in POINTS.values()
+        for name in point.methods
+    }
+
+
+def numbers(preset: Preset) -> list[str]:
+    """Return the fields of the run file that a preset sets, with their values in B and n."""
+    window = preset.max_staleness + 1 if preset.window_batches is None else preset.window_batches
+    size = "n" if preset.harvest is Harvest.GROUP else "1"
+    members = size if not preset.spare_member_share else f"{1 + preset.spare_member_share:g} {size}"
+    pool = window if preset.pool_batches is None else preset.pool_batches
+    optional = {
+        f"harvest {preset.harvest}": preset.harvest is not Harvest.GROUP,
+        f"wave_batches {preset.wave_batches}": preset.admission is AdmissionRule.WAVE,
+        f"spare_groups {preset.spare_batches:g} B": preset.spare_batches,
+        f"spare_members {preset.spare_member_share:g} n": preset.spare_member_share,
+        f"segment_tokens max_new_tokens / {preset.segments}": preset.segments,
+        f"part_groups B / {preset.parts}": preset.parts,
+        f"start_order {preset.start_order}": preset.start_order is not StartOrder.ADMISSION,
+        f"cut_order {preset.cut_order}": preset.cut_order is not CutOrder.ADMISSION,
+        "barrier": preset.barrier,
+    }
+    return [
+        f"admission {preset.admission}",
+        f"max_staleness {preset.max_staleness}",
+        f"window_groups {window:g} B",
+        f"pool_size {pool:g} B * {members}",
+        f"on_stale {preset.on_stale}",
+        *(text for text, shown in optional.items() if shown),
+    ]

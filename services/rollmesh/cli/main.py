@@ -14,9 +14,7 @@ with many_imports():
     from rollmesh.cli import (
         configuration,
         inspection,
-        method_table,
         operations,
-        schedule_table,
         serving,
         sim,
         status,
@@ -61,7 +59,7 @@ serving.register(app)
 _add("Inspection", status.status, inspection.eval_, inspection.explain, inspection.audit, inspection.view)
 _add("Inspection", inspection.compare, inspection.report, operations.pin, operations.rollback)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
-_add("Runs", operations.export, operations.scale, operations.backup, schedule_table.schedules, method_table.methods)
+_add("Runs", operations.export, operations.scale, operations.backup)
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")
 app.add_typer(operations.dead_letters, name="dead-letters", rich_help_panel="Inspection")
 

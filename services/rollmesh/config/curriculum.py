@@ -18,7 +18,7 @@ CURRICULUM_POINTS: Mapping[str, Point[Any]] = {
     "group_shaper": SHAPERS,
     "budget": BUDGETS,
 }
-"""Points by the name that ``rollmesh methods`` prints."""
+"""Points by the name that ``rollmesh config methods`` prints."""
 _FIELDS: Mapping[str, Point[Any]] = {
     "sampler": SAMPLERS,
     "planner": PLANNERS,
@@ -34,11 +34,11 @@ class CurriculumConfig(Section):
     sampler: str = Field(default="order", json_schema_extra={"examples": [*SAMPLERS.methods, "module:function"]})
     """Choice of the prompt of each group, or ``module:function`` of your code."""
     sampler_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the sampler; ``rollmesh methods`` lists them."""
+    """Options of the sampler; ``rollmesh config methods`` lists them."""
     planner: str = Field(default="single", json_schema_extra={"examples": [*PLANNERS.methods, "module:function"]})
     """Rounds of rollouts of each group, or ``module:function`` of your code."""
     planner_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the planner; ``rollmesh methods`` lists them."""
+    """Options of the planner; ``rollmesh config methods`` lists them."""
     most_members: int | None = Field(default=None, ge=1)
     """Members of a group in all rounds at which it is closed, whatever its planner wants; null is the most that the
     planner launches, and 8 * schedule.group_size for a planner of your code."""
@@ -46,16 +46,16 @@ class CurriculumConfig(Section):
     """Shaping of rewards that compares the members of a group, before the zero-variance filter; or ``module:function``
     of your code."""
     group_shaper_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the group shaper; ``rollmesh methods`` lists them."""
+    """Options of the group shaper; ``rollmesh config methods`` lists them."""
     token_budget: str = Field(default="constant", json_schema_extra={"examples": [*BUDGETS.methods, "module:function"]})
     """Token budget of a trajectory by the train step of its first policy, at most rollout.max_new_tokens; or
     ``module:function`` of your code."""
     token_budget_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the token budget; ``rollmesh methods`` lists them."""
+    """Options of the token budget; ``rollmesh config methods`` lists them."""
     turn_budget: str = Field(default="constant", json_schema_extra={"examples": [*BUDGETS.methods, "module:function"]})
     """Turns of a multi-turn trajectory by the train step of its first policy; or ``module:function`` of your code."""
     turn_budget_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the turn budget; ``rollmesh methods`` lists them."""
+    """Options of the turn budget; ``rollmesh config methods`` lists them."""
 
     @model_validator(mode="after")
     def _names_and_options_are_known(self) -> Self:

@@ -40,7 +40,7 @@ class ScheduleConfig(Section):
         "streamrl",
         "flexmarl",
     ] = "copris"
-    """Named schedule of the literature; docs/schedules.md and ``rollmesh schedules`` have their numbers."""
+    """Named schedule of the literature; docs/schedules.md and ``rollmesh config schedules`` have their numbers."""
     groups_per_batch: int = Field(default=16, ge=1, le=2048)
     """B: groups that one train step consumes; trajectories with harvest trajectory."""
     group_size: int = Field(default=8, ge=1, le=1024)

@@ -29,7 +29,7 @@ TRAINER_POINTS: Mapping[str, Point[Any]] = {
     "update_scale": UPDATE_SCALES,
     "replay": REPLAYS,
 }
-"""Points by the name that ``rollmesh methods`` prints."""
+"""Points by the name that ``rollmesh config methods`` prints."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 DUAL_CLIP = 10.0
@@ -78,7 +78,7 @@ class AlgorithmConfig(Section):
         f"{_comparing(('none', False))} none; or ``module:function`` of your code.",
     )
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the advantage; ``rollmesh methods`` lists them."""
+    """Options of the advantage; ``rollmesh config methods`` lists them."""
     loss: str = Field(
         default="ppo_clip",
         json_schema_extra={"examples": [*LOSSES.methods, "module:function"]},
@@ -87,7 +87,7 @@ class AlgorithmConfig(Section):
         "old_logprobs other than sampler.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the loss beyond the fields of this section; ``rollmesh methods`` lists them."""
+    """Options of the loss beyond the fields of this section; ``rollmesh config methods`` lists them."""
     masks: tuple[MaskConfig, ...] = Field(
         default=(),
         description="Token masks in order; each takes tokens out of the loss that the ones before it left. "
@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
     old_logprobs: OldLogprobName = "sampler"
     """Source of the denominator of the ratio."""
     old_logprobs_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the old-logprob source; ``rollmesh methods`` lists them."""
+    """Options of the old-logprob source; ``rollmesh config methods`` lists them."""
     clip_low: float | None = Field(
         default=None, gt=0, description=f"Lower clip, 1 for none; {_default_bounds('clip_low')}"
     )
@@ -119,7 +119,7 @@ class AlgorithmConfig(Section):
     """Factor on the learning rate of an update: none, or ess, which lowers it with the effective sample size of the
     trajectories (VCPO)."""
     update_scale_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the update scale; ``rollmesh methods`` lists them."""
+    """Options of the update scale; ``rollmesh config methods`` lists them."""
     skip_zero_advantage: bool = Field(
         default=False,
         description="Leave trajectories with advantage 0 out of the forward and backward passes, which do not change "

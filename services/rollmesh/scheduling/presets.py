@@ -1,4 +1,4 @@
-"""Named schedules from the literature: one row of numbers and switches each (``rollmesh schedules`` prints them).
+"""Named schedules from the literature: one row of numbers and switches each; ``rollmesh config schedules`` prints them.
 
 B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is (max_staleness + 1) * B unless the row
 or the run file sets window_groups. All that documents and the chart say about a preset is generated from its row.

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.demos import app, demo_result
-from rollmesh.cli.method_table import method_settings
+from rollmesh.cli.configuration import method_settings
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.method_effects import NO_EFFECT, Traces, effect_of, read_traces
-from rollmesh.cli.method_table import method_settings
+from rollmesh.cli.configuration import method_settings
 from rollmesh.config.recipes import resolve_model
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer

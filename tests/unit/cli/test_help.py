@@ -52,7 +52,8 @@ def test_the_list_of_commands_begins_with_up_and_demo() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
     names = re.findall(r"│ ([a-z][a-z-]+)  ", shown)
     assert names[:2] == ["up", "demo"]
-    assert {"config", "dead-letters"} < set(names)
+    assert {"config", "dead-letters"} < set(names) == set(ROOT.commands), "none is hidden"
+    assert len(names) <= 24
 
 
 def test_the_version_is_printed() -> None:

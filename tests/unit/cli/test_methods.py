@@ -1,4 +1,4 @@
-"""The command ``rollmesh methods`` prints every method that a run file can name."""
+"""The command ``rollmesh config methods`` prints every method that a run file can name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from rollmesh.cli.configuration import POINTS
 from rollmesh.cli.main import app
-from rollmesh.cli.method_table import POINTS
 from rollmesh.config.old_logprob_methods import ReplayConfig
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.user_code import load_target
@@ -18,7 +18,7 @@ EVERY = [(point, name) for point, found in POINTS.items() for name in found.meth
 
 
 def test_every_method_is_printed_with_its_point_options_and_source() -> None:
-    result = CliRunner().invoke(app, ["methods"])
+    result = CliRunner().invoke(app, ["config", "methods"])
     assert result.exit_code == 0
     headings = [line for line in result.output.splitlines() if not line.startswith(" ")]
     assert headings == [f"{point}: {name}" for point, name in EVERY]

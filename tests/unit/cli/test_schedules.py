@@ -2,13 +2,13 @@
 
 from typer.testing import CliRunner
 
+from rollmesh.cli.configuration import numbers
 from rollmesh.cli.main import app
-from rollmesh.cli.schedule_table import numbers
 from rollmesh.scheduling.presets import PRESETS
 
 
 def test_every_preset_is_printed_with_its_source_deviation_and_companions() -> None:
-    printed = CliRunner().invoke(app, ["schedules"]).output
+    printed = CliRunner().invoke(app, ["config", "schedules"]).output
     for name, preset in PRESETS.items():
         for text in (name, preset.source, preset.deviation, preset.goes_with):
             assert text in printed
