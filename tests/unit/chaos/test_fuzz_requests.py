@@ -1,4 +1,4 @@
-"""Random requests of the fuzz bench: they are repeatable, and orders with a lasting meaning are left out."""
+"""Random requests are repeatable, and those with a lasting effect are left out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import reward_service_pb2 as reward
 
-from ...fuzz.fuzz_grpc import may_send_grpc
-from ...fuzz.fuzz_http import may_send_http
-from ...fuzz.fuzz_values import Values
+from ...fuzz.messages import Values
+from ...fuzz.ports import may_send
 
 MESSAGES = (generation.GenerateRequest, generation.InterruptRequest, generation.LoadPolicyRequest, reward.ScoreRequest)
 
@@ -31,23 +30,4 @@ def test_messages_are_equal_for_equal_seeds_and_cover_every_field() -> None:
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x08\x01"])
 def test_a_drain_is_never_sent_with_the_right_token(data: bytes) -> None:
     kind = generation.DrainRequest.DESCRIPTOR
-    assert not any(may_send_grpc("Drain", kind, data, random.Random(seed)) for seed in range(200))
-
-
-@pytest.mark.parametrize(
-    ("path", "target", "body"),
-    [
-        ("/api/v1/policies/{version}/rollback", "/api/v1/policies/0/rollback", b""),
-        ("/api/v1/policies/{version}/rollback", "/api/v1/policies/-0.0/rollback", b""),
-        ("/api/v1/policies/{version}/rollback", "/api/v1/policies/%201e0/rollback", b""),
-        ("/api/v1/scale", "/api/v1/scale", b'{"service": "generator", "replicas": 0}'),
-    ],
-)
-def test_a_rollback_or_scaling_that_could_be_carried_out_is_never_asked(path: str, target: str, body: bytes) -> None:
-    assert not any(may_send_http("POST", path, target, body, random.Random(seed)) for seed in range(200))
-
-
-def test_refusable_orders_are_asked() -> None:
-    rng = random.Random(0)
-    assert may_send_http("POST", "/api/v1/policies/{version}/rollback", f"/api/v1/policies/{2**62}/rollback", b"", rng)
-    assert may_send_http("POST", "/api/v1/scale", "/api/v1/scale", b'{"service": "redis"}', rng)
+    assert not any(may_send("Drain", kind, data, random.Random(seed)) for seed in range(200))
