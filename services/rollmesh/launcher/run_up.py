@@ -157,7 +157,7 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
     A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
     it.
     """
-    # They import torch and matplotlib, which the start of a run does not wait for.
+    # They import torch and the models of the page, which the start of a run does not wait for.
     from rollmesh.report.audit import audit_run
     from rollmesh.report.report_file import write_report
 
