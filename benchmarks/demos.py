@@ -22,8 +22,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
 from rollmesh.report.compare import compare, equality_verdict, print_comparison
-from rollmesh.report.console import run_console
-from rollmesh.report.formats import count, percent
+from rollmesh.report.console import count, percent, run_console
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.report_file import write_comparison
 from rollmesh.report.sentences import lengths_of_waste

@@ -14,7 +14,7 @@ import numpy as np
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.report.audit import open_checkpoints
-from rollmesh.report.formats import percent
+from rollmesh.report.console import percent
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import newest_per_step
 from rollmesh.report.summary import RunSummary, summarise

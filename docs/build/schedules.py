@@ -13,7 +13,7 @@ from docs.build.pictured_run import LENGTHS, UPDATE_TICKS, UPDATES, PicturedRun
 from rollmesh.cli.configuration import numbers
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import recipe_file
-from rollmesh.report.formats import percent
+from rollmesh.report.console import percent
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.presets import PRESETS, companion_settings
 

@@ -26,9 +26,8 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.evaluation_journal import Evaluation
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.run_up import queue_account
-from rollmesh.report.console import output_console
-from rollmesh.report.formats import domain_scores, plus_minus
-from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.report.console import domain_scores, output_console, plus_minus
+from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.locks import has_launcher

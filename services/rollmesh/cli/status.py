@@ -26,7 +26,7 @@ from rollmesh.errors import StoreUnavailable
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.run_ending import ending
+from rollmesh.report.sentences import ending
 from rollmesh.runtime.endpoints import AdminClient, Endpoint, ServiceStates, read_endpoints
 from rollmesh.runtime.locks import distant_launcher, has_launcher
 from rollmesh.runtime.port_security import PortSecurity

@@ -1,24 +1,126 @@
-"""Trained trajectories, read from the batch files of the checkpoint store if this process can access it."""
+"""Trained trajectories of the batch files, if this process can read the checkpoint store: rows, pages, previews."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.gateway.batch_rows import BatchRow, rows_of
-from rollmesh.runtime.request_guard import Busy
-from rollmesh.types import Group
+from rollmesh.gateway.models.items import BatchList, BatchOrder, BatchPage, BatchTrajectory
+from rollmesh.runtime.request_guard import Busy, NotFound
+from rollmesh.types import Group, Int32Array, Trajectory
+
+Pieces = Callable[[npt.ArrayLike], list[str]]
+"""Text that each token adds (``Tokenizer.pieces``)."""
+
+_HEAD_TOKENS = 24
+_TAIL_TOKENS = 24
+_GAP = " \N{HORIZONTAL ELLIPSIS} "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """A trajectory of a batch file, without most of its tokens."""
+
+    trajectory_id: str
+    group_id: str
+    reward: float | None
+    token_count: int
+    policy_versions: tuple[int, ...]
+    finish_reason: str | None
+    shown: tuple[Int32Array, ...]
+    """Tokens of the preview: the whole response, or its beginning and its end."""
+
+
+def rows_of(group: Group) -> list[BatchRow]:
+    """Return the rows of a group, in the order of training."""
+    return [
+        BatchRow(
+            trajectory_id=each.trajectory_id,
+            group_id=each.group_id,
+            reward=reward_of(each),
+            token_count=each.response_token_count,
+            policy_versions=each.policy_versions,
+            finish_reason=None if each.finish_reason is None else each.finish_reason.value,
+            shown=shown_ends(each.response_ids),
+        )
+        for each in group.trajectories
+    ]
+
+
+def batch_page(
+    train_step: int,
+    rows: Sequence[BatchRow],
+    order: BatchOrder,
+    descending: bool,
+    first: int,
+    limit: int,
+    pieces: Pieces | None,
+) -> BatchPage:
+    """Return the rows ``first`` to ``first + limit`` of a batch in an order; only these are decoded."""
+    items = [_item(row, pieces) for row in _ordered(rows, order, descending)[first : first + limit]]
+    return BatchPage(train_step=train_step, items=items, first=first, total=len(rows))
+
+
+def reward_of(trajectory: Trajectory) -> float | None:
+    """Return the shaped reward; None without a score."""
+    return None if trajectory.outcome is None else trajectory.shaped_reward
+
+
+def shown_ends(first: Int32Array, last: Int32Array | None = None) -> tuple[Int32Array, ...]:
+    """Return the tokens of a preview, from a whole response or from its first and its last part."""
+    if last is None and len(first) <= _HEAD_TOKENS + _TAIL_TOKENS:
+        return (first,)
+    tail = first if last is None else last
+    return np.copy(first[:_HEAD_TOKENS]), np.copy(tail[-_TAIL_TOKENS:])  # a view would keep every token in memory
+
+
+def preview_of(shown: Sequence[Int32Array], pieces: Pieces | None) -> str:
+    """Return the text of a preview on one line; token ids without a tokenizer."""
+    return _GAP.join(_text(ids, pieces) for ids in shown)
+
+
+def _ordered(rows: Sequence[BatchRow], order: BatchOrder, descending: bool) -> list[BatchRow]:
+    if order == "batch":
+        return list(reversed(rows)) if descending else list(rows)
+    sign = -1.0 if descending else 1.0
+    keys: dict[BatchOrder, Callable[[BatchRow], float]] = {
+        "reward": lambda row: math.inf if row.reward is None else sign * row.reward,  # unscored rows are always last
+        "tokens": lambda row: sign * row.token_count,
+    }
+    return sorted(rows, key=keys[order])
+
+
+def _item(row: BatchRow, pieces: Pieces | None) -> BatchTrajectory:
+    return BatchTrajectory(
+        id=row.trajectory_id,
+        group_id=row.group_id,
+        reward=row.reward,
+        tokens=row.token_count,
+        policy_versions=list(row.policy_versions),
+        finish_reason=row.finish_reason,
+        preview=preview_of(row.shown, pieces),
+    )
+
+
+def _text(ids: Int32Array, pieces: Pieces | None) -> str:
+    words = [str(token) for token in ids.tolist()] if pieces is None else ["".join(pieces(ids))]
+    return " ".join(" ".join(words).split())
+
 
 T = TypeVar("T")
 
@@ -175,3 +277,28 @@ def readable_checkpoints(config: RunConfig) -> CheckpointStore | None:
 
 def _unread(why: str) -> Busy:
     return Busy(f"the batch files cannot be read now: {why}", hint="retry in a moment")
+
+
+class BatchLists:
+    """Lists of the batch files of one run."""
+
+    def __init__(self, archive: Archive, pieces: Pieces | None) -> None:
+        self._archive = archive
+        self._pieces = pieces
+
+    async def steps(self) -> BatchList:
+        """Return the train steps that have a batch file, newest first."""
+        return BatchList(train_steps=list(reversed(await self._archive.steps())))
+
+    async def page(self, train_step: int, order: BatchOrder, descending: bool, first: int, limit: int) -> BatchPage:
+        """Return some trajectories of one batch file; NotFound without a readable file."""
+        try:
+            rows = await self._archive.rows(train_step)
+        except CheckpointError as error:
+            raise NotFound(f"the batch file of step {train_step} cannot be read: {error}") from error
+        if rows is None:
+            raise NotFound(
+                f"step {train_step} has no batch file here", field="train_step", hint="GET /api/v1/batches lists them"
+            )
+        # Decode in a thread: the previews of hundreds of rows take a while.
+        return await asyncio.to_thread(batch_page, train_step, rows, order, descending, first, limit, self._pieces)

@@ -1,17 +1,120 @@
-"""Curves of a run: per train step (trainer reports), per version (evaluations) and over time (polls of the mesh)."""
+"""Curves of a run in bounded memory: per train step (trainer reports), version (evaluations), and poll of the mesh."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
 
-from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
-from rollmesh.gateway.thinning import Curve
+from rollmesh.gateway.models.live import EvaluationView, Rates, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.runtime.request_guard import BadRequest
 from rollmesh.step_metrics import Pace, curves, lookup, number
+
+MOST_POINTS = 4096
+
+
+@dataclass(slots=True)
+class Point:
+    """Aggregate of the values in one range of x."""
+
+    first: float
+    last: float
+    total: float
+    low: float
+    high: float
+    count: int = 1
+
+    def merged(self, other: Point) -> Point:
+        """Return both ranges merged; ``other`` is the later one."""
+        return Point(
+            first=self.first,
+            last=other.last,
+            total=self.total + other.total,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            count=self.count + other.count,
+        )
+
+    @property
+    def x(self) -> float:
+        """Middle of the range."""
+        return (self.first + self.last) / 2
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values."""
+        return self.total / self.count
+
+
+@dataclass(slots=True)
+class Curve:
+    """Points by ascending x, each with about the same number of values."""
+
+    most_points: int = MOST_POINTS
+    _points: list[Point] = field(default_factory=list)
+    _values_per_point: int = 1
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def add(self, x: float, value: float) -> None:
+        """Add a value.
+
+        If ``x`` is not beyond the last x, the values from ``x`` on are replaced: a restarted trainer repeats steps.
+        """
+        if self._points and x <= self._points[-1].last:
+            self.remove_from(x)
+        point = Point(first=x, last=x, total=value, low=value, high=value)
+        if self._points and self._points[-1].count < self._values_per_point:
+            self._points[-1] = self._points[-1].merged(point)
+            return
+        self._points.append(point)
+        if len(self._points) > self.most_points:
+            self._values_per_point *= 2
+            self._points = _merged(self._points, 2)
+
+    def points(self, most: int) -> list[Point]:
+        """Return at most ``most`` points over the whole curve."""
+        return _merged(self._points, -(-len(self._points) // most)) if len(self._points) > most else list(self._points)
+
+    def remove_from(self, x: float) -> None:
+        """Remove the values at ``x`` and beyond, and the values merged with them."""
+        self._points = self._points[: bisect_left([point.last for point in self._points], x)]
+
+
+def _merged(points: Sequence[Point], size: int) -> list[Point]:
+    """Merge every ``size`` neighbors into one point."""
+    return [reduce(Point.merged, points[at : at + size]) for at in range(0, len(points), size)]
+
+
+_RATE_SECONDS = 10.0
+_RATES = ("saved_tokens_total", "finished_total", "consumed_total")
+
+
+class RateWindow:
+    """Growth rates of lifetime counters over the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, tuple[int, ...]]] = deque()
+
+    def update(self, now: float, totals: Mapping[str, int]) -> Rates:
+        """Add the newest totals and return the rates."""
+        values = tuple(totals.get(name, 0) for name in _RATES)
+        if self._points and values[0] < self._points[-1][1][0]:
+            self._points.clear()  # Redis was restored to an earlier state
+        self._points.append((now, values))
+        while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
+            self._points.popleft()
+        (before, first), span = self._points[0], now - self._points[0][0]
+        rates = [(last - start) / span if now > before else 0.0 for start, last in zip(first, values, strict=True)]
+        return Rates(saved_tokens_per_second=rates[0], finished_per_second=rates[1], trained_groups_per_second=rates[2])
+
 
 _LIVE = {
     "tokens_per_second": "tokens/s",
@@ -166,3 +269,38 @@ def _number(record: Mapping[str, Any], field: str) -> float | None:
     """Return a finite number at the top level of a record, or None."""
     value = number(record, field)
     return value if math.isfinite(value) else None
+
+
+LEAST_PAUSE_SECONDS = 15.0
+"""Shortest time without a record that counts as a pause between two sessions of the run."""
+_FIELDS = (("in_flight", "leased"), ("ready_groups", "ready_groups"), ("memory_ratio", "memory_ratio"))
+
+
+class TimelineFile:
+    """Reader of the records, in their order."""
+
+    def __init__(self) -> None:
+        self._rates = RateWindow()
+        self.begin_time: float | None = None
+        """Time of the first record of the run, later by the pauses between its sessions; None before it."""
+        self._newest = 0.0
+
+    def add(self, record: Mapping[str, Any], curves: Curves, before: float | None = None) -> None:
+        """Add a record to the curves; with ``before`` only if it is older (a live gateway polls the rest itself)."""
+        view = record.get("view")
+        seconds, saved = record.get("t"), record.get("saved_token_total")
+        if not isinstance(view, dict) or not isinstance(seconds, float) or not isinstance(saved, int):
+            return
+        if self.begin_time is None:
+            self.begin_time = seconds
+        elif (silent := seconds - self._newest) > LEAST_PAUSE_SECONDS:
+            self.begin_time += silent
+        self._newest = seconds
+        if before is not None and seconds >= before:
+            return
+        rates = self._rates.update(seconds, {"saved_tokens_total": saved})
+        values = {"tokens_per_second": rates.saved_tokens_per_second}
+        for curve, name in _FIELDS:
+            if isinstance(view.get(name), int | float):
+                values[curve] = float(view[name])
+        curves.add_poll(seconds, values)

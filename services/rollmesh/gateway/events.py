@@ -15,8 +15,8 @@ from functools import cached_property
 from pydantic import BaseModel
 
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
+from rollmesh.gateway.models.run import EndEvent
 from rollmesh.runtime.request_guard import Busy
 
 _KEPT_TICKS = 16

@@ -12,15 +12,13 @@ from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreError
-from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.curves import Curves, RateWindow, TimelineFile
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
-from rollmesh.gateway.models.ending import EndEvent
 from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
-from rollmesh.gateway.rate_window import RateWindow
+from rollmesh.gateway.models.run import EndEvent
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
-from rollmesh.gateway.timeline_file import TimelineFile
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints
 from rollmesh.runtime.growing_files import JsonLinesTail

@@ -9,9 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from rollmesh.errors import DataError
-from rollmesh.gateway.batch_rows import preview_of, shown_ends
+from rollmesh.gateway.archive import Pieces, preview_of, shown_ends
 from rollmesh.gateway.models.items import QueueOrder, TrajectoryPage, TrajectorySummary
-from rollmesh.gateway.token_runs import Pieces
 from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import SORTED, TrajectoryMark

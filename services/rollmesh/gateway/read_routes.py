@@ -8,21 +8,23 @@ from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
 from rollmesh.gateway.curves import NAMES_PATTERN, names_of
-from rollmesh.gateway.models.api_model import About, ErrorBody
-from rollmesh.gateway.models.batch_pages import BatchList, BatchOrder, BatchPage
-from rollmesh.gateway.models.ending import RunSettings
 from rollmesh.gateway.models.items import (
+    BatchList,
+    BatchOrder,
+    BatchPage,
     DeadLetterList,
     Done,
     GeneratorList,
     ListState,
+    LogTail,
     PolicyList,
+    ProcessList,
     QueueOrder,
     TrajectoryDetail,
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.process_views import LogTail, ProcessList
+from rollmesh.gateway.models.run import About, ErrorBody, RunSettings
 from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.api_app import Check
 from rollmesh.store.inspection import CURSOR_PATTERN

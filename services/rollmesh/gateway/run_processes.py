@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rollmesh.gateway.models.process_views import LogTail, ProcessList, ProcessView
+from rollmesh.gateway.models.items import LogTail, ProcessList, ProcessView
 from rollmesh.runtime.growing_files import tail_lines
 from rollmesh.runtime.locks import launcher_process
 from rollmesh.runtime.request_guard import NotFound

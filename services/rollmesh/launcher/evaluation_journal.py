@@ -15,7 +15,7 @@ from typing import Any
 
 from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.report.formats import domain_scores, fewer_prompts, plus_minus
+from rollmesh.report.console import domain_scores, fewer_prompts, plus_minus
 from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRecord

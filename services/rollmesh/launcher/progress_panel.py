@@ -20,7 +20,7 @@ from rich.text import Text
 from rollmesh.launcher.console_notes import RewardNotes
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
-from rollmesh.report.formats import duration
+from rollmesh.report.console import duration
 from rollmesh.runtime.growing_files import JsonLinesTail
 from rollmesh.step_metrics import Pace
 

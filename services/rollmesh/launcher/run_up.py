@@ -19,7 +19,7 @@ from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.progress_panel import TRAINING
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
-from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.store import TrajectoryStore
 
 _TRAINER = "trainer-0"

@@ -23,7 +23,7 @@ from rollmesh.config.loss_methods import MASKS, OWN_MASK
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
-from rollmesh.report.formats import listed
+from rollmesh.report.console import listed
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Batch, PolicyRecord, RewardOutcome, Trajectory
 

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rollmesh.report.audit_result import AuditVerdict
-from rollmesh.report.formats import count, duration, percent
+from rollmesh.report.console import count, duration, percent
 from rollmesh.report.sentences import NOISE_STANDARD_ERRORS
 from rollmesh.report.summary import RunSummary, summarise
 

@@ -1,4 +1,4 @@
-"""Trained model of a run: its location, and a copy as a plain Hugging Face folder with a model card.
+"""Trained model of a run: where it is, and a copy as a plain Hugging Face folder with a model card.
 
 It reads published policies and the records of the run folder, never Redis, so a run of last week can be exported.
 """
@@ -6,6 +6,7 @@ It reads published policies and the records of the run folder, never Redis, so a
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -13,13 +14,17 @@ from pathlib import Path
 
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
+from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.config.data import DataConfig, PromptSourceConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.file_writes import write_text
 from rollmesh.report.audit import open_checkpoints
-from rollmesh.report.model_card import CARD_FILE, model_card
+from rollmesh.report.console import plus_minus
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.series import EvaluationPoint
+from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.types import PolicyRecord
 
 _SAMPLING_FILE = "generation_config.json"
@@ -135,3 +140,69 @@ def _copy_sampling_defaults(folder: Path, run: RecordedRun) -> None:
         return
     if source.is_file():
         shutil.copyfile(source, folder / _SAMPLING_FILE)
+
+
+CARD_FILE = "README.md"
+
+_HEADER = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [reinforcement-learning, rollmesh]
+---
+"""
+
+
+def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
+    """Return the card as Markdown; facts that the run folder does not record are said to be missing."""
+    summary = summarise(run)
+    rows = [
+        ("Run", summary.name),
+        ("Train step", f"{manifest.train_step}{_planned(summary)}"),
+        ("Policy version", f"{manifest.policy_version}"),
+        ("Initial model", _UNKNOWN if run.config is None else f"`{run.config.model.path}`"),
+        ("Evaluation of this version", _score(summary, manifest.policy_version)),
+        ("Evaluation before training", _score(summary, 0)),
+        ("Data", _UNKNOWN if run.config is None else _data(run.config.data.source)),
+        ("Chat template (`chat_template_kwargs`)", _UNKNOWN if run.config is None else _chat_template(run.config.data)),
+        ("Verifier", _UNKNOWN if run.config is None else f"`{run.config.reward.verifier}`"),
+        ("Schedule", summary.preset or _UNKNOWN),
+        ("Parameters", f"{manifest.parameter_count:,} ({manifest.dtype})"),
+        ("Written", f"{manifest.create_time:%Y-%m-%d %H:%M} UTC"),
+        ("Audit", summary.audit_verdict or _UNKNOWN),
+        ("Digest of the resolved run file", f"sha256 `{config_digest}`"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"{_HEADER}\n# {summary.name}, train step {manifest.train_step}\n\n| | |\n|---|---|\n{table}\n\n{_USE}"
+
+
+_UNKNOWN = "not recorded"
+_USE = """```python
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+model = AutoModelForCausalLM.from_pretrained(".")
+# AutoTokenizer may choose the tokenizer of the architecture instead of the one in tokenizer.json.
+tokenizer = PreTrainedTokenizerFast.from_pretrained(".")
+```
+"""
+
+
+def _planned(summary: RunSummary) -> str:
+    return "" if summary.planned_steps is None else f" of {summary.planned_steps}"
+
+
+def _score(summary: RunSummary, version: int) -> str:
+    points: dict[int, EvaluationPoint] = {point.policy_version: point for point in summary.evaluations}
+    point = points.get(version)
+    if point is None:
+        return _UNKNOWN
+    return f"{summary.score_name} {point.mean:.3f} {plus_minus(point.standard_error)} (n={point.n})"
+
+
+def _data(source: PromptSourceConfig) -> str:
+    fields = source.model_dump(mode="json", exclude_defaults=True, exclude={"type"})
+    return f"`{source.type}` {json.dumps(fields)}" if fields else f"`{source.type}`"
+
+
+def _chat_template(data: DataConfig) -> str:
+    variables = data.chat_template_kwargs
+    return f"`{json.dumps(variables)}`" if variables else "no variables"

@@ -17,17 +17,14 @@ from typing import Any
 from rollmesh.config.load import run_file_text
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import write_text
-from rollmesh.gateway.archive import Archived, readable_checkpoints
-from rollmesh.gateway.batch_rows import batch_page, rows_of
-from rollmesh.gateway.models.api_model import ApiModel
-from rollmesh.gateway.models.batch_pages import BatchList
-from rollmesh.gateway.models.ending import ResultLine, RunSettings
-from rollmesh.gateway.models.items import PolicyList
+from rollmesh.gateway.archive import Archived, batch_page, readable_checkpoints, rows_of
+from rollmesh.gateway.models.items import BatchList, PolicyList
 from rollmesh.gateway.models.live import Overview, SnapshotEvent
+from rollmesh.gateway.models.run import ApiModel, ResultLine, RunSettings
 from rollmesh.gateway.page_files import PAGE
-from rollmesh.gateway.run_facts import run_facts
-from rollmesh.gateway.trajectory_details import archived_detail, open_tokenizer
-from rollmesh.report.formats import count
+from rollmesh.gateway.run_reads import run_facts
+from rollmesh.gateway.trajectory_views import archived_detail, open_tokenizer
+from rollmesh.report.console import count
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview

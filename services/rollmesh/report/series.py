@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh import step_metrics
-from rollmesh.gateway.timeline_file import LEAST_PAUSE_SECONDS
+from rollmesh.gateway.curves import LEAST_PAUSE_SECONDS
 from rollmesh.report.recorded_run import Record
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore
 

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
-from rollmesh.report.audit import audit_run, print_audit
+from rollmesh.report.audit import audit_run, print_audit, rescoring_problems
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, read_audit
-from rollmesh.report.findings import rescoring_problems
-from rollmesh.report.ledger_counts import QueueAccount, lost_groups
+from rollmesh.report.ledger_check import QueueAccount, lost_groups
 from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.sentences import audit_claims, rescoring_claim
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.audit_result import AuditResult
-from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
 
 from ...kit.checkpoint_samples import write_batch

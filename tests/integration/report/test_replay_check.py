@@ -10,8 +10,7 @@ import pytest
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.config.old_logprob_methods import ReplayConfig
-from rollmesh.report.ledger_counts import StalenessRule, Trained, read_batches
-from rollmesh.report.replay_check import ReplayRule
+from rollmesh.report.ledger_check import ReplayRule, StalenessRule, Trained, read_batches
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress

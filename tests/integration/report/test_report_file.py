@@ -14,7 +14,7 @@ import pytest
 from rollmesh.gateway.page_files import PAGE
 from rollmesh.report.recorded_run import REPORT_FILE
 from rollmesh.report.report_file import write_report
-from rollmesh.report.view.run_result import MOST_SAMPLES
+from rollmesh.report.view.recorded_overview import MOST_SAMPLES
 
 from .made_checkpoints import MadeRun
 from .made_run import answers_of

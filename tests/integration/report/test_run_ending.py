@@ -9,7 +9,7 @@ from pathlib import Path
 from rollmesh.config import load_run_config
 from rollmesh.launcher.run_folder import locked_run_folder
 from rollmesh.report.recorded_run import FAILURE_FILE, RecordedRun
-from rollmesh.report.run_ending import ending
+from rollmesh.report.sentences import ending
 from rollmesh.runtime.locks import distant_launcher, has_launcher
 
 from .made_run import START, make_run

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.timeline_file import TimelineFile
+from rollmesh.gateway.curves import Curves, TimelineFile
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import moment
 from rollmesh.report.series import pauses_of, seconds_of_training, train_series

@@ -12,10 +12,9 @@ from rich.console import Console
 
 from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
-from rollmesh.report.formats import duration
+from rollmesh.report.console import duration
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.run_ending import ending
-from rollmesh.report.sentences import facts, moment, print_summary, sentences
+from rollmesh.report.sentences import ending, facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
 
 from .made_run import START

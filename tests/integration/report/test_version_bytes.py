@@ -13,8 +13,8 @@ from rollmesh.checkpoints.durable import remove_tree
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.summary import summarise
-from rollmesh.report.version_bytes import version_bytes
-from rollmesh.report.view.run_result import run_result
+from rollmesh.report.versions import version_bytes
+from rollmesh.report.view.recorded_overview import run_result
 from rollmesh.types import PolicyRecord
 
 from ...kit.checkpoint_samples import SECRET, publish, publish_adapter

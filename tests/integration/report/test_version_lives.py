@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.version_lives import VersionLife, version_lives
+from rollmesh.report.versions import VersionLife, version_lives
 from rollmesh.report.view.recorded_curves import recorded_curves
 
 

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from rollmesh.config.rollout import EvalConfig
 from rollmesh.launcher.run_up import queue_account
 from rollmesh.mesh import Cursor, MeshView
-from rollmesh.report.ledger_counts import lost_groups
+from rollmesh.report.ledger_check import lost_groups
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.rollout_metrics import RolloutMetrics

@@ -7,7 +7,7 @@ import pytest
 from rollmesh.errors import Conflict
 from rollmesh.launcher.run_up import queue_account
 from rollmesh.mesh import Cursor
-from rollmesh.report.ledger_counts import lost_groups
+from rollmesh.report.ledger_check import lost_groups
 from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.report.ledger_counts import StalenessRule, Trained, read_batches
+from rollmesh.report.ledger_check import StalenessRule, Trained, read_batches
 from rollmesh.store import EmbeddedServer
 
 from .test_kills import MOMENTS, last_weights

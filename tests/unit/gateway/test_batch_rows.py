@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmesh.gateway.batch_rows import BatchRow, batch_page
-from rollmesh.gateway.models.batch_pages import BatchOrder
+from rollmesh.gateway.archive import BatchRow, batch_page
+from rollmesh.gateway.models.items import BatchOrder
 
 
 def row(name: str, reward: float | None, token_count: int) -> BatchRow:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig
-from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.curves import Curves, RateWindow
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, run_state
 from rollmesh.gateway.models.live import Overview, Rates
-from rollmesh.gateway.rate_window import RateWindow
 from rollmesh.mesh import Desired
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule

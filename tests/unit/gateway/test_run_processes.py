@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.config.load import validate_run_config
 from rollmesh.gateway import run_processes
-from rollmesh.gateway.models.process_views import ProcessView
+from rollmesh.gateway.models.items import ProcessView
 from rollmesh.gateway.run_processes import RunProcesses, service_of
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import service_specs

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.gateway.thinning import Curve
+from rollmesh.gateway.curves import Curve
 
 
 def test_a_short_curve_is_kept_value_by_value() -> None:

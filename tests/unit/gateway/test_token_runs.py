@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from rollmesh.gateway.token_runs import token_runs
+from rollmesh.gateway.trajectory_views import token_runs
 from rollmesh.types import Prompt, Segment, SegmentSource, Trajectory
 
 

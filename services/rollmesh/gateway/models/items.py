@@ -1,4 +1,4 @@
-"""Single objects of a run and the actions on them: trajectories, policies, dead letters."""
+"""Single objects of a run and the actions on them: trajectories, batches, policies, dead letters, processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollmesh.config.replica_bounds import MOST_REPLICAS
-from rollmesh.gateway.models.api_model import ApiModel
 from rollmesh.gateway.models.live import EvaluationView, GeneratorView
+from rollmesh.gateway.models.run import ApiModel
 
 ListState = Literal["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"]
 """States of trajectories that have a record in the queue."""
@@ -218,3 +218,77 @@ class ScaleRequest(ApiModel):
     """Processes to keep; a surplus process is drained and loses no work. null restores the value of the run file."""
     force: bool = False
     """Accept more processes than the cores and the memory of the machine allow."""
+
+
+BatchOrder = Literal["batch", "reward", "tokens"]
+"""Order of the rows of a batch; ``batch`` is the order of training."""
+
+
+class BatchTrajectory(ApiModel):
+    """One trajectory of a batch file."""
+
+    id: str
+    """Trajectory id."""
+    group_id: str
+    """Id of its group."""
+    reward: float | None
+    """Shaped reward; null without a score."""
+    tokens: int
+    """Tokens of the response."""
+    policy_versions: list[int]
+    """Versions that wrote tokens, ascending."""
+    finish_reason: str | None
+    """Reason for its end."""
+    preview: str
+    """Beginning and end of the response as text, shortened; token ids without a tokenizer."""
+
+
+class BatchPage(ApiModel):
+    """Some rows of one batch file."""
+
+    train_step: int
+    """Train step of the batch."""
+    items: list[BatchTrajectory]
+    """Trajectories in the requested order."""
+    first: int
+    """Position of the first row."""
+    total: int
+    """Number of trajectories in the batch."""
+
+
+class BatchList(ApiModel):
+    """Train steps whose batch file can be read."""
+
+    train_steps: list[int]
+    """Train steps, newest first."""
+
+
+class ProcessView(ApiModel):
+    """One process of the launcher, or one that has ended and has left a log."""
+
+    name: str
+    """Service and index, such as ``trainer-0``; ``launcher-0`` is the launcher, ``redis`` its Redis."""
+    pid: int | None
+    """Process id; null if it does not run on this machine."""
+    memory_bytes: int | None
+    """Resident memory of the process and its children."""
+    cpu_share: float | None
+    """CPU seconds per second since the previous read, children included; null at the first read."""
+    log_bytes: int | None
+    """Size of its log; null without one."""
+
+
+class ProcessList(ApiModel):
+    """Processes of the run."""
+
+    processes: list[ProcessView]
+    """Processes by name; empty if the run folder is not on this machine."""
+
+
+class LogTail(ApiModel):
+    """End of the log of one process."""
+
+    name: str
+    """Service and index."""
+    lines: list[str]
+    """Last lines, oldest first."""

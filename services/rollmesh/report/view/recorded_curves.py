@@ -9,11 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.models.ending import MeshHistory, VersionCalls
+from rollmesh.gateway.curves import Curves, TimelineFile
 from rollmesh.gateway.models.items import PolicyView
 from rollmesh.gateway.models.live import BesideCurves, EvaluationView, Series, SeriesAnswer
-from rollmesh.gateway.timeline_file import TimelineFile
+from rollmesh.gateway.models.run import MeshHistory, VersionCalls
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     FloatArray,
@@ -28,7 +27,7 @@ from rollmesh.report.series import (
     timeline_series,
     train_series,
 )
-from rollmesh.report.version_lives import version_lives
+from rollmesh.report.versions import version_lives
 
 _MOST_MOMENTS = 300
 _MOST_RATES = 120

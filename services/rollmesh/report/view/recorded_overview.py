@@ -1,19 +1,29 @@
-"""Overview of a run that has ended, from its run folder."""
+"""Overview and result of a run that has ended: facts, sentences, tables, completions, history of the mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS, drop_views, waste_views
 from rollmesh.gateway.models.live import MemoryView, Overview, Rates, Staleness, StalenessBin, Timeline
-from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.series import newest_per_step, train_series
-from rollmesh.report.summary import summarise
-from rollmesh.report.view.recorded_curves import RecordedCurves, record_times, recorded_evaluations, recorded_policies
-from rollmesh.report.view.run_result import run_result
+from rollmesh.gateway.models.run import Remark, ResultLine, ResultTable, RunResultView, SampleView
+from rollmesh.report.audit_result import AuditResult
+from rollmesh.report.console import count, gap, percent
+from rollmesh.report.recorded_run import Record, RecordedRun
+from rollmesh.report.sentences import ending, facts, moment, sentences
+from rollmesh.report.series import newest_per_step, number, train_series
+from rollmesh.report.summary import RunSummary, summarise
+from rollmesh.report.versions import version_bytes
+from rollmesh.report.view.recorded_curves import (
+    RecordedCurves,
+    mesh_history,
+    record_times,
+    recorded_evaluations,
+    recorded_policies,
+)
 
 
 def recorded_overview(run: RecordedRun, recorded: RecordedCurves, *, report: bool = False) -> Overview:
@@ -71,3 +81,135 @@ def _counts(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
         return {}
     return {str(name): int(count) for name, count in value.items() if isinstance(count, int | float)}
+
+
+MOST_SAMPLES = 12
+MOST_CHARACTERS = 4000
+_SHOWN_ELSEWHERE = ("state", "report")
+"""Facts that the page shows in another form: the state in its head, the report as a link."""
+
+
+def run_result(run: RecordedRun, summary: RunSummary, *, report: bool) -> RunResultView:
+    """Return the result; ``report`` is true if the report of the run is served beside the page."""
+    lines = dict(facts(summary)) | dict(ending(run, summary))
+    return RunResultView(
+        time=max(record_times(run, slice(-1, None)), default=None),
+        lines=[ResultLine(name=name, value=value) for name, value in lines.items() if name not in _SHOWN_ELSEWHERE],
+        report=report,
+        remarks=tuple(Remark(text=sentence.text, bad=sentence.bad) for sentence in sentences(summary)),
+        missing=summary.missing,
+        tables=tuple(table for table in _tables(run, summary) if table.rows),
+        samples=tuple(map(_sample, _spread(run.samples.records))),
+        history=mesh_history(run),
+    )
+
+
+def _tables(run: RecordedRun, summary: RunSummary) -> Iterator[ResultTable]:
+    yield _evaluations(summary)
+    if summary.audit is not None:
+        rows = [list(row) for row in _audit(summary.audit, summary.audit_verdict or "")]
+        yield ResultTable(name="audit", heads=["check", "result"], rows=rows)
+    yield _versions(run, summary)
+
+
+def _evaluations(summary: RunSummary) -> ResultTable:
+    heads = ["when", "policy version", "n", summary.score_name, "standard error", "mean length, tokens", "longest"]
+    rows = [
+        [
+            moment(point, summary),
+            f"{point.policy_version}",
+            count(point.n) or "",
+            f"{point.mean:.4f}",
+            _number(point.standard_error, ".4f") or "unknown",
+            _number(point.mean_length, ".1f"),
+            _number(point.max_length, ".0f"),
+            percent(point.truncated) or "",
+            _number(point.seconds, ".1f"),
+        ]
+        for point in summary.evaluations
+    ]
+    return ResultTable(name="evaluations", heads=[*heads, "truncated", "seconds"], rows=rows)
+
+
+def _audit(audit: AuditResult, verdict: str) -> Iterator[tuple[str, str]]:
+    yield "verdict", verdict
+    yield "committed train step", f"{audit.committed_step}"
+    yield (
+        "batch files",
+        f"{audit.batch_files}, with {count(audit.groups)} groups, {count(audit.trajectories)} trajectories, "
+        f"{count(audit.trained_tokens)} tokens before token masks",
+    )
+    yield "trained twice", f"{len(audit.trained_twice)}"
+    lost = "not checked" if audit.lost is None else f"{len(audit.lost)}"
+    yield "lost", f"{lost} ({audit.lost_note})" if audit.lost_note else lost
+    bound = "unknown" if audit.max_staleness is None else audit.max_staleness
+    largest = "" if audit.largest_staleness is None else f" (largest {audit.largest_staleness}, bound {bound})"
+    yield "staleness violations", f"{len(audit.staleness_violations)}{largest}"
+    yield "off-policy tokens, before token masks", percent(audit.off_policy_token_share) or "unknown"
+    if (scored := audit.rescoring) is not None:
+        share = "" if scored.scored_share is None else f" ({percent(scored.scored_share)} of the policy's)"
+        yield (
+            "re-scored",
+            f"{count(scored.tokens)} tokens{share} of {count(scored.segments)} pure segments; "
+            f"{count(scored.skipped_impure_segments)} keep_kv segments and {count(scored.skipped_segments)} segments "
+            "without a checkpoint skipped",
+        )
+        yield "largest gap", f"{gap(scored.largest_gap)} nats, bound {scored.bound:g} ({scored.dtype})"
+
+
+def _versions(run: RecordedRun, summary: RunSummary) -> ResultTable:
+    """Return every known version, the newest first, with its train step, its evaluation and its re-scoring."""
+    train, written = train_series(run.metrics.records), version_bytes(run)
+    evaluated = {point.policy_version: point for point in summary.evaluations}
+    rescoring = None if summary.audit is None else summary.audit.rescoring
+    gaps = {} if rescoring is None else {version.policy_version: version for version in rescoring.versions}
+    steps = {int(version): at for at, version in enumerate(train["policy_version"]) if version == version}
+    rows = []
+    for version in sorted({*evaluated, *gaps, *steps}, reverse=True):
+        trained = ["0" if version == 0 else "", "", "", ""]
+        if (at := steps.get(version)) is not None:
+            tokens, off_policy = train["batch.trained_tokens"][at], train["off_policy_token_share"][at]
+            trained = [_number(train["train_step"][at], ".0f"), _number(train["batch.outcome_mean"][at], ".3f")]
+            trained += [count(tokens) or "", percent(off_policy) or ""]
+        score, scored = "", gaps.get(version)
+        if (point := evaluated.get(version)) is not None:
+            score = f"{point.mean:.3f} ± {_number(point.standard_error, '.3f') or 'unknown'}"
+        text = "" if scored is None else scored.skipped or f"{count(scored.tokens)} ({gap(scored.largest_gap)})"
+        rows.append([f"{version}", written[version], *trained, score, text])
+    heads = ["policy version", "bytes", "train step", "batch reward", "tokens trained", "off-policy"]
+    return ResultTable(
+        name="versions",
+        heads=[*heads, f"{summary.score_name} evaluated", "tokens re-scored (largest gap)"],
+        rows=rows,
+        note="Bytes are those of the files that the trainer wrote and a generator reads; of a delta, an object store "
+        "has fewer. They are known while a version's folder is kept (checkpoints.keep_last). Reward, tokens and "
+        "off-policy share refer to the batch that was trained into the version.",
+    )
+
+
+def _spread(records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """Select up to ``MOST_SAMPLES`` records, evenly spread, with the newest one."""
+    step = max(1, -(-len(records) // MOST_SAMPLES))
+    return records[::-1][::step][::-1]
+
+
+def _sample(record: Record) -> SampleView:
+    step, reward, versions = number(record, "train_step"), number(record, "reward"), record.get("policy_versions")
+    return SampleView(
+        trajectory_id=str(record.get("trajectory_id", "")),
+        train_step=int(step) if step == step else None,
+        reward=reward if reward == reward else None,
+        policy_versions=[int(version) for version in versions] if isinstance(versions, list) else [],
+        prompt=_shortened(record.get("prompt")),
+        completion=_shortened(record.get("completion")),
+    )
+
+
+def _shortened(value: object) -> str:
+    text = "" if value is None else str(value)
+    left = len(text) - MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left:,} more characters)"
+
+
+def _number(value: float, spec: str) -> str:
+    return "" if value != value else format(value, spec)
