@@ -18,7 +18,7 @@ from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_files import PolicyCopy, WriteWeights
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.service.published_canary import canary_count, canary_sequences, scored_canary
+from rollmesh.trainer.service.publishing import canary_count, canary_sequences, scored_canary
 
 SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
 """Shape of the demo's model (250,000 parameters, 1 MB)."""

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.frame import NONE, Measure, Quick, at_least, at_most, compared, run_command
 from benchmarks.processes import TrainingRun
-from rollmesh.checkpoints.api_token import TOKEN_FILE
+from rollmesh.checkpoints.sealing import TOKEN_FILE
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from rollmesh.checkpoints.api_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
+from rollmesh.checkpoints.sealing import TOKEN_FILE as GATEWAY_TOKEN_FILE
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import TOKEN_FILE
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints

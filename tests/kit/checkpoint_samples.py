@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.checkpoints.batches import ReplayDraw, StepRecipe, StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome

@@ -24,7 +24,7 @@ from rollmesh.agents.answering import SESSION_HEADER, Answering, unless_disconne
 from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, gone, too_many
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.session_manager import SessionManager, check_repeated
-from rollmesh.checkpoints.api_token import api_token
+from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.runtime.addresses import bind_host

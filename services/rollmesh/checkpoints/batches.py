@@ -15,18 +15,17 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmesh.checkpoints.batch_frames import decode_groups, encode_groups
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, link_new, make_folder, sync_folder
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, DataError
@@ -70,6 +69,26 @@ class StepSettings(BaseModel):
     kl_reference_version: int | None
     """Reference version; None if neither a KL term nor the advantage reads one."""
     recipe: StepRecipe
+
+
+class ReplayDraw(BaseModel):
+    """Groups that a train step trains on beside the fresh ones of its file, and all that the draw depends on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float
+    by: Literal["uniform", "reward"]
+    batches: int
+    """Number of earlier batches that the run file allows."""
+    seed: int
+    max_staleness: int
+    first: int
+    """First train step that was allowed: of the last ``batches``, those after the last rollback."""
+    sources: dict[int, str]
+    """Digest of every batch that was drawn from, by train step: of those allowed, the ones that could be read and that
+    no rollback has abandoned."""
+    groups: list[tuple[int, str]]
+    """Train step of the batch file and id of each drawn group."""
 
 
 class BatchFooter(BaseModel):
@@ -328,3 +347,44 @@ def footer_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Batc
     if len(_HEAD) + footer.payload_bytes + length + _END_BYTES != size:
         raise CheckpointError(f"{path}: {size} bytes do not match the footer", reason=Reason.TRUNCATED)
     return footer
+
+
+def training_batch(stored: StoredBatch, read: Callable[[int], StoredBatch]) -> Batch:
+    """Return the batch of a train step: its fresh groups with the replayed ones spread among them.
+
+    ``read`` returns an earlier batch. Raises CheckpointError if the file of a replayed group is missing, damaged or not
+    the one that was drawn from: without it the step cannot be trained again with the same result.
+    """
+    draw = stored.footer.replay
+    if draw is None or not draw.groups:
+        return stored.batch
+    groups: dict[int, Mapping[str, Group]] = {}
+    for step in sorted({step for step, _ in draw.groups}):
+        groups[step] = _source_groups(stored.batch.train_step, step, draw, read)
+    replayed = tuple(groups[step][group_id] for step, group_id in draw.groups)
+    return replace(stored.batch, groups=_spread(stored.batch.groups, replayed))
+
+
+def _source_groups(
+    train_step: int, source: int, draw: ReplayDraw, read: Callable[[int], StoredBatch]
+) -> Mapping[str, Group]:
+    try:
+        stored = read(source)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"train step {train_step} replays groups of batch {source}: {error}", reason=error.reason
+        ) from error
+    found = {group.group_id: group for group in stored.batch.groups}
+    missing = [group_id for step, group_id in draw.groups if step == source and group_id not in found]
+    if missing or stored.footer.payload_sha256 != draw.sources.get(source):
+        raise CheckpointError(
+            f"train step {train_step} replays groups of batch {source}, whose file has other trajectories now",
+            reason=Reason.MISMATCH,
+        )
+    return found
+
+
+def _spread(fresh: tuple[Group, ...], replayed: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Merge two lists evenly and in order, so that every minibatch has its share of both."""
+    places = [((i + 0.5) / len(part), part[i]) for part in (fresh, replayed) for i in range(len(part))]
+    return tuple(group for _, group in sorted(places, key=lambda place: place[0]))

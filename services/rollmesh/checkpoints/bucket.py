@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
-from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch, batch_path
-from rollmesh.checkpoints.bucket_copies import batch_key, policy_copy, stored_copies
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.batches import ReplayDraw, StepSettings, StoredBatch, batch_path
+from rollmesh.checkpoints.bucket_copies import batch_key, check_copies, policy_copy, stored_copies
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore, CopyCheck
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
-from rollmesh.checkpoints.copy_check import CopyCheck, check_copies
-from rollmesh.checkpoints.delta_chains import BasePaths, chain_of, is_stored, pull_chain, without_bases
-from rollmesh.checkpoints.delta_uploads import DeltaUploads
+from rollmesh.checkpoints.deltas import BasePaths, DeltaUploads, chain_of, is_stored, pull_chain, without_bases
 from rollmesh.checkpoints.durable import (
     confined,
     disk_full_error,
@@ -37,7 +35,6 @@ from rollmesh.checkpoints.durable import (
     sha256_of,
     sync_folder,
 )
-from rollmesh.checkpoints.found_policies import FoundManifest
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -46,12 +43,10 @@ from rollmesh.checkpoints.manifest import (
     WeightDelta,
     parse_manifest,
 )
-from rollmesh.checkpoints.object_errors import store_error
-from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, PolicyDraft, VerifiedPolicy
+from rollmesh.checkpoints.objects import ObjectStore, store_error
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, FoundManifest, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import LINEAGE_FILE
 from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
 from rollmesh.mesh import Cursor
@@ -84,8 +79,6 @@ class BucketStore(CheckpointStore):
         except FileNotFoundError:
             self.objects.write(LINEAGE_FILE, super().lineage().encode())
             return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
-
-    # policies
 
     def _encode_delta(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
         delta = self._deltas.encode(draft, folder)
@@ -174,8 +167,6 @@ class BucketStore(CheckpointStore):
             self._delete_folder(path, first=MANIFEST_FILE)
         return removed
 
-    # batch files
-
     def write_batch(
         self,
         batch: Batch,
@@ -189,20 +180,13 @@ class BucketStore(CheckpointStore):
 
         Raises CheckpointError if another trainer has already uploaded other groups.
         """
-        self._copy_of_bucket(batch.train_step)
-        super().write_batch(batch, cursor, train_steps, settings, outcomes, replay)
-        return self._push_batch(batch.train_step)
-
-    def _copy_of_bucket(self, train_step: int) -> None:
-        """Make the local batch file of this step equal to the bucket's; delete it if the bucket has none."""
-        path = batch_path(self.root, train_step)
-        try:
-            self.objects.get(batch_key(train_step), path)
-        except FileNotFoundError:
-            path.unlink(missing_ok=True)
-
-    def _push_batch(self, train_step: int) -> str:
+        train_step = batch.train_step
         path, key = batch_path(self.root, train_step), batch_key(train_step)
+        try:
+            self.objects.get(key, path)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)  # of an upload that failed
+        super().write_batch(batch, cursor, train_steps, settings, outcomes, replay)
         local = batches.read_footer(self.root, self._secret, train_step)
         if self.objects.put_new(path, key):
             return local.payload_sha256
@@ -225,20 +209,16 @@ class BucketStore(CheckpointStore):
 
         A local file may differ: its upload failed, and the step was cut again for another trainer.
         """
-        if not self._has_batch(train_step, self.batch_footer(train_step)):
+        stored, local = self.batch_footer(train_step), None
+        with contextlib.suppress(CheckpointError):  # missing or damaged local copy
+            local = batches.read_footer(self.root, self._secret, train_step)
+        if local != stored:  # also for the same groups, which may be trained with other settings
             self._pull_batch(train_step)
         try:
             return super().stored_batch(train_step)
         except CheckpointError:
             self._pull_batch(train_step)  # the local copy may be damaged
             return super().stored_batch(train_step)
-
-    def _has_batch(self, train_step: int, stored: BatchFooter) -> bool:
-        try:
-            # The same groups in two files may be trained with other settings.
-            return batches.read_footer(self.root, self._secret, train_step) == stored
-        except CheckpointError:
-            return False  # missing or damaged local copy
 
     def _pull_batch(self, train_step: int) -> None:
         key = batch_key(train_step)
@@ -265,12 +245,13 @@ class BucketStore(CheckpointStore):
         """Return the train steps with a batch file in the bucket, ascending."""
         return batches.steps_of(key.rpartition("/")[2] for key in self.objects.sizes(batches.FOLDER))
 
-    # trainer states
-
     def _share_state(self, state: CommittedState) -> None:
         """Upload a locally committed state, COMMITTED last. Only rank 0 uploads."""
         if os.environ.get("RANK", "0") == "0":
-            self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
+            path = f"{committed.FOLDER}/{state.folder.name}"
+            names = [name for name in regular_files(state.folder) if name != COMMITTED_FILE]
+            self.objects.put_all([(state.folder / name, f"{path}/{name}") for name in names])
+            self.objects.put(state.folder / COMMITTED_FILE, f"{path}/{COMMITTED_FILE}")
 
     def judged_states(self) -> JudgedStates:
         """Return the sound and the unsound committed states in the bucket."""
@@ -333,21 +314,11 @@ class BucketStore(CheckpointStore):
             self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
         return super().prune_states(keep_last=keep_last, session=session)
 
-    # copies
-
     def check_copies(self) -> CopyCheck:
         """Compare the newest state, the policies and the batch files of the bucket with their digests, newest first."""
         damaged = {policy.path: policy.reason for policy in self.unsound_policies()}
         check = check_copies(self.objects, stored_copies(self, self.manifest))
         return replace(check, damaged={**damaged, **check.damaged})
-
-    # helpers
-
-    def _push_folder(self, path: str, *, last: str) -> None:
-        folder = self.root / path
-        names = [name for name in regular_files(folder) if name != last]
-        self.objects.put_all([(folder / name, f"{path}/{name}") for name in names])
-        self.objects.put(folder / last, f"{path}/{last}")
 
     def _delete_folder(self, path: str, *, first: str) -> None:
         self.objects.delete([f"{path}/{first}"])

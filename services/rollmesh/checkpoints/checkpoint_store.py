@@ -16,27 +16,30 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rollmesh.checkpoints import batches, committed, found_policies, policies
-from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
+from rollmesh.checkpoints import batches, committed, policies
+from rollmesh.checkpoints.batches import BatchFooter, ReplayDraw, StepSettings, StoredBatch, training_batch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
-from rollmesh.checkpoints.copy_check import CopyCheck
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.found_policies import FoundManifest, UnsoundPolicy
-from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest, WeightDelta
+from rollmesh.checkpoints.manifest import (
+    BaseReference,
+    CanarySequence,
+    Manifest,
+    WeightDelta,
+)
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,
+    FoundManifest,
     PolicyDraft,
+    UnsoundPolicy,
     VerifiedPolicy,
     WriteFolder,
 )
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.checkpoints.sealing import lineage
-from rollmesh.checkpoints.training_batch import training_batch
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
@@ -44,6 +47,18 @@ from rollmesh.types import Batch, Group, PolicyRecord
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyCheck:
+    """Result of a comparison."""
+
+    compared: int
+    compared_bytes: int
+    skipped: tuple[str, ...]
+    """Copies that were not read because of ``bucket_copies.MOST_BYTES``."""
+    damaged: Mapping[str, str]
+    """Reason by name."""
 
 
 class CheckpointStore:
@@ -158,11 +173,11 @@ class CheckpointStore:
 
     def unsound_policies(self) -> list[UnsoundPolicy]:
         """Return the folders with a manifest or an announcement, but without a sound policy."""
-        return found_policies.unsound_policies(self._manifests(), self._secret)
+        return policies.unsound_policies(self._manifests(), self._secret)
 
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Return the records of all complete folders, one per version, ascending; for a recovering trainer."""
-        return found_policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
+        return policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
 
     def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from rollmesh.checkpoints.digests import check_files
 from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, write_new_file
-from rollmesh.checkpoints.manifest import ManifestFile
+from rollmesh.checkpoints.manifest import ManifestFile, check_files
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""HMAC-SHA256 with the run's secret, to authenticate policies, batch files and trainer state."""
+"""Secrets of a run: the key of its seals (HMAC-SHA256 of policies, batch files, states), the token of its HTTP APIs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rollmesh.checkpoints.durable import link_new, make_folder, sync_folder
-from rollmesh.errors import CheckpointError
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import writing
 
 SECRET_FILE = "secret"
@@ -86,3 +88,40 @@ def _write_random(file: Path) -> None:
     with writing(file), os.fdopen(descriptor, "wb", buffering=0) as stream:
         stream.write(secrets.token_hex(32).encode())
         os.fsync(stream.fileno())
+
+
+TOKEN_FILE = "gateway-token"
+
+
+def api_token(config: RunConfig) -> str:
+    """Return the token of the run, and generate it if it is missing; ConfigError if it cannot be stored."""
+    if config.gateway.token is not None:
+        return config.gateway.token.get_secret_value().strip()
+    try:
+        return random_once(Path(config.folder) / TOKEN_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.token is not set, and a generated one cannot be stored in folder={config.folder}: {error}; "
+            "set ROLLMESH_GATEWAY__TOKEN"
+        ) from error
+
+
+def known_token(config: RunConfig) -> str | None:
+    """Return the token if this process can read it; None if only the services have it."""
+    if config.gateway.token is not None:
+        return config.gateway.token.get_secret_value().strip()
+    try:
+        return (Path(config.folder) / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def page_link(config: RunConfig, url: str) -> str:
+    """Return the address of the page with the token, which opens the actions; the address alone for no known token."""
+    token = known_token(config)
+    return link_with_token(url, token) if token else url
+
+
+def link_with_token(url: str, token: str) -> str:
+    """Return the address of the page with a token."""
+    return f"{url}?token={quote(token, safe='')}"

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollmesh.checkpoints.api_token import known_token, page_link
+from rollmesh.checkpoints.sealing import known_token, page_link
 from rollmesh.cli.common import (
     JsonOption,
     RunFolderArgument,

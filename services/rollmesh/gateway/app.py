@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from rollmesh.checkpoints.api_token import api_token
+from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.action_routes import ActionRoutes
 from rollmesh.gateway.gateway_metrics import GatewayMetrics

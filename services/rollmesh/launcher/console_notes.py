@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmesh.checkpoints.api_token import page_link
+from rollmesh.checkpoints.sealing import page_link
 from rollmesh.config import RunConfig
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.copy_check import MOST_BYTES, CopyCheck
+from rollmesh.checkpoints.bucket_copies import MOST_BYTES
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore, CopyCheck
 from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config.section import one_line

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollmesh.trainer.learner.token_explanation import TokenExplanation
-    from rollmesh.trainer.records.samples import Decode
+    from rollmesh.trainer.records.run_log import Decode
 
 _REASON_STYLES: Mapping[str, str] = {
     "trained": "",
@@ -142,7 +142,7 @@ def explained_batch(
     run_folder: Path, train_step: int, *, trajectory_id: str | None = None, limit: int = 1
 ) -> ExplainedBatch:
     """Explain one trajectory of a batch, or its first ``limit``; raises the errors of ``explain_batch``."""
-    from rollmesh.trainer.records.samples import decoder
+    from rollmesh.trainer.records.run_log import decoder
 
     folder = RecordedRun(run_folder)
     store = open_checkpoints(folder)

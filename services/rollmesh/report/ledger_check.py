@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rollmesh.checkpoints.batches import BatchFooter, StoredBatch
+from rollmesh.checkpoints.batches import BatchFooter, ReplayDraw, StoredBatch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.config.old_logprob_methods import MOST_BATCHES, ReplayConfig, replayed_count
 from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates
 from rollmesh.errors import CheckpointError

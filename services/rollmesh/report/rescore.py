@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.found_policies import UnsoundPolicy
-from rollmesh.checkpoints.policies import VerifiedPolicy
+from rollmesh.checkpoints.policies import UnsoundPolicy, VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit_result import (

@@ -8,8 +8,8 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import architecture_of, read_json
@@ -18,7 +18,6 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, SessionLost, Unfinished
-from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import ServiceHost, service_host
@@ -34,28 +33,22 @@ from rollmesh.trainer.learner.distributed import (
     pick_device,
 )
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.records.run_log import StepRecords
-from rollmesh.trainer.records.samples import decoder
-from rollmesh.trainer.records.trackers import build_trackers
+from rollmesh.trainer.records.run_log import build_trackers
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.adapter_base import check_published, model_folder
-from rollmesh.trainer.service.announcing import Announcer
-from rollmesh.trainer.service.batch_source import BatchSource
-from rollmesh.trainer.service.part_source import PartSource
-from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.published_canary import canary_count, canary_sequences
-from rollmesh.trainer.service.publishing import Publisher
-from rollmesh.trainer.service.ranks import RankCoordinator
-from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
-from rollmesh.trainer.service.replay_source import ReplaySource
-from rollmesh.trainer.service.rollback import RollbackRunner
-from rollmesh.trainer.service.shared_waits import shared_waits
-from rollmesh.trainer.service.stage_ends import StageEnds
-from rollmesh.trainer.service.torch_executor import TorchExecutor
+from rollmesh.trainer.service.leading_rank import LeadingRank
+from rollmesh.trainer.service.policy_catalog import (
+    PolicyCatalog,
+    check_published,
+    check_reference,
+    model_folder,
+    references_in_use,
+)
+from rollmesh.trainer.service.publishing import Announcer, Publisher, canary_count, canary_sequences
+from rollmesh.trainer.service.ranks import RankCoordinator, TorchExecutor
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
-from rollmesh.trainer.service.training_loop import TrainerDeps, TrainingLoop
+from rollmesh.trainer.service.trainer_waits import Retry, shared_waits
+from rollmesh.trainer.service.training_loop import TrainingLoop
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped, TrainingSession
-from rollmesh.trainer.service.write_retry import Retry
 
 _STALLED_AFTER_SECONDS = 3600.0
 _REDIS_RETRY_SECONDS = 5.0
@@ -137,69 +130,46 @@ async def _lead(
     executor: TorchExecutor,
 ) -> str:
     """Train as rank 0; return the work that a shutdown left, empty when the run is complete."""
-    config, health, trainer_metrics = host.config, host.health, TrainerMetrics(host.metrics)
+    health, metrics = host.health, TrainerMetrics(host.metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS, executor.busy)
     store = await open_service_store(host, shutdown, _REDIS_RETRY_SECONDS)
-    session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown, health)
-    retry = Retry(trainer_metrics, health, shutdown)
+    rank = LeadingRank(
+        config=host.config,
+        ranks=ranks,
+        session=TrainingSession(store, checkpoints, ranks.catalog, metrics, shutdown, health),
+        checkpoints=checkpoints,
+        retry=Retry(metrics, health, shutdown),
+        metrics=metrics,
+        progress=Progress(),
+        executor=executor,
+        health=health,
+        shutdown=shutdown,
+    )
     try:
         async with shared_waits(store, health.waits):
-            progress = await _take_over(config, session, checkpoints, ranks, executor, retry)
-            deps = await _build_deps(
-                config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
-            )
+            rank = await _take_over(rank)
+            publisher, trackers = await _publisher(rank), build_trackers(rank.config)
+            training = TrainingLoop(rank, publisher, trackers)
             health.set_ready(True)
-            training = TrainingLoop(deps, shutdown)
-            await _run(training, deps)
+            try:
+                await _run(training, rank)
+            finally:
+                for tracker in trackers:
+                    tracker.close()
+            await rank.session.close()
             return await training.unfinished()
     except Stopped as stopped:
         return str(stopped)
 
 
-async def _build_deps(
-    config: RunConfig,
-    shutdown: Shutdown,
-    session: TrainingSession,
-    checkpoints: CheckpointStore,
-    ranks: RankCoordinator,
-    executor: TorchExecutor,
-    metrics: TrainerMetrics,
-    retry: Retry,
-    progress: Progress,
-    health: Health,
-) -> TrainerDeps:
-    algorithm, model = config.trainer.algorithm, resolve_model(config.model.path)
-    vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
-    read = partial(asyncio.to_thread, references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
-    references = await retry.run("read_references", read)
-    device_type = pick_device(config.trainer.device).type
-    canary = canary_sequences(vocab_size, canary_count(ranks.trainer.parameter_count, device_type))
-    announcer = Announcer(config, ranks.catalog, session, checkpoints, retry, metrics, references)
-    publisher = Publisher(ranks, session, checkpoints, retry, metrics, executor, canary, progress, announcer)
-    stage_end = algorithm.old_logprobs == "stage_end"
-    schedule = Schedule.from_config(config)
-    replay = ReplaySource(
-        config.trainer.replay, checkpoints, ranks.catalog, progress, config.seed, schedule.max_staleness
-    )
-    return TrainerDeps(
-        config=config,
-        ranks=ranks,
-        session=session,
-        batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, replay, ranks.trainer.settings),
-        parts=PartSource(ranks, session, executor, shutdown, schedule),
-        publisher=publisher,
-        rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, retry, progress, executor),
-        progress=progress,
-        checkpoints=checkpoints,
-        retry=retry,
-        metrics=metrics,
-        records=StepRecords(Path(config.folder)),
-        trackers=build_trackers(config),
-        decode=decoder(model),
-        health=health,
-        stages=StageEnds(ranks, session, executor, shutdown) if stage_end else None,
-        executor=executor,
-    )
+async def _publisher(rank: LeadingRank) -> Publisher:
+    config, trainer = rank.config, rank.ranks.trainer
+    folder = resolve_model(config.model.path)
+    vocab_size = architecture_of(read_json(folder / "config.json"), str(folder)).vocab_size
+    count = canary_count(trainer.parameter_count, pick_device(config.trainer.device).type)
+    read = partial(references_in_use, config.trainer.algorithm, rank.checkpoints, trainer.train_step)
+    announcer = Announcer(rank, await rank.retried("read_references", read))
+    return Publisher(rank, canary_sequences(vocab_size, count), announcer)
 
 
 @contextlib.asynccontextmanager
@@ -215,25 +185,17 @@ async def _answering_probes(config: RunConfig, index: int) -> AsyncIterator[Serv
         yield host
 
 
-async def _take_over(
-    config: RunConfig,
-    session: TrainingSession,
-    checkpoints: CheckpointStore,
-    ranks: RankCoordinator,
-    executor: TorchExecutor,
-    retry: Retry,
-) -> Progress:
+async def _take_over(rank: LeadingRank) -> LeadingRank:
     """Fence older trainers, then continue from the newest state in the checkpoint store."""
+    config, session, ranks, checkpoints, retry = rank.config, rank.session, rank.ranks, rank.checkpoints, rank.retry
     name, limits = f"{socket.gethostname()}-{os.getpid()}", run_limits(config)
     await retry.run("open_session", partial(session.open, name, limits))
-    tidy = partial(asyncio.to_thread, checkpoints.remove_unfinished_batches)
-    leftovers = await retry.run("remove_unfinished_batches", tidy)
-    load = partial(asyncio.get_running_loop().run_in_executor, executor, load_newest_state, ranks, checkpoints, config)
+    leftovers = await rank.retried("remove_unfinished_batches", checkpoints.remove_unfinished_batches)
+    load = partial(rank.in_torch, partial(load_newest_state, ranks, checkpoints, config))
     # Other ranks may have begun to load, and end when this one fails.
     progress = await (retry.run("load_state", load) if ranks.world.size == 1 else load())
     await retry.run("begin_session", partial(session.begin, ranks.trainer.train_step))
-    check = partial(asyncio.to_thread, check_reference, config.trainer.algorithm, ranks.catalog)
-    await retry.run("check_reference", check)
+    await rank.retried("check_reference", partial(check_reference, config.trainer.algorithm, ranks.catalog))
     if ranks.trainer.adapter is not None:
         await asyncio.to_thread(check_published, ranks.trainer.adapter, ranks.catalog)
     get_logger("trainer").info(
@@ -243,37 +205,31 @@ async def _take_over(
         ranks=ranks.world.size,
         unfinished_batch_files=leftovers,
     )
-    return progress
+    return replace(rank, progress=progress)
 
 
-async def _run(training: TrainingLoop, deps: TrainerDeps) -> None:
+async def _run(training: TrainingLoop, rank: LeadingRank) -> None:
     """Train, and watch for a Redis restart and a newer trainer meanwhile."""
-    watch = asyncio.create_task(deps.session.watch(deps.config.store.heartbeat_seconds), name="watch-session")
+    watch = asyncio.create_task(rank.session.watch(rank.config.store.heartbeat_seconds), name="watch-session")
     train = asyncio.create_task(training.run(), name="train")
     train.add_done_callback(lambda _: watch.cancel())
+    superseded = (
+        f"another trainer has taken over run {rank.config.name}, so this trainer stops at train step "
+        "{train_step}: two trainers on one run; stop one of them"
+    )
     try:
         await asyncio.wait({watch, train}, return_when=asyncio.FIRST_EXCEPTION)
         for task in (watch, train):
             if task.done() and not task.cancelled():
                 task.result()
     except SessionLost as error:
-        raise _superseded(training, deps) from error
+        raise SessionLost(superseded.format(train_step=training.train_step)) from error
     except (CheckpointError, OSError) as error:
         # A newer trainer deletes unfinished files of an older one. In that case the disk is not the problem.
         try:
-            await deps.session.check()
+            await rank.session.check()
         except SessionLost:
-            raise _superseded(training, deps) from error
+            raise SessionLost(superseded.format(train_step=training.train_step)) from error
         raise
     finally:
         await cancel_and_wait(watch, train)
-        for tracker in deps.trackers:
-            tracker.close()
-    await deps.session.close()
-
-
-def _superseded(training: TrainingLoop, deps: TrainerDeps) -> SessionLost:
-    return SessionLost(
-        f"another trainer has taken over run {deps.config.name}, so this trainer stops at train step "
-        f"{training.train_step}: two trainers on one run; stop one of them"
-    )

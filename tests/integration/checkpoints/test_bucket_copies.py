@@ -14,8 +14,7 @@ from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.errors import CheckpointError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.sentences import audit_claims
-from rollmesh.trainer.service.adapter_base import model_folder
-from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog, model_folder
 
 from ...kit.checkpoint_samples import publish
 from ..report.made_checkpoints import STEPS, make_audited_run

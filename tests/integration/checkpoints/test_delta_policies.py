@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rollmesh.checkpoints import delta_chains, pulled
+from rollmesh.checkpoints import deltas, pulled
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
@@ -170,7 +170,7 @@ def test_a_full_disk_while_a_delta_is_applied_is_named_and_leaves_nothing(
 
     reader = node("generator")
     with monkeypatch.context() as patch:
-        patch.setattr(delta_chains, "apply_delta", full)
+        patch.setattr(deltas, "apply_delta", full)
         assert refusal(reader, records[2]).reason == Reason.DISK_FULL
     assert not list((reader.root / "policies").iterdir())
     assert weights_of(reader, records[2]) == weights_of(trainer, records[2])

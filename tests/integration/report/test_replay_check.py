@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.checkpoints.batches import ReplayDraw
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.config.old_logprob_methods import ReplayConfig
 from rollmesh.report.ledger_check import ReplayRule, StalenessRule, Trained, read_batches
+from rollmesh.trainer.service.batch_source import ReplaySource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
 
 from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch

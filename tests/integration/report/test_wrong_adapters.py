@@ -23,7 +23,7 @@ from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer, load_published
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.service.published_canary import CANARY_SEQUENCES, canary_count, canary_sequences
+from rollmesh.trainer.service.publishing import CANARY_SEQUENCES, canary_count, canary_sequences
 from rollmesh.types import Trajectory
 
 from ...kit.made_batches import random_batch

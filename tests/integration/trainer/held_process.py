@@ -20,9 +20,8 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.service import publishing
-from rollmesh.trainer.service.announcing import Announcer
 from rollmesh.trainer.service.batch_source import BatchSource
-from rollmesh.trainer.service.publishing import Publisher
+from rollmesh.trainer.service.publishing import Announcer, Publisher
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import Batch
 

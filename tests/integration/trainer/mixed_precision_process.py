@@ -16,7 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.distributed import join_world, leave_world
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.publishing import canary_sequences
 
 from ...kit.made_batches import VOCAB, random_batch
 

@@ -16,12 +16,11 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.batch_source import BatchSource, ReplaySource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import TrainingSession
-from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Group, Segment
 
 from ...kit.checkpoint_samples import step_settings, write_batch

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.learner.optimizer import learning_rate
+from rollmesh.trainer.learner.policy_state import learning_rate
 
 from .trainer_run import GROUPS, TrainerRun, opened_run, write_run_file
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints import copy_check
+from rollmesh.checkpoints import bucket_copies
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.bucket_copies import stored_copies
 from rollmesh.checkpoints.objects import ObjectStore
@@ -54,7 +54,7 @@ def test_a_copy_with_more_bytes_than_recorded_is_damaged(store: BucketStore) -> 
 def test_copies_over_the_limit_are_named_as_not_read(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
     policies = sum(size for key, size in store.objects.sizes("policies").items() if "manifest" not in key)
     flip(store.objects, "batches/00000001.pb", 40)
-    monkeypatch.setattr(copy_check, "MOST_BYTES", policies)
+    monkeypatch.setattr(bucket_copies, "MOST_BYTES", policies)
     check = store.check_copies()
     assert (check.compared, check.skipped) == (2, ("batches/00000002.pb", "batches/00000001.pb"))
     assert check.compared_bytes == policies and not check.damaged
@@ -63,4 +63,4 @@ def test_copies_over_the_limit_are_named_as_not_read(store: BucketStore, monkeyp
 def test_a_copy_that_is_pruned_meanwhile_is_no_damage(store: BucketStore) -> None:
     copies = list(stored_copies(store, store.manifest))
     store._delete_folder(copies[0].name, first="manifest.json")
-    assert copy_check.check_copies(store.objects, copies).damaged == {}
+    assert bucket_copies.check_copies(store.objects, copies).damaged == {}

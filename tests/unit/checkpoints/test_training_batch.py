@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.batches import ReplayDraw, batch_path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.replay_draw import ReplayDraw
 from rollmesh.errors import CheckpointError
 
 from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch

@@ -10,10 +10,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.checkpoints.delta_chains import without_bases
+from rollmesh.checkpoints.deltas import apply_delta, without_bases, write_delta
 from rollmesh.checkpoints.durable import sha256_of
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.weight_delta import apply_delta, write_delta
 from rollmesh.errors import CheckpointError
 
 MEBIBYTE = 1 << 20

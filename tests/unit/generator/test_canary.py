@@ -16,7 +16,7 @@ from rollmesh.config.trainer import TrainerConfig
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores, canary_threshold
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.service.published_canary import canary_sequences
+from rollmesh.trainer.service.publishing import canary_sequences
 
 
 def threshold(dtype: str, **generator: float) -> float:

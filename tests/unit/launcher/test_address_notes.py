@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.api_token import api_token
+from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.launcher.console_notes import AddressNotes
 from rollmesh.launcher.supervisor import Supervisor

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rollmesh.checkpoints.adapter_settings import read_adapter_settings
-from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_adapter_settings
 from rollmesh.config import RunConfig
 from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel

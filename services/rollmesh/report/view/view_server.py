@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
 
-from rollmesh.checkpoints.api_token import known_token, link_with_token
+from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import EVENTS
 from rollmesh.gateway.gateway_metrics import GatewayMetrics

@@ -20,7 +20,7 @@ from rollmesh.config.loss_methods import LOSSES, MASKS, OWN_MASK, MaskConfig
 from rollmesh.config.old_logprob_methods import UPDATE_SCALES
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.forward_backward import LossRecipe
-from rollmesh.trainer.learner.optimizer import learning_rate
+from rollmesh.trainer.learner.policy_state import learning_rate
 from rollmesh.types import LARGEST_REWARD
 from rollmesh.user_code import OwnFunction
 

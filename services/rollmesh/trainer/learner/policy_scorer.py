@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rollmesh.checkpoints.adapter_settings import read_adapter_settings
-from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE
+from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE, read_adapter_settings
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights

@@ -29,11 +29,10 @@ from rollmesh.trainer.learner.forward_backward import Compute, compute_of, judge
 from rollmesh.trainer.learner.frozen_policies import Fp32Copy, PolicyFolder, PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.method_binding import step_recipe, step_settings, without_skips
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, StageRecord, current_version
-from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
 from rollmesh.trainer.learner.parts import EarlyParts
 from rollmesh.trainer.learner.policy_files import PolicyCopy, PolicyOutput
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
-from rollmesh.trainer.learner.policy_state import PolicyState
+from rollmesh.trainer.learner.policy_state import PolicyState, build_optimizer, set_hyperparameters
 from rollmesh.trainer.learner.step_report import StepReport, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
 from rollmesh.trainer.learner.train_step import (

@@ -36,8 +36,8 @@ from rollmesh.trainer.learner.method_binding import (
     loss_recipe,
 )
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, current_version
-from rollmesh.trainer.learner.optimizer import apply_update
 from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.policy_state import apply_update
 from rollmesh.trainer.learner.step_report import TokenResults, effective_sample_size
 from rollmesh.trainer.learner.train_batch import (
     BoolArray,

@@ -1,16 +1,22 @@
-"""Step reports and sample completions as JSON lines in the run folder, with each train step once after any crash."""
+"""Records of the train steps: JSON lines in the run folder, sample completions, and optional trackers."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollmesh.checkpoints.durable import disk_full_error, full_disk
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.text import Tokenizer
+from rollmesh.types import Batch, Int32Array, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -117,3 +123,188 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+Decode = Callable[[Int32Array], str]
+
+
+def decoder(folder: Path) -> Decode:
+    """Return a function from token ids to text with the model's tokenizer; without one, to the ids as text."""
+    if not (folder / "tokenizer.json").is_file():
+        return lambda ids: " ".join(map(str, ids.tolist()))
+    tokenizer = Tokenizer(folder)
+
+    def decode(ids: Int32Array) -> str:
+        try:
+            return tokenizer.decode(ids, special_tokens=True)
+        except DataError:
+            return " ".join(map(str, ids.tolist()))
+
+    return decode
+
+
+def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[str, Any]]:
+    """Select ``count`` trajectories spread over the groups of the batch, with a different member in each step.
+
+    At most one trajectory per group.
+    """
+    count = min(count, len(batch.groups))
+    chosen: list[Trajectory] = []
+    for i in range(count):
+        members = batch.groups[i * len(batch.groups) // count].trajectories
+        chosen.append(members[(batch.train_step + i) % len(members)])
+    return [_sample(batch.train_step, t, decode) for t in chosen]
+
+
+def _sample(train_step: int, trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
+    outcome = trajectory.outcome
+    return {
+        "train_step": train_step,
+        "trajectory_id": trajectory.trajectory_id,
+        "prompt": decode(trajectory.prompt.token_ids),
+        "completion": decode(trajectory.response_ids),
+        "token_count": trajectory.response_token_count,
+        "finish_reason": None if trajectory.finish_reason is None else str(trajectory.finish_reason),
+        "outcome": None if outcome is None else str(outcome.kind),
+        "reward": None if outcome is None else outcome.verdict,
+        "shaped_reward": trajectory.shaped_reward,
+        "policy_versions": list(trajectory.policy_versions),
+    }
+
+
+class Tracker(Protocol):
+    """A destination of numbers by train step."""
+
+    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        """Record the numbers of one step. A replayed step is recorded again."""
+
+    def close(self) -> None:
+        """Flush and close the tracker."""
+
+
+def build_trackers(config: RunConfig) -> list[Tracker]:
+    """Build the trackers of ``telemetry.trackers``; raise ConfigError with the name of an extra that is not installed.
+
+    Later failures are only logged: metrics.jsonl has every number, so a tracker must not stop the run.
+    """
+    makers: dict[str, Callable[[RunConfig], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    return [_OptionalTracker(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Flatten the numbers of a nested record to ``a/b/c`` names. Lists and text are dropped."""
+    numbers: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            numbers |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[f"{prefix}{key}"] = float(value)
+    return numbers
+
+
+class _OptionalTracker:
+    """A tracker whose failures are logged and not raised."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._log = get_logger("trackers")
+
+    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        try:
+            self._tracker.log(train_step, numbers)
+        except Exception as error:  # any error of the tracker's client
+            self._log.error("tracker_failed", tracker=self._name, train_step=train_step, message=repr(error))
+
+    def close(self) -> None:
+        try:
+            self._tracker.close()
+        except Exception as error:  # any error of the tracker's client
+            self._log.error("tracker_failed", tracker=self._name, message=repr(error))
+
+
+class TensorBoardTracker:
+    """Event files in ``<run folder>/tensorboard``."""
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        options = dict(config.telemetry.tracker_options.get("tensorboard", {}))
+        options = {"log_dir": str(Path(config.folder) / "tensorboard")} | options
+        self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(**options)
+        self._writer: SummaryWriter | None = None
+        try:
+            self._writer = self._open()
+        except TypeError as error:
+            raise ConfigError(f"telemetry.tracker_options.tensorboard: {error}") from error
+        except OSError as error:  # for example a full disk; the next step retries
+            get_logger("trackers").error("tracker_failed", tracker="tensorboard", message=repr(error))
+
+    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        """Record the numbers of one step. After a failed write the next step starts a new file."""
+        writer, self._writer = self._writer or self._open(), None
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, train_step)
+        writer.flush()
+        self._writer = writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` is passed to ``wandb.init``.
+
+    Continuing the run continues the W&B run. The x-axis is ``train_step``: W&B's own steps only increase, and W&B drops
+    numbers for an older step, which a resumed or rolled back trainer would log.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        options: dict[str, Any] = {
+            "name": config.name,
+            "id": _stable_id(Path(config.folder) / "wandb-id", config.name),
+            "resume": "allow",
+            "dir": config.folder,
+            # Keep rollmesh's log lines out of W&B. W&B's own messages are in its folder.
+            "settings": {"console": "off", "silent": True},
+        }
+        options |= config.telemetry.tracker_options.get("wandb", {})
+        settings = config.model_dump(mode="json", exclude={"store": {"password", "url"}, "checkpoints": {"secret"}})
+        try:
+            self._run = wandb.init(**options, config=settings)
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ConfigError(
+                f"telemetry.trackers: wandb: {error} Set WANDB_API_KEY, or WANDB_MODE=offline to sync files later"
+            ) from error
+        self._run.define_metric("train_step")
+        self._run.define_metric("*", step_metric="train_step")
+        get_logger("trainer").info(
+            "wandb_run", id=self._run.id, folder=self._run.dir, url="" if self._run.offline else self._run.url
+        )
+
+    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"train_step": train_step, **numbers})
+
+    def close(self) -> None:
+        """Upload the remaining data."""
+        self._run.finish()
+
+
+def _stable_id(file: Path, name: str) -> str:
+    """Return the W&B id of this run folder. Two folders may contain runs with the same name."""
+    # The file is empty after a power cut before its content was on disk.
+    if not file.exists() or not file.stat().st_size:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+def _missing(extra: str) -> ConfigError:
+    return ConfigError(f"telemetry.trackers: {extra} is not installed (pip install 'rollmesh[{extra}]')")

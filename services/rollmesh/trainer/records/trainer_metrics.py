@@ -1,9 +1,10 @@
-"""Prometheus metrics of the trainer."""
+"""Prometheus metrics of the trainer, and the length deciles of trained and dropped groups."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,11 @@ from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
 from rollmesh.trainer.learner.step_report import BatchStats, StepReport
-from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
+from rollmesh.types import Batch
 
+DECILES = 10
+"""Length deciles, of the longest trajectory of a group among the finished trajectories, as the queue computes them
+(``store/scripts/lib/lengths.lua``). Dropping long groups is a bias that a mean length does not show."""
 MOST_DOMAINS = 64
 """Most domains with metrics, because every label value is a series of its own."""
 _OTHER_DOMAINS = "other"
@@ -241,3 +245,33 @@ class Growth:
             for label, total in totals.items():
                 self.counter.labels(label).inc(max(0, total - self._seen.get(label, 0)))
         self._seen = dict(totals)
+
+
+def length_decile(tokens: int, finished: Mapping[int, int]) -> int:
+    """Return the decile (0 to 9) of a length among the finished trajectories, given as counts by length bucket."""
+    bucket = math.floor(math.log2(tokens + 1) * 4)
+    below = sum(count for other, count in finished.items() if other < bucket)
+    total = sum(finished.values())
+    return min(DECILES - 1, DECILES * below // total) if total else 0
+
+
+def trained_by_decile(batch: Batch, finished: Mapping[int, int]) -> list[int]:
+    """Count the groups of a batch by length decile, [10]."""
+    counts = [0] * DECILES
+    for group in batch.groups:
+        longest = max((t.response_token_count for t in group.trajectories), default=0)
+        counts[length_decile(longest, finished)] += 1
+    return counts
+
+
+def dropped_by_decile(drop_deciles: Mapping[str, int]) -> list[int]:
+    """Sum dropped groups by length decile, [10], from counts by ``<reason>:<decile>``."""
+    counts = [0] * DECILES
+    for name, count in drop_deciles.items():
+        counts[int(name.rpartition(":")[2])] += count
+    return counts
+
+
+def trained_share(trained: Sequence[int], dropped: Sequence[int]) -> list[float | None]:
+    """Compute trained / (trained + dropped) by decile; None where no group has left the queue yet."""
+    return [t / (t + d) if t + d else None for t, d in zip(trained, dropped, strict=True)]

@@ -1,4 +1,4 @@
-"""Catalog of the policy versions: their train steps, and verified folders of the versions that are kept."""
+"""The policy versions of a run: train steps, verified folders, the KL reference, the base of adapters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.describe import read_adapter_settings
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.config import RunConfig
+from rollmesh.config.model import AdapterConfig
+from rollmesh.config.recipes import resolve_model
+from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
+from rollmesh.trainer.learner.method_binding import needs_reference
 from rollmesh.types import PolicyRecord
 
 
@@ -107,3 +114,100 @@ class PolicyCatalog:
             self._checkpoints.check_copy(self._records[policy_version])
         manifest = self.policy(policy_version).manifest
         return BasePolicy(record=self._records[policy_version], manifest=manifest)
+
+
+def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:
+    """Raise ConfigError if the run file's reference is missing; ``catalog`` has every published policy.
+
+    Raises CheckpointError if the check is not possible now: the disk is full, or the object store is unreachable.
+    """
+    version, newest = algorithm.kl_reference_version, catalog.newest
+    if not needs_reference(algorithm) or (newest is None and version == 0):
+        return  # a new run publishes version 0 before it trains
+    if newest is None or version > newest.policy_version:
+        allowed = "a new run can use 0 only" if newest is None else f"the newest is {newest.policy_version}"
+        raise _config_error(version, f"this policy version is not published yet ({allowed})")
+    try:
+        catalog.open(version)
+    except CheckpointError as error:
+        if error.outside:
+            raise
+        kept = "version 0, the newest versions (checkpoints.keep_last) and the previous reference"
+        raise _config_error(version, f"{error}; the kept versions are {kept}") from error
+
+
+def _config_error(version: int, problem: str) -> ConfigError:
+    return ConfigError(f"trainer.algorithm.kl_reference_version={version}: {problem}")
+
+
+def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
+    """Return the versions that must not be pruned: the run file's reference, and those of replayed steps."""
+    found = {algorithm.kl_reference_version} if needs_reference(algorithm) else set()
+    for step in checkpoints.batch_steps():
+        if step > committed_step:
+            found |= _reference_of_step(checkpoints, step)
+    return frozenset(found)
+
+
+def _reference_of_step(checkpoints: CheckpointStore, train_step: int) -> set[int]:
+    try:
+        version = checkpoints.batch_footer(train_step).settings.kl_reference_version
+    except CheckpointError as error:
+        if error.outside:  # the reference of this step would be pruned
+            raise
+        return set()  # the training loop rejects or rewrites the file when it reaches this step
+    return set() if version is None else {version}
+
+
+def model_folder(config: RunConfig, checkpoints: CheckpointStore) -> Path:
+    """Return the folder to load at startup: the verified version 0 for an adapter, once it is written, else model.path.
+
+    So a model folder that changes during a run does not change the base. Raises CheckpointError if version 0 is
+    damaged.
+    """
+    if config.model.adapter is None:
+        return resolve_model(config.model.path)
+    for record in checkpoints.complete_policies():
+        if record.policy_version == BASE_VERSION:
+            try:
+                checkpoints.check_copy(record)
+                return checkpoints.open(record).folder
+            except CheckpointError as error:
+                raise damaged_base(str(error), error.reason) from error
+    for policy in checkpoints.unsound_policies():
+        if policy.announced and policy.train_step == 0:
+            raise damaged_base(f"{policy.path}: {policy.reason}", Reason.TORN)
+    return resolve_model(config.model.path)
+
+
+def damaged_base(problem: str, reason: str) -> CheckpointError:
+    """Return the error of a base without which no generator can serve an adapter of the run."""
+    return CheckpointError(
+        f"policy version {BASE_VERSION}, the base of all adapters of the run: {problem}; restore its folder from a "
+        "copy, or start a new run",
+        reason=reason,
+    )
+
+
+def check_published(adapter: AdapterConfig, catalog: PolicyCatalog) -> None:
+    """Raise ConfigError if the newest policy is no adapter of these settings, whose layers are by name.
+
+    The launcher compares run files. This check covers trainers that are started without it.
+    """
+    newest = catalog.newest
+    if newest is None or newest.policy_version == BASE_VERSION:
+        return
+    policy = catalog.policy(newest.policy_version)
+    if policy.base is None:
+        raise ConfigError(
+            f"model.adapter: policy version {newest.policy_version} of this run has full weights; remove model.adapter "
+            "to continue the run, or start a new run (another name and folder)"
+        )
+    found = read_adapter_settings(policy.folder)
+    for name in ("rank", "alpha", "target"):
+        published, configured = getattr(found, name), getattr(adapter, name)
+        if published != configured:
+            raise ConfigError(
+                f"model.adapter.{name}={configured}: policy version {newest.policy_version} of this run has "
+                f"{published}; set it as it was, or start a new run (another name and folder)"
+            )

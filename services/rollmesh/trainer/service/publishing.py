@@ -17,29 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+import numpy as np
+
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.errors import CheckpointError
-from rollmesh.runtime.logging import Logger, get_logger
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError, ConfigError, Conflict, TrainingDiverged
+from rollmesh.runtime.logging import Logger, get_logger, note_policy_version
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
+from rollmesh.scheduling import Schedule
 from rollmesh.trainer.learner.policy_files import ScoreSequences
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.announcing import Announcer
-from rollmesh.trainer.service.published_canary import scored_canary
-from rollmesh.trainer.service.ranks import RankCoordinator
-from rollmesh.trainer.service.trainer_progress import Progress
-from rollmesh.trainer.service.training_session import TrainingSession
-from rollmesh.trainer.service.write_retry import Retry
-from rollmesh.types import Int32Array, PolicyRecord
+from rollmesh.trainer.service.leading_rank import LeadingRank
+from rollmesh.types import Float32Array, Int32Array, PolicyRecord
 
 T = TypeVar("T")
 WritePolicy = Callable[[], Awaitable[PolicyRecord]]
@@ -53,14 +49,8 @@ _IDLE_SECONDS = 5.0
 class Publisher:
     """Publisher of the ranks' weights under the trainer's session. Its methods are for one task: the training loop."""
 
-    _ranks: RankCoordinator
-    _session: TrainingSession
-    _checkpoints: CheckpointStore
-    _retry: Retry
-    _metrics: TrainerMetrics
-    _executor: Executor
+    _rank: LeadingRank
     _canary: list[Int32Array]
-    _progress: Progress
     _announcer: Announcer
     _in_flight: asyncio.Task[None] | None = field(default=None, init=False)
     _newest: int = field(default=-1, init=False)
@@ -80,26 +70,26 @@ class Publisher:
         newest policy is damaged: every generator rejects it, so the same weights are published as the next version.
         """
         await self.announced()
-        newest = await self._session.newest_policy()
+        newest = await self._rank.session.newest_policy()
         published = False
         if newest is not None:
-            self._ranks.catalog.update([newest])
-            self._metrics.policy_version.set(newest.policy_version)
+            self._rank.ranks.catalog.update([newest])
+            self._rank.metrics.policy_version.set(newest.policy_version)
             if newest.train_step > train_step:
                 return newest.policy_version
-            published = self._progress.published(newest)
+            published = self._rank.progress.published(newest)
             if newest.train_step == train_step and published and not await self._damaged(newest):
                 return newest.policy_version
         version = newest.policy_version + 1 if newest else 0
         source: PolicyRecord | WritePolicy | None = None
         if newest is None or newest.policy_version != self._newest:
             # Only the publication in flight of a process that was killed, or of a registry that was lost, is left over.
-            source = await self._retry.run("find_policy", lambda: self._whole_folder(version, train_step))
-        label = self._progress.label(self._session.token)
+            source = await self._rank.retry.run("find_policy", lambda: self._whole_folder(version, train_step))
+        label = self._rank.progress.label(self._rank.session.token)
         if source is None:
             parent = newest.policy_version if newest else None
             if newest is not None and not published:  # the first version after a rollback
-                parent = self._progress.rolled_back_to
+                parent = self._rank.progress.rolled_back_to
             source = await self._copied(label, version, train_step, parent)
         self._newest = version
         self._in_flight = asyncio.create_task(self._finish(source, version, train_step, label), name="publish-policy")
@@ -114,8 +104,8 @@ class Publisher:
             if not logged:
                 self._log.info("training_waits_for_publication", policy_version=self._newest)
             logged = True
-            self._session.beat()
-            await self._in_thread(self._ranks.idle)
+            self._rank.session.beat()
+            await self._rank.in_torch(self._rank.ranks.idle)
         self._in_flight = None
         task.result()
 
@@ -156,11 +146,13 @@ class Publisher:
 
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
         """Copy the weights out; return the function that writes them."""
-        base = await self._retry.run("read_base", lambda: self._in_thread(lambda: self._ranks.base_of(version)))
+        base = await self._rank.retry.run(
+            "read_base", lambda: self._rank.in_torch(lambda: self._rank.ranks.base_of(version))
+        )
         with self._timed("copy_out"):
-            copied = await self._in_thread(lambda: self._ranks.copy_out(version))
+            copied = await self._rank.in_torch(lambda: self._rank.ranks.copy_out(version))
         # Without a score of the copy, the canary is scored before the next step changes the weights.
-        early = None if copied.score else await self._in_thread(lambda: self._scored_canary(train_step, None))
+        early = None if copied.score else await self._rank.in_torch(lambda: self._scored_canary(train_step, None))
 
         def write(canary: Sequence[CanarySequence]) -> PolicyRecord:
             begun = written = time.monotonic()
@@ -171,7 +163,7 @@ class Publisher:
                 written = time.monotonic()
                 return digests
 
-            record = self._checkpoints.publish(
+            record = self._rank.checkpoints.publish(
                 session=session,
                 policy_version=version,
                 train_step=train_step,
@@ -189,14 +181,14 @@ class Publisher:
             canary = early
             if canary is None:
                 canary = await asyncio.to_thread(self._scored_canary, train_step, copied.score)
-            return await self._retry.run("publish", partial(asyncio.to_thread, write, canary))
+            return await self._rank.retry.run("publish", partial(asyncio.to_thread, write, canary))
 
         return score_and_write
 
     def _scored_canary(self, train_step: int, score: ScoreSequences | None) -> list[CanarySequence]:
         """Score the canary with the copied weights, or with the model in training if ``score`` is None."""
         with self._timed("copy_canary" if score else "canary"):
-            return scored_canary(train_step, self._canary, (score or self._ranks.score)(self._canary))
+            return scored_canary(train_step, self._canary, (score or self._rank.ranks.score)(self._canary))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -205,16 +197,13 @@ class Publisher:
         self._observe(phase, time.monotonic() - started)
 
     def _observe(self, phase: str, seconds: float) -> None:
-        self._metrics.publication_seconds.labels(phase=phase).observe(seconds)
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        self._rank.metrics.publication_seconds.labels(phase=phase).observe(seconds)
 
     async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
         """Return the complete folder of this version that a crash left without an announcement; None if none."""
-        for record in await asyncio.to_thread(self._checkpoints.complete_policies):
+        for record in await asyncio.to_thread(self._rank.checkpoints.complete_policies):
             known = (record.policy_version, record.train_step) == (version, train_step)
-            if known and self._progress.published(record):
+            if known and self._rank.progress.published(record):
                 try:
                     await asyncio.to_thread(self._check, record)
                 except CheckpointError as error:
@@ -237,5 +226,117 @@ class Publisher:
         return False
 
     def _check(self, record: PolicyRecord) -> None:
-        self._checkpoints.check_copy(record)
-        self._checkpoints.open(record)
+        self._rank.checkpoints.check_copy(record)
+        self._rank.checkpoints.open(record)
+
+
+@dataclass(eq=False)
+class Announcer:
+    """Announcer of policies under the trainer's session."""
+
+    _rank: LeadingRank
+    _references: Collection[int] = ()
+    """KL reference versions, which are never pruned."""
+    _log: Logger = field(default_factory=lambda: get_logger("publisher"), init=False)
+
+    async def announce(self, record: PolicyRecord) -> None:
+        """Announce a policy, then mark its folder. Idempotent."""
+        store, token = self._rank.session.store, self._rank.session.token
+        try:
+            await self._rank.session.retry("announce_policy", lambda: store.policies.announce(token, record))
+        except Conflict:
+            # A re-assertion after a Redis restart may have announced the policy already.
+            if await self._rank.session.retry("policy", lambda: store.policies.get(record.policy_version)) != record:
+                raise
+        self._rank.ranks.catalog.update([record])
+        self._rank.metrics.published.inc()
+        note_policy_version(record.policy_version)
+        self._rank.metrics.policy_version.set(record.policy_version)
+        await self._rank.retried("mark_announced", partial(self._rank.checkpoints.mark_announced, record))
+        self._log.info(
+            "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
+        )
+
+    async def prune(self, session: str) -> None:
+        """Delete old policies; ``session`` is the label of the folders of this trainer."""
+        await self._rank.session.learn_policies()
+        removed = await self._rank.retry.run("prune_policies", lambda: self._prune(session))
+        if removed:
+            self._log.info("policies_pruned", paths=removed)
+
+    async def _prune(self, session: str) -> list[str]:
+        store = self._rank.session.store
+        pinned = await self._rank.session.retry("pinned_policy", store.policies.pinned)
+        generators = await self._rank.session.retry("generators", store.generators.live)
+        evaluations = await self._rank.session.retry("evaluations", store.evaluations.all)
+        rollback = await self._rank.session.retry("rollback_request", store.rollbacks.pending)
+        kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
+        kept |= {g.policy_version for g in generators}
+        kept |= {g.loading_version for g in generators if g.loading_version is not None}
+        kept |= {e.request.policy_version for e in evaluations if e.result is None}
+        if rollback is not None:  # it is carried out only after the publication in flight, which prunes
+            kept.add(rollback.policy_version)
+        prune = partial(
+            self._rank.checkpoints.prune,
+            self._rank.ranks.catalog.records,
+            keep_last=kept_policies(self._rank.config),
+            keep_versions=kept,
+            session=session,
+        )
+        return await asyncio.to_thread(prune)
+
+
+def kept_policies(config: RunConfig) -> int:
+    """Return the number of newest policies to keep.
+
+    The old-logprob source ``snapshot`` requires the versions within the staleness bound, plus one for each step that a
+    crash replays: a replay that falls back to other logprobs would give other weights than the published ones.
+    """
+    if config.trainer.algorithm.old_logprobs != "snapshot":
+        return config.checkpoints.keep_last
+    staleness = Schedule.from_config(config).max_staleness
+    return max(config.checkpoints.keep_last, staleness + 1 + config.checkpoints.state_every_steps)
+
+
+CANARY_SEQUENCES = 8
+CANARY_TOKENS = 32
+_FEW_SEQUENCES = 2
+_LARGE_PARAMETERS = 100_000_000
+_SEED = 20_071_115
+
+
+def canary_count(parameter_count: int, device_type: str) -> int:
+    """Return the number of canary sequences for a model that is trained on a device of this type.
+
+    A large model takes seconds of a CPU core to score them all, in the trainer and in every generator.
+    """
+    return _FEW_SEQUENCES if device_type == "cpu" and parameter_count >= _LARGE_PARAMETERS else CANARY_SEQUENCES
+
+
+def canary_sequences(vocab_size: int, count: int = CANARY_SEQUENCES) -> list[Int32Array]:
+    """Return the first canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
+    noise = np.random.default_rng(_SEED)
+    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(count)]
+
+
+def scored_canary(
+    train_step: int, sequences: Sequence[Int32Array], logprobs: Sequence[Float32Array]
+) -> list[CanarySequence]:
+    """Return the sequences with their scores under the policy of a train step.
+
+    Raises TrainingDiverged if a score is not finite, and ConfigError for one of the initial model.
+    """
+    if not all(np.isfinite(values).all() for values in logprobs):
+        if train_step == 0:
+            raise ConfigError(
+                "model.path: the log-probabilities of the initial model are not finite although its weights are; it "
+                "cannot be trained: use another checkpoint, or the dtype that it was made for (model.dtype)"
+            )
+        raise TrainingDiverged(
+            f"train step {train_step}: the log-probabilities of the policy are not finite, so no generator can serve "
+            "it. Start a new run from an older policy (model.path) with a lower trainer.learning_rate"
+        )
+    return [
+        CanarySequence(token_ids=ids.tolist(), logprobs=values.tolist())
+        for ids, values in zip(sequences, logprobs, strict=True)
+    ]

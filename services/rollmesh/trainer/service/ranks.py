@@ -7,10 +7,11 @@ exits with an error, its peers fail in their next collective call, and the launc
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,8 +28,7 @@ from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
 from rollmesh.trainer.learner.policy_files import PolicyCopy
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.step_report import StepReport
-from rollmesh.trainer.service.adapter_base import damaged_base
-from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog, damaged_base
 from rollmesh.types import Batch, Float32Array, Group, Int32Array, PolicyRecord, Trajectory
 
 Order = dict[str, Any]
@@ -47,38 +47,26 @@ class RankCoordinator:
     def train(self, batch: Batch, settings: StepSettings, replayed: Collection[str] = ()) -> StepReport:
         """Run one train step on all ranks. The report counts ``replayed``, groups of earlier batches, apart."""
         remembered = sorted(self.catalog.remembered.items())
-        train_steps, policies = self._policies()
-        details = {"policies": policies, "remembered": remembered, "settings": settings.model_dump(mode="json")}
-        self._order({"do": "train", "train_step": batch.train_step, **details})
-        if self.world.size > 1:
-            broadcast_bytes(batch_to_bytes(batch), self.world)
+        sent = settings.model_dump(mode="json")
+        train_steps = self._order({"do": "train", "remembered": remembered, "settings": sent}, batch)
         return self.trainer.train(batch, train_steps, settings, replayed)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the gradient of a part of the next batch on all ranks, before the batch is cut."""
-        train_steps, policies = self._policies()
-        self._order({"do": "accumulate", "policies": policies})
-        if self.world.size > 1:
-            broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=tuple(groups))), self.world)
+        train_steps = self._order({"do": "accumulate"}, Batch(train_step=0, groups=tuple(groups)))
         self.trainer.accumulate(groups, train_steps)
 
     def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``."""
-        train_steps, policies = self._policies()
-        self._order({"do": "end_stage", "policies": policies, "kept": sorted(kept)})
-        if self.world.size > 1:
-            unfinished = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
-            broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=(unfinished,))), self.world)
+        unfinished = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
+        order = {"do": "end_stage", "kept": sorted(kept)}
+        train_steps = self._order(order, Batch(train_step=0, groups=(unfinished,)))
         return self.trainer.end_stage(trajectories, train_steps, kept)
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state. Raises CheckpointError."""
-        order = {
-            "do": "save",
-            "session": session,
-            "rollback_count": rollback_count,
-            "extra": dict(extra) | self.trainer.state_extra(),
-        }
+        whole = dict(extra) | self.trainer.state_extra()
+        order = {"do": "save", "session": session, "rollback_count": rollback_count, "extra": whole}
         self._order(order)
         return self._save(order)
 
@@ -90,9 +78,8 @@ class RankCoordinator:
     def take_weights(self, policy_version: int) -> None:
         """Load the weights of a published policy; reset moments and stage records. CheckpointError if not kept."""
         self._kept_folder(policy_version)
-        _, policies = self._policies()
-        self._order({"do": "take_weights", "policy_version": policy_version, "policies": policies})
-        self._take_weights(policy_version)
+        self._order({"do": "take_weights", "policy_version": policy_version})
+        self.trainer.take_weights(self._kept_folder(policy_version))
 
     def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
         """Score sequences with the current weights (``PolicyTrainer.logprobs``)."""
@@ -127,36 +114,29 @@ class RankCoordinator:
         It is empty when the run is complete. Otherwise no rank may end as if it were: a supervisor of this rank alone
         (a Job, for each of its pods) would not start it again.
         """
-        while True:
-            order = json.loads(broadcast_bytes(None, self.world))
-            if order["do"] == "leave":
-                return str(order["unfinished"])
-            self._carry_out(order)
+        while (order := json.loads(broadcast_bytes(None, self.world)))["do"] != "leave":
+            self.catalog.update(PolicyRecord(**record) for record in order["policies"])
+            step = order["batch_of_step"]
+            batch = None if step is None else batch_from_bytes(step, broadcast_bytes(None, self.world))
+            self._carry_out(order, batch or Batch(train_step=0, groups=()))
+        return str(order["unfinished"])
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: Order, batch: Batch) -> None:
         match order["do"]:
             case "train":
-                self.catalog.update(PolicyRecord(**record) for record in order["policies"])
                 self.catalog.remember(dict(order["remembered"]))
-                batch = batch_from_bytes(order["train_step"], broadcast_bytes(None, self.world))
-                settings = StepSettings(**order["settings"])
-                self.trainer.train(batch, self.catalog.train_steps, settings)
+                self.trainer.train(batch, self.catalog.train_steps, StepSettings(**order["settings"]))
             case "accumulate":
-                self.catalog.update(PolicyRecord(**record) for record in order["policies"])
-                groups = batch_from_bytes(0, broadcast_bytes(None, self.world)).groups
-                self.trainer.accumulate(groups, self.catalog.train_steps)
+                self.trainer.accumulate(batch.groups, self.catalog.train_steps)
             case "end_stage":
-                self.catalog.update(PolicyRecord(**record) for record in order["policies"])
-                groups = batch_from_bytes(0, broadcast_bytes(None, self.world)).groups
-                unfinished = [t for g in groups for t in g.trajectories]
+                unfinished = [t for g in batch.groups for t in g.trajectories]
                 self.trainer.end_stage(unfinished, self.catalog.train_steps, order["kept"])
             case "save":
                 self._save_unless_disk_full(order)
             case "load":
                 self._load(self._find(order["folder"]))
             case "take_weights":
-                self.catalog.update(PolicyRecord(**record) for record in order["policies"])
-                self._take_weights(order["policy_version"])
+                self.trainer.take_weights(self._kept_folder(order["policy_version"]))
             case "score":
                 self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
             case "copy_out":
@@ -166,19 +146,20 @@ class RankCoordinator:
             case unknown:
                 raise ValueError(f"unknown order {unknown!r}")
 
-    def _order(self, order: Order) -> None:
-        if self.world.size > 1:
-            broadcast_bytes(json.dumps(order).encode(), self.world)
-
-    def _policies(self) -> tuple[Mapping[int, int], list[dict[str, Any]]]:
-        """Return the train steps of all policies, and the records for the other ranks, which are marked as sent.
+    def _order(self, order: Order, batch: Batch | None = None) -> Mapping[int, int]:
+        """Send an order with the policies that the other ranks do not know; return the train steps of all policies.
 
         Both are of one moment, because a policy may be announced meanwhile: all ranks must know the same policies.
         """
         records, train_steps = self.catalog.snapshot()
-        new = [r for r in records if r.policy_version not in self._known_to_peers]
-        self._known_to_peers |= {r.policy_version for r in new}
-        return train_steps, [asdict(r) for r in new]
+        if self.world.size > 1:
+            new = [r for r in records if r.policy_version not in self._known_to_peers]
+            self._known_to_peers |= {r.policy_version for r in new}
+            sent = order | {"policies": [asdict(r) for r in new], "batch_of_step": batch and batch.train_step}
+            broadcast_bytes(json.dumps(sent).encode(), self.world)
+            if batch is not None:
+                broadcast_bytes(batch_to_bytes(batch), self.world)
+        return train_steps
 
     def _save(self, order: Order) -> CommittedState:
         return self._checkpoints.save_state(
@@ -204,9 +185,6 @@ class RankCoordinator:
         self.trainer.restore_extra(extra, tensors)
         return extra
 
-    def _take_weights(self, policy_version: int) -> None:
-        self.trainer.take_weights(self._kept_folder(policy_version))
-
     def _kept_folder(self, policy_version: int) -> Path:
         try:
             return self.catalog.open(policy_version)
@@ -224,3 +202,25 @@ class RankCoordinator:
         raise CheckpointError(
             f"{name}: this rank cannot find the state that rank 0 loads; checkpoints.folder must be shared by all ranks"
         )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TorchExecutor(ThreadPoolExecutor):
+    """Executor with one thread, for every torch call of this process, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="torch")
+        self._pending: set[Future[Any]] = set()
+
+    def busy(self) -> bool:
+        """Tell whether a call runs or waits for the thread."""
+        return bool(self._pending)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = super().submit(fn, *args, **kwargs)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future

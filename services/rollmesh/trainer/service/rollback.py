@@ -13,21 +13,15 @@ The train step continues, and trained batches stay in the ledger. Every line may
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError, TrainingDiverged
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.store import RollbackRequest
+from rollmesh.trainer.service.leading_rank import LeadingRank
 from rollmesh.trainer.service.publishing import Publisher
-from rollmesh.trainer.service.ranks import RankCoordinator
-from rollmesh.trainer.service.trainer_progress import Progress
-from rollmesh.trainer.service.training_session import TrainingSession
-from rollmesh.trainer.service.write_retry import Retry
 
 T = TypeVar("T")
 
@@ -36,13 +30,8 @@ T = TypeVar("T")
 class RollbackRunner:
     """Runner of rollback requests, between two train steps."""
 
-    _ranks: RankCoordinator
-    _session: TrainingSession
+    _rank: LeadingRank
     _publisher: Publisher
-    _checkpoints: CheckpointStore
-    _retry: Retry
-    _progress: Progress
-    _executor: Executor
     _log: Logger = field(default_factory=lambda: get_logger("rollback"), init=False)
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
@@ -55,14 +44,14 @@ class RollbackRunner:
             return
         await self.unless_abandoned(self._publisher.announced())
         refusal = None
-        if request.request_id != self._progress.rollback_id:
+        if request.request_id != self._rank.progress.rollback_id:
             refusal = await self._go_back(request, commit)
         if refusal is None:
             await self._publish(request)
         else:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(refusal))
-        token, rollbacks = self._session.token, self._session.store.rollbacks
-        await self._session.retry("finish_rollback", lambda: rollbacks.finish(token, request))
+        token, rollbacks = self._rank.session.token, self._rank.session.store.rollbacks
+        await self._rank.session.retry("finish_rollback", lambda: rollbacks.finish(token, request))
 
     async def unless_abandoned(self, publication: Awaitable[T]) -> T | None:
         """Await a call of the publisher; return None for a policy that has diverged and that a request abandons.
@@ -80,16 +69,16 @@ class RollbackRunner:
 
     async def pending(self) -> RollbackRequest | None:
         """Return the request that is not yet carried out; None without one."""
-        return await self._session.retry("rollback_request", self._session.store.rollbacks.pending)
+        return await self._rank.session.retry("rollback_request", self._rank.session.store.rollbacks.pending)
 
     async def _replaying(self) -> bool:
-        steps = await self._retry.run("list_batch_files", lambda: asyncio.to_thread(self._checkpoints.batch_steps))
-        return bool(steps) and steps[-1] > self._ranks.trainer.train_step
+        steps = await self._rank.retried("list_batch_files", self._rank.checkpoints.batch_steps)
+        return bool(steps) and steps[-1] > self._rank.ranks.trainer.train_step
 
     async def _take_weights(self, version: int) -> CheckpointError | None:
         """Load the weights of a version; return the error of one that is not kept, which is no failure of the store."""
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
+            await self._rank.in_torch(lambda: self._rank.ranks.take_weights(version))
         except CheckpointError as error:
             if error.outside:
                 raise
@@ -98,21 +87,21 @@ class RollbackRunner:
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> CheckpointError | None:
         """Restore the weights and commit them; return the error of a version that is not kept."""
-        store, version = self._session.store, request.policy_version
-        self._ranks.catalog.update(await self._session.retry("policies", store.policies.announced))
-        if (refusal := await self._retry.run("take_weights", lambda: self._take_weights(version))) is not None:
+        store, version = self._rank.session.store, request.policy_version
+        self._rank.ranks.catalog.update(await self._rank.session.retry("policies", store.policies.announced))
+        if (refusal := await self._rank.retry.run("take_weights", lambda: self._take_weights(version))) is not None:
             return refusal
-        self._progress.rollback_count += 1
-        self._progress.rollback_id = request.request_id
-        self._progress.rollback_step = self._ranks.trainer.train_step
-        self._progress.rolled_back_to = version
-        self._progress.nonfinite_updates_in_a_row = 0
+        self._rank.progress.rollback_count += 1
+        self._rank.progress.rollback_id = request.request_id
+        self._rank.progress.rollback_step = self._rank.ranks.trainer.train_step
+        self._rank.progress.rolled_back_to = version
+        self._rank.progress.nonfinite_updates_in_a_row = 0
         await commit()
         return None
 
     async def _publish(self, request: RollbackRequest) -> None:
         """Publish the restored weights and drop the unclaimed work."""
-        store, token = self._session.store, self._session.token
-        version = await self._publisher.publish(self._ranks.trainer.train_step)
-        dropped = await self._session.retry("rollback", lambda: store.training.roll_back(token))
+        store, token = self._rank.session.store, self._rank.session.token
+        version = await self._publisher.publish(self._rank.ranks.trainer.train_step)
+        dropped = await self._rank.session.retry("rollback", lambda: store.training.roll_back(token))
         self._log.info("rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped)

@@ -1,4 +1,4 @@
-"""Summaries of the train steps in the queue, for the curves of a gateway on another host."""
+"""What a train step leaves outside the run folder: its summary in the queue, and its spans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rollmesh.runtime.spans import Span
+from rollmesh.runtime.tracing import tracer
 from rollmesh.step_metrics import curves, lookup
 from rollmesh.store import KEPT_REPORTS
 from rollmesh.trainer.records.run_log import StepRecords, finite
+from rollmesh.trainer.service.batch_source import ClaimedBatch
 from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.types import Trajectory
 
 _SHOWN = ("train_step", "time", "seconds", "batch.trajectory_staleness.histogram")
 """Fields that the gateway shows in addition to the curves."""
@@ -61,3 +65,49 @@ class StepSummaries:
     async def _write(self, after: int, records: list[dict[str, Any]]) -> None:
         session = self._session
         await session.retry("report_steps", lambda: session.store.step_reports.write(session.token, after, records))
+
+
+MAX_TRAJECTORIES = 512
+"""Maximum number of trajectories of one step with their own span; a span costs about 30 microseconds."""
+
+
+def step_span(claimed: ClaimedBatch) -> Span:
+    """Start the root span of the train step, linked to its trajectories.
+
+    A replay starts a child span, because the first training of the step has already sent the root.
+    """
+    step = claimed.batch.train_step
+    return tracer().span(
+        "train_step",
+        tracer().train_step(step),
+        root=not claimed.replayed,
+        links=[t.traceparent for t in _trajectories(claimed)] if tracer().on else (),
+        train_step=step,
+        replayed=claimed.replayed,
+        groups=len(claimed.batch.groups),
+    )
+
+
+def mark_trained(claimed: ClaimedBatch, started_ns: int) -> None:
+    """Add a span from ``started_ns`` to now to the trace of each trajectory, with the train step."""
+    if not tracer().on:
+        return
+    step = claimed.batch.train_step
+    traceparent = tracer().train_step(step)
+    for trajectory in _trajectories(claimed)[:MAX_TRAJECTORIES]:
+        versions = trajectory.policy_versions
+        tracer().span(
+            "train",
+            trajectory.traceparent,
+            kind="consumer",
+            links=[traceparent],
+            start_ns=started_ns,
+            trajectory=trajectory.trajectory_id,
+            train_step=step,
+            policy_versions=versions,
+            replayed=claimed.replayed,
+        ).end()
+
+
+def _trajectories(claimed: ClaimedBatch) -> list[Trajectory]:
+    return [trajectory for group in claimed.batch.groups for trajectory in group.trajectories]

@@ -30,40 +30,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError, StoreUnavailable, TrainingDiverged
-from rollmesh.runtime.health import Health
-from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.step_metrics import top_level_copies
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
-from rollmesh.trainer.records.engine_work import EngineWork
-from rollmesh.trainer.records.run_log import StepRecords
-from rollmesh.trainer.records.samples import Decode, sample_completions
-from rollmesh.trainer.records.trackers import Tracker, flatten
-from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile, trained_by_decile, trained_share
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch
-from rollmesh.trainer.service.part_source import PartSource
+from rollmesh.trainer.records.run_log import StepRecords, Tracker, decoder, flatten, sample_completions
+from rollmesh.trainer.records.trainer_metrics import (
+    DECILES,
+    dropped_by_decile,
+    trained_by_decile,
+    trained_share,
+)
+from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch, ReplaySource
+from rollmesh.trainer.service.early_work import PartSource, StageEnds
+from rollmesh.trainer.service.leading_rank import LeadingRank
 from rollmesh.trainer.service.publishing import Publisher
-from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.rollback import RollbackRunner
-from rollmesh.trainer.service.stage_ends import StageEnds
-from rollmesh.trainer.service.step_spans import mark_trained, step_span
-from rollmesh.trainer.service.step_summaries import StepSummaries
-from rollmesh.trainer.service.trainer_progress import Progress
-from rollmesh.trainer.service.training_session import LOOP_NAME, TrainingSession
-from rollmesh.trainer.service.write_retry import Retry
+from rollmesh.trainer.service.step_summaries import StepSummaries, mark_trained, step_span
+from rollmesh.trainer.service.trainer_progress import EngineWork, Progress
+from rollmesh.trainer.service.training_session import LOOP_NAME
 from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
@@ -72,55 +68,42 @@ _CLAIM_SECONDS = 5.0
 _KEPT_STATES = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerDeps:
-    """Dependencies of the training loop; wired in ``main``."""
-
-    config: RunConfig
-    ranks: RankCoordinator
-    session: TrainingSession
-    batch_source: BatchSource
-    parts: PartSource
-    publisher: Publisher
-    rollbacks: RollbackRunner
-    progress: Progress
-    checkpoints: CheckpointStore
-    retry: Retry
-    metrics: TrainerMetrics
-    records: StepRecords
-    trackers: list[Tracker]
-    decode: Decode
-    health: Health
-    stages: StageEnds | None
-    """Recorder of stages; None except with the old-logprob source ``stage_end``."""
-    executor: Executor
-    """Executor with one thread, for every torch call of this process, in order."""
-
-
 class TrainingLoop:
     """Training loop of rank 0, until the last step of the run or shutdown."""
 
-    def __init__(self, deps: TrainerDeps, shutdown: Shutdown) -> None:
-        self._deps = deps
-        self._shutdown = shutdown
-        self._reports = StepSummaries(deps.session, deps.records)
-        self._engines = EngineWork(deps.progress.generated)
+    def __init__(self, rank: LeadingRank, publisher: Publisher, trackers: list[Tracker]) -> None:
+        config, ranks, max_staleness = rank.config, rank.ranks, rank.schedule.max_staleness
+        replay = ReplaySource(
+            config.trainer.replay, rank.checkpoints, ranks.catalog, rank.progress, config.seed, max_staleness
+        )
+        self._rank = rank
+        self._publisher = publisher
+        self._trackers = trackers
+        self._decode = decoder(resolve_model(config.model.path))
+        self._batch_source = BatchSource(
+            rank.session, rank.checkpoints, ranks.catalog, rank.retry, replay, ranks.trainer.settings
+        )
+        self._parts = PartSource(rank)
+        self._stages = StageEnds(rank) if config.trainer.algorithm.old_logprobs == "stage_end" else None
+        self._rollbacks = RollbackRunner(rank, publisher)
+        self._records = StepRecords(Path(config.folder))
+        self._reports = StepSummaries(rank.session, self._records)
+        self._engines = EngineWork(rank.progress.generated)
         self._log = get_logger("training")
 
     @property
     def train_step(self) -> int:
         """Number of batches that the weights of this process were trained on."""
-        return self._deps.ranks.trainer.train_step
+        return self._rank.ranks.trainer.train_step
 
     async def run(self) -> None:
         """Publish a missing policy, then train until the last step or shutdown."""
-        deps = self._deps
         await self._tidy()
         await self._reports.restore(self.train_step)
         try:
             # Before publishing: a rollback is the remedy for weights that cannot be published.
-            await deps.rollbacks.carry_out(self._save)
-            await deps.rollbacks.unless_abandoned(deps.publisher.publish(self.train_step))
+            await self._rollbacks.carry_out(self._save)
+            await self._rollbacks.unless_abandoned(self._publisher.publish(self.train_step))
             self._engines.begin(await self._generators())
             watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
             try:
@@ -129,39 +112,39 @@ class TrainingLoop:
                 await cancel_and_wait(watch)
         except Exception:
             # The error may end the run; the last good version must be out.
-            await deps.publisher.settle()
+            await self._publisher.settle()
             raise
         finally:
-            await deps.publisher.cancel()
+            await self._publisher.cancel()
 
     async def unfinished(self) -> str:
         """Name the work that a shutdown left; empty when the run is complete."""
-        last = self._deps.config.trainer.train_steps
+        last = self._rank.config.trainer.train_steps
         if self.train_step < last:
             return f"train step {self.train_step} of {last}"
-        if self._shutdown.is_set() and await self._deps.rollbacks.pending() is not None:
+        if self._rank.shutdown.is_set() and await self._rollbacks.pending() is not None:
             return "a requested rollback"
         return ""
 
     async def _train(self) -> None:
-        deps = self._deps
-        last = deps.config.trainer.train_steps
+        rank = self._rank
+        last = rank.config.trainer.train_steps
         waited = 0.0
-        while not self._shutdown.is_set():
-            deps.health.beat(LOOP_NAME)
+        while not self._rank.shutdown.is_set():
+            rank.health.beat(LOOP_NAME)
             # The batch that this loop waits for may never be cut without that version.
-            await deps.rollbacks.unless_abandoned(deps.publisher.check())
+            await self._rollbacks.unless_abandoned(self._publisher.check())
             # After the last step too: an operator may roll back the final policy of a finished run.
-            await deps.rollbacks.carry_out(self._save)
+            await self._rollbacks.carry_out(self._save)
             if self.train_step >= last:
                 break
             began = time.monotonic()
-            async with deps.parts.accumulating(self.train_step + 1):
-                claimed = await deps.batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
-            worked = deps.parts.seconds + (0.0 if claimed is None else claimed.write_seconds)
+            async with self._parts.accumulating(self.train_step + 1):
+                claimed = await self._batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
+            worked = self._parts.seconds + (0.0 if claimed is None else claimed.write_seconds)
             waited += max(0.0, time.monotonic() - began - worked)  # a pass may go on while the file is written
             if claimed is None:
-                await self._in_thread(deps.ranks.idle)
+                await self._rank.in_torch(rank.ranks.idle)
                 continue
             with step_span(claimed):
                 await self._step(claimed, waited, last)
@@ -169,51 +152,51 @@ class TrainingLoop:
                 break
             waited = 0.0
         await self._commit()
-        await deps.publisher.announced()
+        await self._publisher.announced()
         await self._tidy()
         await self._reports.restore_if_lost(self.train_step)
         # A run that diverged at its last step raises this at every start.
-        if self._diverged and (self.train_step >= last or not self._shutdown.is_set()):
+        if self._diverged and (self.train_step >= last or not self._rank.shutdown.is_set()):
             raise self._divergence()
 
     @property
     def _diverged(self) -> bool:
-        limit = self._deps.config.trainer.nonfinite_updates_limit
-        return self._deps.progress.nonfinite_updates_in_a_row >= limit
+        limit = self._rank.config.trainer.nonfinite_updates_limit
+        return self._rank.progress.nonfinite_updates_in_a_row >= limit
 
     def _divergence(self) -> TrainingDiverged:
-        count = self._deps.progress.nonfinite_updates_in_a_row
+        count = self._rank.progress.nonfinite_updates_in_a_row
         return TrainingDiverged(
             f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
-            f"(trainer.nonfinite_updates_limit={self._deps.config.trainer.nonfinite_updates_limit}); the policy has "
+            f"(trainer.nonfinite_updates_limit={self._rank.config.trainer.nonfinite_updates_limit}); the policy has "
             "diverged. Roll back to an older version, or start a new run from one (model.path) with a lower "
             "trainer.learning_rate"
         )
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
-        deps, step = self._deps, claimed.batch.train_step
-        deps.metrics.phase_seconds.labels(phase="wait").observe(waited)
+        rank, step = self._rank, claimed.batch.train_step
+        rank.metrics.phase_seconds.labels(phase="wait").observe(waited)
         if not claimed.replayed:
-            deps.metrics.phase_seconds.labels(phase="write_batch").observe(claimed.write_seconds)
+            rank.metrics.phase_seconds.labels(phase="write_batch").observe(claimed.write_seconds)
         stalled = stage_seconds = 0.0
-        if deps.stages is not None:
+        if self._stages is not None:
             # It records under the version of the current weights.
-            stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
-            stage_seconds = await _seconds_of(deps.stages.record(claimed.batch))
+            stalled += await _seconds_of(self._rollbacks.unless_abandoned(self._publisher.announced()))
+            stage_seconds = await _seconds_of(self._stages.record(claimed.batch))
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
             report = (await self._trained(claimed)).after_stage_end(stage_seconds)
         mark_trained(claimed, started_ns)
-        stalled += await _seconds_of(deps.rollbacks.unless_abandoned(deps.publisher.announced()))
-        await deps.session.report_trained(step)
+        stalled += await _seconds_of(self._rollbacks.unless_abandoned(self._publisher.announced()))
+        await rank.session.report_trained(step)
         await self._record(claimed, report, waited)
-        if step % deps.config.checkpoints.state_every_steps == 0 or step == last:
+        if step % rank.config.checkpoints.state_every_steps == 0 or step == last:
             with tracer().span("save", traceparent):
                 await self._commit()
         started = time.monotonic()
-        version = await deps.rollbacks.unless_abandoned(deps.publisher.begin(step))
+        version = await self._rollbacks.unless_abandoned(self._publisher.begin(step))
         stalled += time.monotonic() - started
-        deps.metrics.phase_seconds.labels(phase="publish").observe(stalled)
+        rank.metrics.phase_seconds.labels(phase="publish").observe(stalled)
         self._log.info(
             "step_trained",
             train_step=step,
@@ -230,85 +213,81 @@ class TrainingLoop:
 
         Other ranks may be inside the step, so an error of several ranks ends the trainer.
         """
-        ranks, settings, replayed = self._deps.ranks, claimed.stored.footer.settings, claimed.replayed_group_ids
+        ranks, settings, replayed = self._rank.ranks, claimed.stored.footer.settings, claimed.replayed_group_ids
 
         def train() -> Awaitable[StepReport]:
-            return self._in_thread(lambda: ranks.train(claimed.training, settings, replayed))
+            return self._rank.in_torch(lambda: ranks.train(claimed.training, settings, replayed))
 
-        return await (self._deps.retry.run("train", train) if ranks.world.size == 1 else train())
+        return await (self._rank.retry.run("train", train) if ranks.world.size == 1 else train())
 
     async def _tidy(self) -> None:
-        deps, step = self._deps, self.train_step
-        await deps.retry.run("tidy_records", lambda: asyncio.to_thread(deps.records.tidy, step))
+        await self._rank.retried("tidy_records", partial(self._records.tidy, self.train_step))
 
     async def _commit(self) -> None:
         """Save the trainer state, unless this step is committed already."""
-        if self.train_step > self._deps.session.committed_step:
+        if self.train_step > self._rank.session.committed_step:
             await self._save()
 
     async def _save(self) -> None:
-        deps, progress = self._deps, self._deps.progress
+        rank, progress = self._rank, self._rank.progress
         started = time.monotonic()
-        label, extra = progress.label(deps.session.token), progress.to_extra()
-        await deps.retry.run(
+        label, extra = progress.label(rank.session.token), progress.to_extra()
+        await rank.retry.run(
             "save_state",
-            lambda: self._in_thread(lambda: deps.ranks.save(label, progress.rollback_count, extra)),
+            lambda: self._rank.in_torch(lambda: rank.ranks.save(label, progress.rollback_count, extra)),
         )
-        deps.metrics.writes.inc()
-        await deps.session.report_committed(self.train_step)
-        deps.metrics.committed_step.set(self.train_step)
-        deps.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
-        prune = partial(deps.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
-        await deps.retry.run("prune_states", lambda: asyncio.to_thread(prune))
-        await asyncio.to_thread(deps.metrics.disk.observe, deps.checkpoints.root)
+        rank.metrics.writes.inc()
+        await rank.session.report_committed(self.train_step)
+        rank.metrics.committed_step.set(self.train_step)
+        rank.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
+        prune = partial(rank.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        await rank.retried("prune_states", prune)
+        await asyncio.to_thread(rank.metrics.disk.observe, rank.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
-        deps = self._deps
-        progress = deps.progress
-        counts = await deps.session.retry("counts", deps.session.store.mesh.counts)
+        rank = self._rank
+        progress = rank.progress
+        counts = await rank.session.retry("counts", rank.session.store.mesh.counts)
         progress.trained_token_total += report.batch.trained_tokens
         progress.count_updates(report.updates, report.trailing_skipped_updates)
         deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
         totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
         progress.trained_groups_by_length_decile = [before + now for before, now in totals]
         engines = self._engines.since_last(await self._generators())
-        domains = await deps.session.retry("domains", deps.session.store.prompt_records.domain_totals)
+        domains = await rank.session.retry("domains", rank.session.store.prompt_records.domain_totals)
         mesh = mesh_numbers(counts, progress) | {"engines": engines}
         mesh["domains"] = {name: asdict(totals) for name, totals in domains.items()}
         record = step_record(report, mesh) | {
-            "policy_version": deps.ranks.catalog.version_of(report.train_step),
+            "policy_version": rank.ranks.catalog.version_of(report.train_step),
             "replayed": claimed.replayed,
             "wait_seconds": waited,
         }
-        samples = sample_completions(claimed.batch, deps.config.trainer.sample_completions, deps.decode)
+        samples = sample_completions(claimed.batch, rank.config.trainer.sample_completions, self._decode)
         # This call is fenced: a trainer that stalled here while another took over must not write the step twice.
         await self._reports.add(record)
-        await deps.retry.run("record", lambda: asyncio.to_thread(deps.records.append, record, samples))
-        deps.metrics.observe_step(report, record)
-        deps.metrics.groups.observe(deciles, counts)
-        deps.metrics.domains.observe(domains)
+        await rank.retried("record", lambda: self._records.append(record, samples))
+        rank.metrics.observe_step(report, record)
+        rank.metrics.groups.observe(deciles, counts)
+        rank.metrics.domains.observe(domains)
         if claimed.replayed:
-            deps.metrics.replays.inc()
-        for tracker in deps.trackers:
+            rank.metrics.replays.inc()
+        for tracker in self._trackers:
             tracker.log(report.train_step, flatten(record))
 
     async def _generators(self) -> list[GeneratorRecord]:
-        session = self._deps.session
+        session = self._rank.session
         return await session.retry("generators", session.store.generators.live)
 
     async def _watch_engines(self) -> None:
         """Count the generators' work during long steps and waits too; skip a poll while Redis is unreachable."""
-        deps = self._deps
-        while not await wait_or_shutdown(self._shutdown, deps.config.store.heartbeat_seconds):
+        rank = self._rank
+        while not await wait_or_shutdown(self._rank.shutdown, rank.config.store.heartbeat_seconds):
             try:
-                self._engines.observe(await deps.session.store.generators.live())
+                self._engines.observe(await rank.session.store.generators.live())
             except StoreUnavailable:
                 continue
             except RollmeshError as error:
                 self._log.warning("generators_not_seen", message=str(error))
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._deps.executor, call)
 
 
 async def _seconds_of(work: Awaitable[object]) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.learner.optimizer import (
+from rollmesh.trainer.learner.policy_state import (
     apply_update,
     build_optimizer,
     learning_rate,

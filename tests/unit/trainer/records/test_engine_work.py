@@ -1,6 +1,6 @@
 """Work of the engines between two step reports."""
 
-from rollmesh.trainer.records.engine_work import EngineWork, GeneratedTokens
+from rollmesh.trainer.service.trainer_progress import EngineWork, GeneratedTokens
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 

@@ -9,8 +9,7 @@ import pytest
 from rollmesh.checkpoints.committed import new_record
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.store import StoreCounts
-from rollmesh.trainer.records.engine_work import EngineWork, GeneratedTokens
-from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.trainer_progress import EngineWork, GeneratedTokens, Progress
 from rollmesh.trainer.service.training_loop import mesh_numbers
 from rollmesh.types import GeneratorRecord, GeneratorWork
 

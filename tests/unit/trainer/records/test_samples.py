@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.trainer.records.samples import decoder, sample_completions
+from rollmesh.trainer.records.run_log import decoder, sample_completions
 from rollmesh.types import (
     Batch,
     FinishReason,

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.records.trackers import build_trackers, flatten
+from rollmesh.trainer.records.run_log import build_trackers, flatten
 
 
 def config(folder: Path, *trackers: str) -> RunConfig:

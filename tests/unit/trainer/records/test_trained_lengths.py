@@ -1,8 +1,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from rollmesh.trainer.records.trained_lengths import dropped_by_decile, length_decile, trained_share
-from rollmesh.trainer.records.trainer_metrics import Growth
+from rollmesh.trainer.records.trainer_metrics import Growth, dropped_by_decile, length_decile, trained_share
 
 
 def test_a_decile_is_the_share_of_finished_trajectories_that_were_shorter() -> None:

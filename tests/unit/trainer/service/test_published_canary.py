@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import ConfigError, TrainingDiverged
-from rollmesh.trainer.service.published_canary import canary_sequences, scored_canary
+from rollmesh.trainer.service.publishing import canary_sequences, scored_canary
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import numpy as np
 
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
-from rollmesh.trainer.service.announcing import kept_policies
-from rollmesh.trainer.service.published_canary import canary_count, canary_sequences
+from rollmesh.trainer.service.publishing import canary_count, canary_sequences, kept_policies
 
 
 def config(state_every_steps: int = 1, **algorithm: Any) -> RunConfig:

@@ -10,8 +10,7 @@ import pytest
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog, check_reference, references_in_use
 from rollmesh.types import PolicyRecord
 
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, kl_reference_version=0)

@@ -11,8 +11,8 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.old_logprob_methods import ReplayConfig
 from rollmesh.errors import CheckpointError
+from rollmesh.trainer.service.batch_source import ReplaySource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
-from rollmesh.trainer.service.replay_source import ReplaySource
 from rollmesh.trainer.service.trainer_progress import Progress
 
 from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, write_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rollmesh.runtime.health import Health
-from rollmesh.trainer.service.torch_executor import TorchExecutor
+from rollmesh.trainer.service.ranks import TorchExecutor
 
 
 def test_a_loop_is_alive_while_torch_computes_however_long_and_stalls_an_hour_after_it() -> None:

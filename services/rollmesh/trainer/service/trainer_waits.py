@@ -1,21 +1,21 @@
-"""Retry of writes, with exponential back-off, while the disk is full or the object store is unreachable.
-
-Any other error ends the trainer. One of the operating system, such as a read-only file system, is counted and scraped
-before.
-"""
+"""Waits of the trainer: writes that are retried, and the report in the queue of what it waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from rollmesh.checkpoints.durable import full_disk
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
-from rollmesh.runtime.health import Health
+from rollmesh.errors import CheckpointError, StoreUnavailable
+from rollmesh.runtime.health import Health, Waits
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.tasks import Backoff, retry
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
+from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.records.trainer_metrics import IO_ERROR, TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
@@ -87,3 +87,26 @@ class Retry:
         self._log.error(IO_ERROR, what=operation, ends_in_seconds=self._scrape_seconds, message=str(error))
         self._health.waits.begin(operation, f"{error}: {operation}", blocks=True)
         await wait_or_shutdown(self._shutdown, self._scrape_seconds)
+
+
+_POLL_SECONDS = 1.0
+
+
+@asynccontextmanager
+async def shared_waits(store: TrajectoryStore, waits: Waits) -> AsyncIterator[None]:
+    """Write every change of ``waits`` to the queue within the block."""
+    sharing = asyncio.create_task(_share(store, waits), name="share-waits")
+    try:
+        yield
+    finally:
+        await cancel_and_wait(sharing)
+
+
+async def _share(store: TrajectoryStore, waits: Waits) -> None:
+    shown: str | None = None  # an earlier trainer may have left a text
+    while True:
+        if (text := waits.text()) != shown:
+            with contextlib.suppress(StoreUnavailable):
+                await store.training.show_waits(text)
+                shown = text
+        await asyncio.sleep(_POLL_SECONDS)
