@@ -25,7 +25,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.engines.engine_registry import ENGINES
+from rollmesh.generator.engines import ENGINES
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import run_limits

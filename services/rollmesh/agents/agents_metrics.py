@@ -32,9 +32,7 @@ class OpenAiMetrics:
             "rollmesh_agents_call_seconds", "Time from a call to the end of its answer.", LATENCY_BUCKETS
         )
         self.first_text_seconds = metrics.histogram(
-            "rollmesh_agents_first_text_seconds",
-            "Time from a call to the first text of its answer.",
-            LATENCY_BUCKETS,
+            "rollmesh_agents_first_text_seconds", "Time from a call to the first text of its answer.", LATENCY_BUCKETS
         )
         self.last_answer = metrics.gauge(
             "rollmesh_agents_last_answer_timestamp_seconds", "Unix time of the last answered call."

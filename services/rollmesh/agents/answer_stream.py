@@ -239,9 +239,7 @@ class AnswerTurn:
         ends = [0, *self._stream.raw_ends]
         return [
             TokenLogprob(
-                token_id=self._ids[at],
-                token=self._stream.raw[ends[at] : ends[at + 1]],
-                logprob=self._logprobs[at],
+                token_id=self._ids[at], token=self._stream.raw[ends[at] : ends[at + 1]], logprob=self._logprobs[at]
             )
             for at in range(start, len(self._ids))
         ]

@@ -68,12 +68,7 @@ class UnrecordedCalls:
         async def sample() -> FinishReason:
             try:
                 return await self._caller.sample(
-                    active,
-                    budget,
-                    request.params,
-                    save=None,
-                    pinned_version=pinned,
-                    unserved_seconds=unserved_seconds,
+                    active, budget, request.params, save=None, pinned_version=pinned, unserved_seconds=unserved_seconds
                 )
             except NoGenerator as error:
                 raise _unserved(self._generators, pinned) from error

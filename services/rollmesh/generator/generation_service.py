@@ -29,14 +29,7 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
-from rollmesh.wire.generation_messages import (
-    ERROR_KEY,
-    ERRORS,
-    check_ids,
-    check_version,
-    chunk_to_pb,
-    request_from_pb,
-)
+from rollmesh.wire.generation_messages import ERROR_KEY, ERRORS, check_ids, check_version, chunk_to_pb, request_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

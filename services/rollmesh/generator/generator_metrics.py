@@ -31,11 +31,7 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
     ("preemptions", "Calls that lost their cache because it was full.", "preemption_total"),
     ("decode_steps", "Decode steps; absent for an engine that does not count them.", "decode_step_total"),
-    (
-        "calls_held_back",
-        "Times a call was held because its caller was late to save the tokens.",
-        "held_back_total",
-    ),
+    ("calls_held_back", "Times a call was held because its caller was late to save the tokens.", "held_back_total"),
     ("busy_seconds", "Time in prefill and decode.", "busy_seconds_total"),
     (
         "running_slot_seconds",

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
+from rollmesh.generator.engines import build_engine
 from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
-from rollmesh.generator.engines.engine_registry import build_engine
 from rollmesh.generator.generation_service import GenerationService, empty_chunk_interval
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.policy_loader import PolicyLoader

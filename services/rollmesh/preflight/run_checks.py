@@ -9,7 +9,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines.engine_registry import ENGINES
+from rollmesh.generator.engines import ENGINES
 from rollmesh.preflight.advice import Estimate, estimate, run_hints
 from rollmesh.preflight.machine import check_machine, check_redis, port_notes
 from rollmesh.preflight.run_model import ModelMemory, RunModel

@@ -50,12 +50,7 @@ class GenerationClient:
         self._connections.clear()
 
     async def generate(
-        self,
-        record: GeneratorRecord,
-        call: GenerationCall,
-        need: VersionNeed = ANY_VERSION,
-        *,
-        traceparent: str = "",
+        self, record: GeneratorRecord, call: GenerationCall, need: VersionNeed = ANY_VERSION, *, traceparent: str = ""
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason, and others may be empty.
 

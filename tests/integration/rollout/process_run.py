@@ -27,7 +27,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.generator.engines.engine_registry import build_engine
+from rollmesh.generator.engines import build_engine
 from rollmesh.mesh import Cursor
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE, save_tokenizer, stop_token_ids
 from rollmesh.scheduling import run_limits

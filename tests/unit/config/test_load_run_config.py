@@ -11,7 +11,7 @@ from rollmesh.config.data import PromptSourceConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
 from rollmesh.config.load import secret_environment
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines.engine_registry import ENGINES
+from rollmesh.generator.engines import ENGINES
 from rollmesh.tasks.sources.source_protocol import SOURCES
 
 MINIMAL = {"name": "trial", "folder": "runs/trial", "model": {"path": "models/tiny"}}

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, EngineError, GenerationRefused
+from rollmesh.generator.engines import ENGINES
 from rollmesh.generator.engines.engine_protocol import EngineDeclaration, EngineStatus
-from rollmesh.generator.engines.engine_registry import ENGINES
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.generator_metrics import EngineCollector

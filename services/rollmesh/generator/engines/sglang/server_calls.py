@@ -38,11 +38,7 @@ class Calls:
     """Requests of the calls of one engine."""
 
     def __init__(
-        self,
-        options: SglangOptions,
-        state: EngineState,
-        server: SglangServer,
-        adapters: LoadedAdapters | None = None,
+        self, options: SglangOptions, state: EngineState, server: SglangServer, adapters: LoadedAdapters | None = None
     ) -> None:
         self._options = options
         self._state = state

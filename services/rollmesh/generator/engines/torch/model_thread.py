@@ -171,12 +171,12 @@ class ModelThread:
             rest = step_seconds(self._config.pace, running) - (time.perf_counter() - started)
             if rest > 0:
                 time.sleep(rest)
-            counters.decode_seconds += time.perf_counter() - step_started
+            counters.decode_seconds_total += time.perf_counter() - step_started
         seconds = time.perf_counter() - started
-        counters.busy_seconds += seconds
-        counters.running_slot_seconds += seconds * running
+        counters.busy_seconds_total += seconds
+        counters.running_slot_seconds_total += seconds * running
         self._try_swaps()
-        if not self.batch.active_count or counters.decode_steps % _STRIDE == 0:
+        if not self.batch.active_count or counters.decode_step_total % _STRIDE == 0:
             self._deliver()
         self._stuck = not running and self.batch.held_since is not None
 

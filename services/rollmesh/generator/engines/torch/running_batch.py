@@ -25,18 +25,18 @@ _HISTORY = 512
 
 @dataclass(slots=True)
 class Counters:
-    """Lifetime counters, as documented in ``engine_protocol.EngineStatus``; any thread may read them."""
+    """Lifetime counters of ``engine_protocol.EngineStatus``, by the same names; any thread may read them."""
 
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    reprefill_tokens: int = 0
-    cached_tokens: int = 0
-    decode_steps: int = 0
-    held_back: int = 0
-    preemptions: int = 0
-    busy_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    running_slot_seconds: float = 0.0
+    generated_token_total: int = 0
+    prefill_token_total: int = 0
+    reprefill_token_total: int = 0
+    cached_token_total: int = 0
+    decode_step_total: int = 0
+    held_back_total: int = 0
+    preemption_total: int = 0
+    busy_seconds_total: float = 0.0
+    decode_seconds_total: float = 0.0
+    running_slot_seconds_total: float = 0.0
 
 
 class RunningBatch:
@@ -111,8 +111,8 @@ class RunningBatch:
         self.slots.record(tokens, logprobs)
         self._planned_steps -= 1
         order.steps_left -= 1
-        self.counters.decode_steps += 1
-        self.counters.generated_tokens += len(tokens)
+        self.counters.decode_step_total += 1
+        self.counters.generated_token_total += len(tokens)
         stopped = order.stopped(tokens)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False
             self._end_or_deliver(order, stopped, np.isfinite(logprobs))
@@ -167,7 +167,7 @@ class RunningBatch:
             count = len(contexts[call]) - 1
             self.cache.write(call.slot, *self.cache.read(donor, count))
             call.cached_token_count = count
-            self.counters.cached_tokens += count
+            self.counters.cached_token_total += count
         for call in calls:
             self._hold_if_blocked(call)
 
@@ -179,8 +179,8 @@ class RunningBatch:
             tokens = np.zeros((len(chosen), longest), np.int64)
             for row, (call, context) in enumerate(chosen):
                 tokens[row, : len(context) - 1] = context[:-1]
-                self.counters.prefill_tokens += len(context) - 1
-                self.counters.reprefill_tokens += max(0, len(context) - 1 - call.request.prompt_token_count)
+                self.counters.prefill_token_total += len(context) - 1
+                self.counters.reprefill_token_total += max(0, len(context) - 1 - call.request.prompt_token_count)
             places = self.slots.places[[call.slot for call, _ in chosen]]
             keys, values = self.model.prefill(torch.from_numpy(tokens).to(self.model.device), places)
             for row, (call, context) in enumerate(chosen):
@@ -191,7 +191,7 @@ class RunningBatch:
         if call.backlog.blocked:
             self._write_back()
             self._held[call] = time.monotonic()
-            self.counters.held_back += 1
+            self.counters.held_back_total += 1
 
     def release_unblocked(self) -> None:
         """Continue held calls whose callers have saved enough tokens."""
@@ -273,7 +273,7 @@ class RunningBatch:
                     self._write_back()
                     self.cache.promote(tier, grown)
                     continue
-                self.counters.preemptions += 1
+                self.counters.preemption_total += 1
                 if self._held:
                     self.interrupt([max(self._held, key=lambda c: c.arrival)])
                     continue

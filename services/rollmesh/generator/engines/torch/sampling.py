@@ -94,9 +94,7 @@ class StepSampling:
                 top_k=column(np.where(top_k > 0, top_k, vocab_size)[restricted]),
             )
         return cls(
-            inverse_temperature=inverse,
-            greedy=column(greedy) if greedy.any() else None,
-            restriction=restriction,
+            inverse_temperature=inverse, greedy=column(greedy) if greedy.any() else None, restriction=restriction
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -200,7 +201,6 @@ class TorchEngine:
             raise EngineError("the engine has not been started")
         if thread.failure is not None:
             raise thread.failure
-        counters = thread.batch.counters
         return EngineStatus(
             policy_version=thread.batch.policy_version,
             running_count=thread.batch.running_count,
@@ -208,17 +208,8 @@ class TorchEngine:
             slot_count=self._config.slots,
             kv_tokens_used=thread.batch.slots.cached_total,
             kv_token_capacity=self._config.kv_tokens,
-            generated_token_total=counters.generated_tokens,
-            prefill_token_total=counters.prefill_tokens,
-            reprefill_token_total=counters.reprefill_tokens,
-            cached_token_total=counters.cached_tokens,
-            decode_step_total=counters.decode_steps,
-            decode_seconds_total=counters.decode_seconds,
-            busy_seconds_total=counters.busy_seconds,
-            running_slot_seconds_total=counters.running_slot_seconds,
-            preemption_total=counters.preemptions,
-            held_back_total=counters.held_back,
             paused=thread.paused,
+            **asdict(thread.batch.counters),
         )
 
     async def aclose(self) -> None:
