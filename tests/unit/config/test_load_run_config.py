@@ -1,7 +1,11 @@
+"""A run file with its overrides: what is read, what is refused with its field, and what is never written."""
+
+from __future__ import annotations
+
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -9,7 +13,8 @@ import yaml
 from rollmesh.config import load_run_config, text_override, write_run_config
 from rollmesh.config.data import PromptSourceConfig
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
-from rollmesh.config.load import secret_environment
+from rollmesh.config.load import SECRETS, secret_environment
+from rollmesh.config.store import parse_redis_url
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines import ENGINES
 from rollmesh.tasks.sources.source_protocol import SOURCES
@@ -79,16 +84,8 @@ def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
             ["trainer.algorithm.loss=tis", "trainer.algorithm.old_logprobs=sampler", "old_logprobs=recompute"],
         ),
         (
-            {"trainer": {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "sampler"}}},
-            ["trainer.algorithm.loss=decoupled_ppo", "trainer.algorithm.old_logprobs=sampler", "loss=ppo_clip"],
-        ),
-        (
             {"trainer": {"algorithm": {"loss": "cispo", "dual_clip": 3}}},
             ["trainer.algorithm.dual_clip=3", "trainer.algorithm.loss=cispo", "leave dual_clip out", "loss=ppo_clip"],
-        ),
-        (
-            {"trainer": {"algorithm": {"loss": "gspo", "dual_clip": 3}}},
-            ["trainer.algorithm.dual_clip=3", "trainer.algorithm.loss=gspo"],
         ),
         (
             {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
@@ -148,15 +145,6 @@ def test_a_correcting_loss_takes_every_trainer_side_source(run_file, loss: str, 
     algorithm = {"loss": loss, "old_logprobs": source}
     config = load_run_config(run_file(schedule={"preset": preset}, trainer={"algorithm": algorithm}), environ={})
     assert (config.trainer.algorithm.loss, config.trainer.algorithm.old_logprobs) == (loss, source)
-
-
-@pytest.mark.parametrize("loss", ["gspo", "cispo"])
-@pytest.mark.parametrize("algorithm", [{}, {"dual_clip": None}])
-def test_a_loss_without_dual_clip_takes_its_own_resolved_run_file(run_file, tmp_path: Path, loss, algorithm) -> None:
-    config = load_run_config(run_file(trainer={"algorithm": {"loss": loss, **algorithm}}), environ={})
-    write_run_config(config, tmp_path / "resolved.yaml")
-    assert "dual_clip" in (tmp_path / "resolved.yaml").read_text()
-    assert load_run_config(tmp_path / "resolved.yaml", environ={}) == config
 
 
 def test_every_name_of_an_engine_and_a_prompt_source_has_one_entry() -> None:
@@ -219,7 +207,9 @@ def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["trainer.train_steps", "trainer.train_steps=[1", "name.part=x"])
-def test_an_override_that_cannot_be_read_is_a_clear_error(run_file, override: str) -> None:
+def test_an_override_or_a_variable_that_cannot_be_read_is_a_clear_error(run_file, override: str) -> None:
+    with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
+        load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})
     with pytest.raises(ConfigError, match=re.escape(f"--set {override.partition('=')[0]}")):
         load_run_config(run_file(), [override], environ={})
 
@@ -263,34 +253,6 @@ def test_a_finite_number_that_no_service_can_compute_with_is_refused(run_file, o
         load_run_config(run_file(), [override], environ={})
 
 
-def test_a_variable_that_cannot_be_read_is_named(run_file) -> None:
-    with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
-        load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})
-
-
-def test_a_secret_is_taken_as_it_is_and_never_shown(run_file) -> None:
-    environ = {"ROLLMESH_STORE__PASSWORD": "0123", "ROLLMESH_CHECKPOINTS__SECRET": "a: [b"}
-    config = load_run_config(run_file(), environ=environ)
-    assert config.store.password is not None
-    assert config.store.password.get_secret_value() == "0123"
-    assert config.checkpoints.secret is not None
-    assert config.checkpoints.secret.get_secret_value() == "a: [b"
-    with pytest.raises(ConfigError, match="store.password") as error:
-        load_run_config(run_file(store={"password": 424242}), environ={})
-    assert "424242" not in str(error.value)
-
-
-def test_the_written_config_holds_no_secret_and_loads_to_the_same_run(run_file, tmp_path: Path) -> None:
-    config = load_run_config(run_file(store={"password": "hunter2"}, checkpoints={"secret": "abc"}), environ={})
-    written = tmp_path / "config.yaml"
-    write_run_config(config, written)
-    assert "hunter2" not in written.read_text()
-    again = load_run_config(
-        written, environ={"ROLLMESH_STORE__PASSWORD": "hunter2", "ROLLMESH_CHECKPOINTS__SECRET": "abc"}
-    )
-    assert again == config
-
-
 @pytest.mark.parametrize(
     ("url", "kept", "password"),
     [
@@ -314,17 +276,6 @@ def test_a_password_in_the_url_is_a_secret_like_any_other(run_file, tmp_path: Pa
     assert password == (None if config.store.password is None else config.store.password.get_secret_value())
     write_run_config(config, tmp_path / "config.yaml")
     assert "hunter2" not in (tmp_path / "config.yaml").read_text()
-
-
-SECRET_FIELDS = ("store.password", "store.sentinel_password", "security.token", "gateway.token", "checkpoints.secret")
-
-
-@pytest.mark.parametrize("field", SECRET_FIELDS)
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
-def test_a_line_break_at_the_end_of_a_secret_is_not_part_of_it(run_file, field: str, end: str) -> None:
-    variable = f"ROLLMESH_{field.replace('.', '__').upper()}"
-    config = load_run_config(run_file(), environ={variable: f" a secret/of @one line{end}"})
-    assert secret_environment(config)[variable] == " a secret/of @one line"
 
 
 @pytest.mark.parametrize(
@@ -382,3 +333,157 @@ def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Pat
 
     assert load_run_config(target).name == config.name
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("network__host", "::", "::"),
+        ("network__host", "fd00::", "fd00::"),
+        ("network__host", "2001:10:20:30:40:50:60:7", "2001:10:20:30:40:50:60:7"),
+        ("network__host", "12:30", "12:30"),
+        ("network__host", "1e5", "1e5"),
+        ("network__host", '"::1"', "::1"),
+        ("network__host", "null", None),
+        ("network__host", "", None),
+        ("network__instance", "true", "true"),
+        ("network__advertise_host", "[::1]", "[::1]"),
+        ("name", "2024", "2024"),
+        ("name", "null", "null"),
+        ("model__path", "models/a #1", "models/a #1"),
+        ("model__path", "{a: b}", "{a: b}"),
+        ("checkpoints__folder", "2024-01-01", "2024-01-01"),
+        ("schedule__preset", "sync", "sync"),
+        ("store__url", "redis://[fd00::]:6379", "redis://[fd00::]:6379"),
+        ("network__grpc_port", "017", 15),
+        ("network__shared_folder", "false", False),
+        ("data__source__type", "countdown", "countdown"),
+    ],
+)
+def test_a_field_of_text_takes_any_text_from_a_variable_and_an_option(
+    run_file, variable: str, text: str, value: object
+) -> None:
+    keys = variable.split("__")
+    for overrides, environ in (([], {f"ROLLMESH_{variable.upper()}": text}), ([f"{'.'.join(keys)}={text}"], {})):
+        found = load_run_config(run_file(), overrides, environ)
+        for key in keys:
+            found = getattr(found, key)
+        assert found == value
+
+
+def test_a_field_of_text_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: 2024\nfolder: 1e5\nmodel: {path: 12:30}\nnetwork: {host: null, advertise_host: 10.0}\n")
+    config = load_run_config(file, environ={})
+    assert (config.name, config.folder, config.model.path) == ("2024", "1e5", "12:30")
+    assert (config.network.host, config.network.advertise_host) == (None, "10.0")
+
+
+def test_a_field_of_text_needs_no_quotes_in_a_section_that_an_option_or_a_variable_gives(run_file) -> None:
+    environ = {"ROLLMESH_NETWORK": "{host: 10.0, instance: 2024-01-01}"}
+    config = load_run_config(run_file(), ["data.source={type: jsonl, path: 0123}"], environ)
+    assert (config.network.host, config.network.instance) == ("10.0", "2024-01-01")
+    assert config.data.source.table_path == "0123"
+
+
+# Values of YAML 1.2 (section 10.3.2 of its specification, and the numbers that Helm writes).
+NUMBERS = {
+    "1e-7": 1e-7,
+    "1e-07": 1e-7,
+    "5E+3": 5000.0,
+    "1.5e3": 1500.0,
+    ".5": 0.5,
+    "-.5e1": -5.0,
+    "3.": 3.0,
+    "-12": -12,
+    "0x1F": 31,
+    "12:30": "12:30",
+    "2024-07-26": "2024-07-26",
+    "1e": "1e",
+    "e5": "e5",
+    "1.2.3": "1.2.3",
+    "2001-12-14t21:59:43.10-05:00": "2001-12-14t21:59:43.10-05:00",
+    "'1e-7'": "1e-7",
+}
+
+
+def test_numbers_of_free_options_are_those_of_yaml_1_2_and_come_back_from_the_written_file(tmp_path: Path) -> None:
+    lines = [f"      o{n}: {text}\n" for n, text in enumerate(NUMBERS)]
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: a\nfolder: r\nmodel: {path: m}\nrollout:\n  program: environment\n  environment: mine:World\n"
+        f"  environment_options:\n{''.join(lines)}"
+    )
+    config = load_run_config(file, ["rollout.environment_options.set=1e-7"], environ={})
+    expected = {f"o{n}": value for n, value in enumerate(NUMBERS.values())} | {"set": 1e-7}
+    assert config.rollout.environment_options == expected
+    write_run_config(config, tmp_path / "written.yaml")
+    again = load_run_config(tmp_path / "written.yaml", environ={})
+    assert again.rollout.environment_options == expected
+    # Other readers, such as PyYAML itself, take 12:30 for 750 unless it is quoted.
+    assert yaml.safe_load((tmp_path / "written.yaml").read_text())["rollout"]["environment_options"] == expected
+
+
+def test_addresses_of_sentinels_have_no_brackets() -> None:
+    found = parse_redis_url("rediss+sentinel://[fd00::1]:1,[::2],c/queue")
+    assert found.hosts == (("fd00::1", 1), ("::2", 26379), ("c", 26379))
+
+
+FILES = {"certificate": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"security": {"token": "a", "token_file": "b"}}, "set only one of them"),
+        ({"security": {"token": "  "}}, "security.token is empty"),
+        ({"store": {"url": "redis://host", "tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
+        ({"store": {"tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
+        ({"store": {"url": "rediss://host", "tls": {"key": "k"}}}, "store.tls.key must be set together"),
+        ({"store": {"url": "rediss://host", "tls": {"check_hostname": False}}}, "any server is accepted"),
+        ({"telemetry": {"trace_ratio": 1.5}}, "telemetry.trace_ratio"),
+    ],
+)
+def test_combinations_that_cannot_be_meant_are_refused(run_file, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(run_file(**sections), environ={})
+
+
+SECRET_FIELDS = [".".join(path) for path in SECRETS]
+
+
+@pytest.mark.parametrize("field", SECRET_FIELDS)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_secret_is_taken_as_it_is_and_never_written_or_shown(run_file, tmp_path: Path, field: str, end: str) -> None:
+    """A line break at its end is not part of it: editors and echo add one to a file."""
+    environ = {f"ROLLMESH_{field.replace('.', '__').upper()}": f" 0123: [a secret/of @one line{end}"}
+    config = load_run_config(run_file(), environ=environ)
+    assert list(secret_environment(config).values()) == [" 0123: [a secret/of @one line"]
+    written = tmp_path / "config.yaml"
+    write_run_config(config, written)
+    assert "secret/of" not in written.read_text() + repr(config)
+    assert load_run_config(written, environ=environ) == config
+    *sections, name = field.split(".")
+    wrong: dict[str, Any] = {name: 424242}
+    for section in reversed(sections[1:]):
+        wrong = {section: wrong}
+    with pytest.raises(ConfigError, match=field) as error:
+        load_run_config(run_file(**{sections[0]: wrong}), environ={})
+    assert "424242" not in str(error.value)
+
+
+def test_all_three_files_turn_mutual_tls_on_and_a_missing_one_is_named(run_file) -> None:
+    config = load_run_config(run_file(), environ={})
+    assert not config.security.tls.enabled and config.security.token is None and not config.store.tls.configured
+    assert load_run_config(run_file(security={"tls": FILES}), environ={}).security.tls.enabled
+    for missing in FILES:
+        files = {name: path for name, path in FILES.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"certificate, key and ca together; missing: {missing}"):
+            load_run_config(run_file(security={"tls": files}), environ={})
+
+
+def test_a_loss_without_dual_clip_takes_its_own_resolved_run_file(run_file, tmp_path: Path) -> None:
+    config = load_run_config(run_file(trainer={"algorithm": {"loss": "cispo"}}), environ={})
+    write_run_config(config, tmp_path / "resolved.yaml")
+    assert "dual_clip" in (tmp_path / "resolved.yaml").read_text()
+    assert load_run_config(tmp_path / "resolved.yaml", environ={}) == config

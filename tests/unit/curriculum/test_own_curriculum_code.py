@@ -1,21 +1,26 @@
-"""Planners, group shapers and budgets of a user's code: the example, and clear errors for what cannot be one."""
+"""Samplers, planners, group shapers and budgets of a user: the examples, and clear errors for what cannot be one."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollmesh.curriculum.budgets import load_budget
+from rollmesh.config.curriculum import CurriculumConfig
+from rollmesh.curriculum.budgets import Budget, load_budget
 from rollmesh.curriculum.planners import Round, load_planner
+from rollmesh.curriculum.prompt_tables import Draw
+from rollmesh.curriculum.samplers import PromptSampler, load_sampler
 from rollmesh.curriculum.shapers import load_shaper
 from rollmesh.errors import ConfigError, DataError
 
-from .outcomes import group_of
+from .inputs import group_of, record, tables
 
-ROOT = Path(__file__).parents[3]
+EXAMPLES = Path(__file__).parents[3] / "examples"
+DRAW = Draw(epoch=0, index=0, seed=0)
 OWN = """
 from rollmesh.curriculum.planners import Round
 from rollmesh.curriculum.shapers import Closing
@@ -73,6 +78,12 @@ def rewards_only(group, records):
 def no_records(group):
     return None
 
+def takes_three(draw, prompts, history):
+    return 0
+
+def gives(draw, prompts, history, train_step, *, result):
+    return {}["math"] if result == "error" else result
+
 def growing(train_step, *, slope=2):
     return 10 + slope * train_step
 
@@ -88,15 +99,25 @@ constant = 3
 
 @pytest.fixture(autouse=True)
 def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_curriculum.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_curriculum", raising=False)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
 
 
-def test_the_planner_of_the_examples_asks_for_one_more_answer_until_one_is_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def sampler(name: str, **options: Any) -> PromptSampler:
+    found = load_sampler(CurriculumConfig(sampler=name, sampler_options=options))
+    assert found is not None
+    return found
+
+
+def turns(name: str, options: dict[str, Any], most: int = 9) -> Budget:
+    found = load_budget("turn_budget", name, options, most=most, train_steps=10)
+    assert found is not None
+    return found
+
+
+def test_the_planner_of_the_examples_asks_for_one_more_answer_until_one_is_right() -> None:
     planner = load_planner("own_planner:UntilSolved", {"most": 3})
     assert planner.first(None, 4) == Round(needed=4, launched=4)
     assert planner.next(group_of([0.0] * 4)) == Round(needed=5, launched=1)
@@ -104,24 +125,45 @@ def test_the_planner_of_the_examples_asks_for_one_more_answer_until_one_is_right
     assert planner.next(group_of([0.0] * 6, round=2)) is None
 
 
-def test_the_planner_of_the_examples_has_at_most_20_lines() -> None:
-    source = (ROOT / "examples" / "own_planner.py").read_text().split('"""\n', 1)[1].strip()
-    assert len(source.splitlines()) <= 20
+def test_the_sampler_of_the_examples_draws_short_prompts_first() -> None:
+    short = sampler("own_sampler:short_first", steps=10)
+    table, history = tables([record(0, members) for members in (8, 1, 4)])
+    assert [short.choose(DRAW, table, history, step) for step in (0, 1)] == [0, 0]
+    assert {short.choose(Draw(epoch=0, index=i, seed=0), table, history, 10) for i in range(50)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["own_planner.py", "own_sampler.py"])
+def test_an_example_has_at_most_20_lines(name: str) -> None:
+    source = (EXAMPLES / name).read_text().split('"""\n', 1)[1].strip()
+    assert len([line for line in source.splitlines() if line]) <= 20
+
+
+def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> None:
+    assert load_shaper("own:doubled", {"factor": 3})(group_of([1.0, 0.5]), {}).shaped_rewards == (3.0, 1.5)
+    assert [turns("own:growing", {"slope": 5}, most=40)(step) for step in (0, 2, 50)] == [10, 20, 40]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "problem"),
+    ("load", "problem"),
     [
-        ("Planner", {"most": 1}, "_options: own_curriculum:Planner rejects"),
-        ("constant", {}, "_options: own_curriculum:constant rejects"),
-        ("OnlyFirst", {}, r"needs a method next\(group\)"),
-        ("OtherFirst", {}, r"needs a method first\(seen, group_size\)"),
-        ("nothing", {}, "has no 'nothing'"),
+        (lambda: load_planner("own:Planner", {"most": 1}), r"planner_options: own:Planner rejects {'most': 1}"),
+        (lambda: load_planner("own:constant", {}), "planner_options: own:constant rejects"),
+        (lambda: load_planner("own:OnlyFirst", {}), r"planner: own:OnlyFirst needs a method next\(group\)"),
+        (
+            lambda: load_planner("own:OtherFirst", {}),
+            r"planner: own:OtherFirst needs a method first\(seen, g",
+        ),
+        (lambda: load_planner("own:nothing", {}), "planner: module 'own' has no 'nothing'"),
+        (lambda: load_shaper("own:no_records", {}), "group_shaper: own:no_records cannot be called as f"),
+        (lambda: sampler("own:takes_three"), "sampler: own:takes_three cannot be called as f"),
+        (lambda: sampler("own:constant"), "sampler: own:constant must be a function of .draw, prompts, history"),
+        (lambda: turns("own:falling", {}), "turn_budget=own:falling: returned 0; .* above 0 .train step 3"),
+        (lambda: turns("own:fraction", {}), "turn_budget=own:fraction: returned 0.5; .*train step 0"),
     ],
 )
-def test_code_that_cannot_be_a_planner_is_refused_at_startup(name: str, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"curriculum.planner(: .*)?{problem}"):
-        load_planner(f"own_curriculum:{name}", options)
+def test_code_that_cannot_be_what_it_is_named_for_is_refused_at_startup(load: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^curriculum.{problem}"):
+        load()
 
 
 @pytest.mark.parametrize(
@@ -129,64 +171,50 @@ def test_code_that_cannot_be_a_planner_is_refused_at_startup(name: str, options:
     [
         ("Words", {}, "first returned str instead of a Round"),
         ("Planner", {"needed": 0}, "first returned needed=0; expected 1 or more"),
-        ("Planner", {"launched": 0}, "first returned launched=0; expected 1 or more"),
         ("Planner", {"launched": 1.5}, "first returned launched=1.5; expected 1 or more"),
     ],
 )
 def test_a_round_without_members_is_refused(name: str, options: dict[str, Any], problem: str) -> None:
-    planner = load_planner(f"own_curriculum:{name}", options)
-    with pytest.raises(DataError, match=f"curriculum.planner=own_curriculum:{name}: {problem}"):
+    planner = load_planner(f"own:{name}", options)
+    with pytest.raises(DataError, match=f"curriculum.planner=own:{name}: {problem}"):
         planner.first(None, 8)
     if options:
         with pytest.raises(DataError, match="next returned"):
             planner.next(group_of([0.0]))
 
 
-def test_an_error_of_a_planner_or_a_shaper_names_its_field_and_its_line() -> None:
-    with pytest.raises(DataError, match=r"planner=own_curriculum:Fails: raised AttributeError.*own_curriculum.py:\d+"):
-        load_planner("own_curriculum:Fails", {}).next(group_of([0.0]))
-    with pytest.raises(DataError, match=r"shaper=own_curriculum:fails: raised AttributeError.*own_curriculum.py:\d+"):
-        load_shaper("own_curriculum:fails", {})(group_of([0.0]), {})
-
-
-def test_a_shaper_of_a_users_code_gets_its_options() -> None:
-    assert load_shaper("own_curriculum:doubled", {"factor": 3})(group_of([1.0, 0.5]), {}).shaped_rewards == (3.0, 1.5)
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("short", "other than 2 values"),
-        ("missing", "a reward that is not a finite number"),
-        ("huge", "a reward that is not a finite number of at most 1e.09 in size"),
-        ("longer", "kept_tokens=101, expected 1 to 100"),
-        ("rewards_only", "list instead of a Closing"),
+        ("short", "returned other than 2 values.* for group e0-0"),
+        ("missing", "returned a reward that is not a finite number"),
+        ("huge", "returned a reward that is not a finite number of at most 1e.09 in size"),
+        ("longer", "returned kept_tokens=101, expected 1 to 100"),
+        ("rewards_only", "returned list instead of a Closing"),
+        ("fails", r"raised AttributeError.*own.py:\d+"),
     ],
 )
 def test_a_closing_that_does_not_fit_its_group_is_refused(name: str, problem: str) -> None:
-    shaper = load_shaper(f"own_curriculum:{name}", {})
-    with pytest.raises(DataError, match=f"group_shaper=own_curriculum:{name}: returned {problem}.* for group e0-0"):
-        shaper(group_of([1.0, 0.0]), {})
+    with pytest.raises(DataError, match=f"curriculum.group_shaper=own:{name}: {problem}"):
+        load_shaper(f"own:{name}", {})(group_of([1.0, 0.0]), {})
 
 
-def test_code_that_cannot_be_called_as_a_shaper_is_refused_at_startup() -> None:
-    with pytest.raises(ConfigError, match="curriculum.group_shaper: own_curriculum:no_records cannot be called"):
-        load_shaper("own_curriculum:no_records", {})
-
-
-def test_a_budget_of_a_users_code_is_capped() -> None:
-    budget = load_budget("token_budget", "own_curriculum:growing", {"slope": 5}, most=40, train_steps=100)
-    assert budget is not None
-    assert [budget(step) for step in (0, 2, 50)] == [10, 20, 40]
+def test_an_error_of_a_planner_names_its_field_and_its_line() -> None:
+    with pytest.raises(DataError, match=r"curriculum.planner=own:Fails: raised AttributeError.*own.py:\d+"):
+        load_planner("own:Fails", {}).next(group_of([0.0]))
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    ("result", "problem"),
     [
-        ("falling", "falling: returned 0; expected an int above 0 .train step 3"),
-        ("fraction", "fraction: returned 0.5; expected an int above 0 .train step 0"),
+        (3, " named row 3; the data has 2 rows"),
+        (-1, " named row -1"),
+        (None, ": returned None instead of the number of a row"),
+        (True, ": returned True"),
+        ("error", ": raised KeyError: 'math'"),
     ],
 )
-def test_a_budget_that_has_no_value_at_some_step_is_refused_at_startup(name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"curriculum.turn_budget=own_curriculum:{problem}"):
-        load_budget("turn_budget", f"own_curriculum:{name}", {}, most=9, train_steps=10)
+def test_a_result_that_is_no_row_is_an_error_that_names_it(result: Any, problem: str) -> None:
+    table, history = tables([None, None])
+    with pytest.raises(DataError, match=f"curriculum.sampler=own:gives{problem}"):
+        sampler("own:gives", result=result).choose(DRAW, table, history, 0)

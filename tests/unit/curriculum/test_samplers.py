@@ -17,7 +17,7 @@ from rollmesh.curriculum.samplers import domain_weights, frontier_weights, targe
 from rollmesh.errors import DataError
 from rollmesh.prompt_history import PromptRecord
 
-from .tables import record, tables
+from .inputs import record, tables
 
 RATES = np.array([0.1, 0.4, 0.5, 0.6, 0.9])
 APRIEL = {"math": 0.35, "code": 0.25, "logic": 0.15, "if": 0.15, "fn": 0.10}

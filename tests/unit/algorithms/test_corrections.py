@@ -1,8 +1,14 @@
-"""Old-logprob sources take the trainer's value where it is exact, and say how often they could not."""
+"""Old logprobs, KL estimators and the factor on the learning rate."""
 
+from __future__ import annotations
+
+import math
+
+import pytest
 import torch
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
+from rollmesh.algorithms.ratios import ess_scale, k1, k3
 from rollmesh.config.old_logprob_methods import OLD_LOGPROBS
 
 BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0, 0.0])
@@ -50,3 +56,25 @@ def test_loglinear_moves_from_the_behavior_policy_to_the_policy_with_the_age_of_
     assert share.tolist() == [0.0, 0.5, 0.75] and share.dtype is torch.float64
     old = choose("loglinear", [False] * 4, [False] * 4)
     assert torch.equal(old.values, BEHAVIOR) and old.fallbacks == {}
+
+
+def test_kl_estimators_average_to_the_exact_divergence() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(7).double().log_softmax(0), torch.randn(7).double().log_softmax(0)
+    exact = float((p.exp() * (p - q)).sum())
+    assert float((p.exp() * k1(p, q)).sum()) == pytest.approx(exact, abs=1e-12)
+    assert float((p.exp() * k3(p, q)).sum()) == pytest.approx(exact, abs=1e-12)
+    assert (k3(p, q) >= 0).all()
+
+
+def test_the_kl_estimators_are_those_of_the_methods_page() -> None:
+    log_p, log_q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    assert float(k1(log_p, log_q)) == pytest.approx(0.5)
+    assert float(k3(log_p, log_q)) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+
+
+def test_the_factor_is_the_root_or_the_share_itself_and_never_above_one() -> None:
+    assert ess_scale(0.25, base=1.0, rule="sqrt") == 0.5
+    assert ess_scale(0.25, base=0.5, rule="linear") == 0.5
+    assert ess_scale(0.1, base=0.4, rule="sqrt") == pytest.approx(0.5)
+    assert ess_scale(0.9, base=0.55, rule="sqrt") == ess_scale(0.9, base=0.55, rule="linear") == 1.0

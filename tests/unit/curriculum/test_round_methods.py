@@ -1,0 +1,296 @@
+"""Planners, group shapers and budgets against the numbers of their sources, and within their bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.config.round_methods import PLANNERS, largest_z_score, planned_members
+from rollmesh.curriculum.budgets import Budget, load_budget
+from rollmesh.curriculum.planners import RolloutPlanner, Round, load_planner, more_members
+from rollmesh.curriculum.shapers import load_shaper, longest_kept, overlong_penalty
+
+from .inputs import group_of
+
+
+def second_round(planner: RolloutPlanner, solved: int, size: int) -> int:
+    """Return the members that a second round launches."""
+    found = planner.next(group_of([1.0] * solved + [0.0] * (size - solved)))
+    assert found is None or found.needed == size + found.launched
+    return 0 if found is None else found.launched
+
+
+@pytest.mark.parametrize(
+    ("rule", "known"), [("et", [24, 11, 3, 1, 0, 0, 0, 0, 0]), ("hw", [56, 24, 8, 3, 0, 0, 0, 0, 0])]
+)
+def test_dars_gives_hard_prompts_the_second_rounds_of_its_source(rule: str, known: list[int]) -> None:
+    planner = load_planner("dars", {"rule": rule})
+    assert planner.first(None, 8) == Round(needed=8, launched=8)
+    assert [second_round(planner, solved, 8) for solved in range(9)] == known
+
+
+@given(count=st.integers(1, 600), solved=st.integers(0, 600), rule=st.sampled_from(["et", "hw"]))
+def test_dars_rounds_up_the_exact_quotient(count: int, solved: int, rule: str) -> None:
+    solved = min(solved, count)
+    p = Fraction(solved, count) if solved else Fraction(1, 2 * count)
+    divisor = 2 * p if rule == "hw" else 4 * p * (1 - p)
+    expected = math.ceil(count * (1 / divisor - 1)) if p < Fraction(1, 2) else 0
+    assert more_members(count, solved, rule) == expected
+
+
+@given(
+    size=st.integers(1, 64),
+    solved=st.integers(0, 64),
+    lost=st.integers(0, 8),
+    most=st.integers(2, 80),
+    rule=st.sampled_from(["et", "hw"]),
+)
+def test_dars_closes_after_two_rounds_with_at_most_its_most_members(
+    size: int, solved: int, lost: int, most: int, rule: str
+) -> None:
+    options = {"rule": rule, "most_members": most}
+    planner, solved = load_planner("dars", options), min(size, solved)
+    outcomes = [1.0] * solved + [0.0] * (size - solved)
+    found = planner.next(group_of(outcomes, launched=size + lost))
+    if found is not None:
+        assert found.launched >= 1
+        assert size + lost + found.launched <= planned_members("dars", options, size)[1]
+        assert planner.next(group_of([*outcomes, *[0.0] * found.launched], round=1)) is None
+
+
+def test_dars_closes_a_group_without_a_scored_member() -> None:
+    assert load_planner("dars", {}).next(group_of([], launched=8)) is None
+
+
+def test_quorum_needs_its_share_of_the_group_rounded_up() -> None:
+    assert load_planner("quorum", {}).first(None, 512) == Round(needed=487, launched=512)
+    assert load_planner("quorum", {}).first(None, 20) == Round(needed=19, launched=20)
+    assert load_planner("quorum", {"share": 1}).first(None, 7) == Round(needed=7, launched=7)
+    assert load_planner("quorum", {"share": 0.01}).first(None, 8) == Round(needed=1, launched=8)
+
+
+def test_spare_launches_and_needs_more_than_the_group_size() -> None:
+    assert load_planner("spare", {}).first(None, 8) == Round(needed=9, launched=9)
+    assert load_planner("spare", {"factor": 2, "extra": 0}).first(None, 8) == Round(needed=16, launched=16)
+
+
+@given(
+    size=st.integers(1, 512),
+    plan=st.one_of(
+        st.tuples(st.just("single"), st.just({})),
+        st.tuples(st.just("dars"), st.fixed_dictionaries({"rule": st.sampled_from(["et", "hw"])})),
+        st.tuples(st.just("quorum"), st.fixed_dictionaries({"share": st.floats(0.001, 1)})),
+        st.tuples(st.just("spare"), st.fixed_dictionaries({"factor": st.integers(1, 4), "extra": st.integers(1, 9)})),
+    ),
+)
+def test_the_first_round_of_every_planner_is_possible(size: int, plan: tuple[str, dict[str, Any]]) -> None:
+    name, options = plan
+    first = load_planner(name, options).first(None, size)
+    assert 1 <= first.needed <= first.launched <= planned_members(name, options, size)[1]
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS.methods.keys() - {"dars"}))
+def test_planners_of_one_round_close_every_group(name: str) -> None:
+    assert load_planner(name, {}).next(group_of([0.0] * 8)) is None
+
+
+DAP = {"longest_tokens": 16384, "buffer_tokens": 2048}
+
+
+def test_dap_penalises_long_answers_to_hard_prompts_less() -> None:
+    group = group_of([1, 0, 0, 0], [15360, 15360, 16384, 100], truncated=[False, False, True, False])
+    assert load_shaper("dap", DAP)(group, {}).shaped_rewards == (1 - 0.125, -0.5, -1.0, 0.0)
+
+
+def test_dap_counts_a_right_answer_cut_off_at_the_longest_length_in_full() -> None:
+    group = group_of([1, 0, 0, 0], [16384, 10, 10, 10], truncated=[True, False, False, False])
+    assert load_shaper("dap", DAP)(group, {}).shaped_rewards[0] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dap_equals_the_formula_of_its_source(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, longest, buffer = int(rng.integers(1, 17)), 500, int(rng.integers(1, 500))
+    gamma, failure = float(rng.uniform(0, 3)), float(rng.uniform(0, 2))
+    outcomes, lengths = rng.integers(0, 2, count).astype(float).tolist(), rng.integers(1, 501, count).tolist()
+    cut = [length == longest and bool(rng.integers(0, 2)) for length in lengths]
+    options = {"longest_tokens": longest, "buffer_tokens": buffer, "gamma": gamma, "failure_scale": failure}
+    shaped = load_shaper("dap", options)(group_of(outcomes, lengths, truncated=cut, shaping=0.25), {}).shaped_rewards
+    rate = sum(outcomes) / count
+    for got, outcome, length, is_cut in zip(shaped, outcomes, lengths, cut, strict=True):
+        penalty = ((longest - buffer) - length) / buffer if length > longest - buffer else 0.0
+        scale = 1.0 if is_cut else rate**gamma if outcome else failure
+        assert got == pytest.approx(outcome + 0.25 + scale * penalty, abs=1e-12)
+
+
+def test_dot_truncates_the_outlier_of_a_group_that_is_all_right() -> None:
+    lengths = [1000] * 31 + [9000]
+    assert longest_kept(lengths, 3.0) == 5492
+    closing = load_shaper("dot", {})(group_of([1.0] * 32, lengths, shaping=0.5), {})
+    assert closing.kept_tokens == (*[1000] * 31, 5492)
+    assert closing.shaped_rewards == (*[1.5] * 31, 0.5)
+
+
+def test_the_largest_z_score_of_a_group_is_that_of_one_outlier() -> None:
+    known = {4: 1.5, 8: 2.475, 10: 2.846, 11: 3.015, 16: 3.75, 32: 5.48}
+    assert {count: round(largest_z_score(count), 3) for count in known} == known
+    for count in known:
+        lengths = [0] * (count - 1) + [10**6]
+        mean, spread = float(np.mean(lengths)), float(np.std(lengths, ddof=1))
+        assert (10**6 - mean) / spread == pytest.approx(largest_z_score(count))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lengths"),
+    [
+        ([1.0] * 31 + [0.0], [1000] * 31 + [9000]),
+        ([1.0] * 32, [1000] * 32),
+        ([1.0] * 32, [10] * 31 + [60]),
+        ([1.0], [9000]),
+        ([], []),
+    ],
+    ids=["one wrong", "equal lengths", "little excess", "one member", "no member"],
+)
+def test_dot_leaves_other_groups_as_they_are(outcomes: list[float], lengths: list[int]) -> None:
+    closing = load_shaper("dot", {})(group_of(outcomes, lengths), {})
+    assert (closing.shaped_rewards, closing.kept_tokens) == (tuple(outcomes), None)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5000), min_size=2, max_size=40),
+    alpha=st.floats(0.1, 4),
+    least=st.integers(1, 100),
+    right=st.booleans(),
+)
+def test_dot_keeps_every_answer_up_to_the_limit(lengths: list[int], alpha: float, least: int, right: bool) -> None:
+    outcomes = [1.0] * (len(lengths) - 1) + [float(right)]
+    options = {"alpha": alpha, "least_excess": least, "truncated_reward": -0.5}
+    closing = load_shaper("dot", options)(group_of(outcomes, lengths), {})
+    limit = math.floor(np.mean(lengths) + alpha * np.std(lengths, ddof=1) + 1e-7)
+    if closing.kept_tokens is None:
+        assert closing.shaped_rewards == tuple(outcomes)
+        assert not right or max(lengths) - limit <= least
+        return
+    assert right
+    for length, kept, reward in zip(lengths, closing.kept_tokens, closing.shaped_rewards, strict=True):
+        assert 1 <= kept <= length
+        assert reward == (1.0 if kept == length else -0.5)
+        assert kept == length or (length - kept >= least and abs(kept - limit) <= 1)
+
+
+def test_without_a_shaper_rewards_stay_as_they_are() -> None:
+    closing = load_shaper("none", {})(group_of([1.0, 0.0], shaping=-0.25), {})
+    assert (closing.shaped_rewards, closing.kept_tokens) == ((0.75, -0.25), None)
+
+
+SIRI = {"shortest": 8192, "longest": 16384}
+
+
+def budget(name: str, options: dict[str, Any], most: int = 10**6) -> Budget:
+    found = load_budget("token_budget", name, options, most=most, train_steps=1000)
+    assert found is not None
+    return found
+
+
+def test_the_cosine_budget_has_the_numbers_of_siri() -> None:
+    known = {0: 16384, 80: 15184, 160: 12288, 320: 8192, 480: 12288, 640: 16384}
+    assert {step: budget("cosine", SIRI)(step) for step in known} == known
+
+
+def test_the_stair_cosine_budget_has_the_numbers_of_siri() -> None:
+    known = {0: 16384, 80: 16384, 160: 12288, 240: 8192, 320: 8192, 480: 12288, 560: 16384, 640: 16384}
+    assert {step: budget("stair_cosine", SIRI)(step) for step in known} == known
+
+
+def test_the_stair_budget_compresses_first() -> None:
+    stair = budget("stair", SIRI | {"period": 10, "compression": 0.3})
+    assert [stair(step) for step in range(11)] == [8192] * 3 + [16384] * 7 + [8192]
+
+
+def test_the_steps_budget_has_the_stages_of_tti() -> None:
+    turns = budget("steps", {"stages": [[0, 10], [2, 20], [4, 30]]})
+    assert [turns(step) for step in (0, 1, 2, 3, 4, 100)] == [10, 10, 20, 20, 30, 30]
+
+
+@pytest.mark.parametrize("name", ["cosine", "stair_cosine"])
+@given(low=st.integers(1, 5000), span=st.integers(0, 5000), period=st.integers(2, 700), step=st.integers(0, 5000))
+def test_a_periodic_budget_equals_the_formula_of_its_source(
+    name: str, low: int, span: int, period: int, step: int
+) -> None:
+    phase = 2 * math.pi * step / period
+    if name == "stair_cosine":
+        eighth = 8 * (step % period) / period
+        turn = 2 * math.pi * (step % period) / period
+        if eighth < 1 or eighth >= 7:
+            phase = 0.0
+        elif eighth < 3:
+            phase = 2 * (turn - math.pi / 4)
+        elif eighth < 5:
+            phase = math.pi
+        else:
+            phase = 2 * (turn - 3 * math.pi / 4)
+    exact = low + span / 2 + span / 2 * math.cos(phase)
+    found = budget(name, {"shortest": low, "longest": low + span, "period": period})(step)
+    assert abs(found - exact) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["cosine", "stair_cosine", "stair"])
+@given(low=st.integers(1, 5000), span=st.integers(0, 5000), period=st.integers(2, 700))
+def test_a_periodic_budget_repeats_between_its_bounds_and_reaches_both(
+    name: str, low: int, span: int, period: int
+) -> None:
+    found = budget(name, {"shortest": low, "longest": low + span, "period": 8 * period})
+    values = [found(step) for step in range(8 * period + 1)]
+    assert (min(values), max(values)) == (low, low + span)
+    assert values[0] == values[-1]
+
+
+@pytest.mark.parametrize("name", ["cosine", "stair_cosine"])
+@given(low=st.integers(1, 5000), span=st.integers(0, 5000), half=st.integers(1, 350))
+def test_a_wave_falls_for_half_a_period_and_rises_for_the_other(name: str, low: int, span: int, half: int) -> None:
+    found = budget(name, {"shortest": low, "longest": low + span, "period": 2 * half})
+    values = [found(step) for step in range(2 * half + 1)]
+    assert all(before >= after for before, after in pairwise(values[: half + 1]))
+    assert all(before <= after for before, after in pairwise(values[half:]))
+
+
+def test_no_budget_is_above_the_most_of_the_run() -> None:
+    assert [budget("cosine", SIRI, most=10_000)(step) for step in (0, 320)] == [10_000, 8192]
+
+
+def test_the_constant_budget_has_no_function() -> None:
+    assert load_budget("token_budget", "constant", {}, most=100, train_steps=10) is None
+
+
+def test_overlong_penalty_matches_the_golden_vectors() -> None:
+    # Budget 16384, buffer 2048: a wrong answer of 15360 tokens, and one at the cap.
+    golden = {15360: -0.5, 16384: -1.0}
+    assert {n: overlong_penalty(n, 16384, 2048) for n in golden} == golden
+
+
+def test_overlong_penalty_falls_linearly_inside_the_buffer_only() -> None:
+    values = [overlong_penalty(n, 100, 20) for n in (0, 80, 81, 90, 100, 150)]
+    assert values == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
+    assert overlong_penalty(10**6, 100, 0) == 0.0
+
+
+@pytest.mark.parametrize(("budget", "buffer"), [(0, 0), (10, -1), (10, 11)])
+def test_overlong_penalty_refuses_impossible_buffers(budget: int, buffer: int) -> None:
+    with pytest.raises(ValueError, match="overlong_penalty"):
+        overlong_penalty(5, budget, buffer)
+
+
+def test_shaping_does_not_load_torch() -> None:
+    code = "import sys, json, rollmesh.curriculum.shapers; print(json.dumps('torch' in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert json.loads(out.stdout) is False
