@@ -29,7 +29,11 @@ class TemplateProcess:
         self._process = process
         self._control = control
         self._unread = b""
-        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.timeout_means_wrong: Mapping[str, bool] = {}
+        """Declaration of each loaded verifier, by name."""
+        self.most_workers: int | None = None
+        """Number of workers that can have a separate uid at once; None if workers have none."""
         self._spawning: dict[int, asyncio.Future[int]] = {}  # by slot
         self._exits: dict[int, asyncio.Future[int]] = {}  # by pid
 
@@ -70,18 +74,6 @@ class TemplateProcess:
             await template.aclose()
             raise
         return template
-
-    @property
-    def timeout_means_wrong(self) -> Mapping[str, bool]:
-        """Declaration of each loaded verifier, by name."""
-        declared: Mapping[str, bool] = self._ready.result()["timeout_means_wrong"]
-        return declared
-
-    @property
-    def most_workers(self) -> int | None:
-        """Number of workers that can have a separate uid at once; None if workers have none."""
-        most: int | None = self._ready.result()["most_workers"]
-        return most
 
     @property
     def lost(self) -> bool:
@@ -147,7 +139,8 @@ class TemplateProcess:
     def _handle_message(self, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ready":
-                self._ready.set_result(message)
+                self.timeout_means_wrong, self.most_workers = message["timeout_means_wrong"], message["most_workers"]
+                self._ready.set_result(None)
             case "failed":
                 kinds: dict[str, type[RollmeshError]] = {"DataError": DataError}
                 self._ready.set_exception(kinds.get(message["error"], ConfigError)(message["message"]))

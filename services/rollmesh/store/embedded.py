@@ -116,7 +116,10 @@ class EmbeddedServer:
                 return self._start_once()
             except StoreUnavailable:
                 ended = self._process is not None and self._process.poll() is not None
-                if not (ended and _reports_damage(_text_from(log, logged))):
+                with log.open("rb") as lines:
+                    lines.seek(logged)
+                    said = lines.read().decode(errors="replace")
+                if not (ended and _DAMAGED.search(said)):
                     raise
                 self._repair(repair)
         return self._start_once()
@@ -147,21 +150,18 @@ class EmbeddedServer:
                     self._process.wait(_START_SECONDS)  # reap the previous server, which held the lock
             self._process = self._spawn(lock.fileno())
         try:
-            self._await_answer(self._process, deadline)
+            while not self._answers():
+                if (code := self._process.poll()) is not None:
+                    raise StoreUnavailable(
+                        f"the embedded Redis exited at startup (code {code}); see {self.folder / 'redis.log'}"
+                    )
+                deadline = self._check_deadline(deadline)
+                time.sleep(_POLL_SECONDS)
         except BaseException:
             self._process.kill()
             self._process.wait()
             raise
         return True
-
-    def _await_answer(self, process: subprocess.Popen[bytes], deadline: float) -> None:
-        while not self._answers():
-            if process.poll() is not None:
-                raise StoreUnavailable(
-                    f"the embedded Redis exited at startup (code {process.returncode}); see {self.folder / 'redis.log'}"
-                )
-            deadline = self._check_deadline(deadline)
-            time.sleep(_POLL_SECONDS)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop the server cleanly: it writes the append-only file first."""
@@ -307,12 +307,6 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _text_from(file: Path, offset: int) -> str:
-    with file.open("rb") as lines:
-        lines.seek(offset)
-        return lines.read().decode(errors="replace")
-
-
 _TOOL_SECONDS = 600.0
 _DAMAGED = re.compile(
     r"(Bad file format|Unexpected end of file|Unknown command .*) reading the append only file"
@@ -320,11 +314,6 @@ _DAMAGED = re.compile(
     r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
 )
 """Log lines of a server that exits because of damaged files; a full disk or an occupied port logs other lines."""
-
-
-def _reports_damage(log: str) -> bool:
-    """Tell whether the log of a failed start reports damaged files."""
-    return _DAMAGED.search(log) is not None
 
 
 def _cut_damaged(files: Path, binary: Path) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from rollmesh.store.redis_connection import Connection, QueuePart
 from rollmesh.types import GeneratorRecord, GeneratorWork
@@ -53,17 +52,14 @@ class GeneratorRegistry:
         if is_complete:
             self._records, self._ends = {}, {}
         for left, data in zip(rows[::2], rows[1::2], strict=True):
-            record = _generator(json.loads(data))
+            fields = json.loads(data)
+            record = GeneratorRecord(**{**fields, "work": GeneratorWork(**fields["work"])})
             self._records[record.instance_id] = record
             self._ends[record.instance_id] = now + left / 1000
         for instance_id in [name for name, end in self._ends.items() if end < now]:
             del self._records[instance_id], self._ends[instance_id]
         self._version = int(version)
         return int(alive)
-
-
-def _generator(fields: dict[str, Any]) -> GeneratorRecord:
-    return GeneratorRecord(**{**fields, "work": GeneratorWork(**fields["work"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import takewhile
 
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Cursor, Desired
@@ -322,17 +322,15 @@ def _outcome(train_step: int, row: Sequence[Reply]) -> GroupOutcome:
         train_step=train_step,
         round=current,
         launched=launched,
-        members=tuple(_member(firsts, member) for member in members),
-    )
-
-
-def _member(firsts: Sequence[int], row: Sequence[Reply]) -> MemberOutcome:
-    number, tokens, finish, outcome, reward = row
-    return MemberOutcome(
-        member_index=number,
-        round=sum(1 for _ in takewhile(lambda first: first <= number, firsts)) - 1,
-        outcome=pb.RewardOutcome.FromString(outcome).value,
-        shaped_reward=float(reward),
-        token_count=int(tokens),
-        truncated=finish == FinishReason.LENGTH.value.encode(),
+        members=tuple(
+            MemberOutcome(
+                member_index=number,
+                round=bisect_right(firsts, number) - 1,
+                outcome=pb.RewardOutcome.FromString(outcome).value,
+                shaped_reward=float(reward),
+                token_count=int(tokens),
+                truncated=finish == FinishReason.LENGTH.value.encode(),
+            )
+            for number, tokens, finish, outcome, reward in members
+        ),
     )

@@ -181,8 +181,14 @@ class TokenDigest:
         token_count, ids, logprobs = self.token_count, self.ids, self.logprobs
         for segment in segments:
             token_count += len(segment)
-            ids = zlib.crc32(_id_bytes(segment), ids)
-            logprobs = zlib.crc32(_logprob_bytes(segment), logprobs)
+            pairs = np.empty((len(segment), 2), _INT32)
+            pairs[:, 0], pairs[:, 1] = segment.token_ids, segment.policy_version
+            ids = zlib.crc32(pairs.tobytes(), ids)
+            values = segment.behavior_logprobs
+            if values is None:
+                logprobs = zlib.crc32(b"\xff" * (_FLOAT32.itemsize * len(segment)), logprobs)
+            else:
+                logprobs = zlib.crc32(np.ascontiguousarray(values, _FLOAT32).tobytes(), logprobs)
         return TokenDigest(token_count, ids, logprobs)
 
     def __str__(self) -> str:
@@ -190,15 +196,3 @@ class TokenDigest:
 
 
 NO_TOKENS = TokenDigest()
-
-
-def _id_bytes(segment: Segment) -> bytes:
-    pairs = np.empty((len(segment), 2), _INT32)
-    pairs[:, 0], pairs[:, 1] = segment.token_ids, segment.policy_version
-    return pairs.tobytes()
-
-
-def _logprob_bytes(segment: Segment) -> bytes:
-    if segment.behavior_logprobs is None:
-        return b"\xff" * (_FLOAT32.itemsize * len(segment))
-    return np.ascontiguousarray(segment.behavior_logprobs, _FLOAT32).tobytes()

@@ -86,7 +86,8 @@ class PromptRecords:
     async def predictions(self) -> list[LengthPrediction]:
         """Return the newest predictions of lengths, at most 256, the newest first."""
         raw = await self._connection.command("LRANGE", self._keys.single("predictions"), 0, -1)
-        return [_prediction(text) for text in raw]
+        numbers = [[None if word == b"-" else float(word) for word in text.split()] for text in raw]
+        return [LengthPrediction(expected, mean or 0.0, first, rest) for expected, mean, first, rest in numbers]
 
     async def size(self) -> int:
         """Return the number of prompts with a record."""
@@ -134,12 +135,6 @@ def _record(text: bytes) -> PromptRecord:
         longest=longest,
         train_step=step,
     )
-
-
-def _prediction(text: bytes) -> LengthPrediction:
-    expected, mean, first, rest = (None if word == b"-" else float(word) for word in text.split())
-    assert mean is not None
-    return LengthPrediction(expected, mean, first, rest)
 
 
 def _outcome(group_id: bytes, text: bytes) -> PromptOutcome:

@@ -94,7 +94,9 @@ class Training:
         size = await self._limits.groups_per_call()
         _, run_id = await self._connection.run("begin_recovery")
         groups: list[Group] = []
-        while rows := await self._claim_rows(trainer_session, train_step, len(groups), size):
+        while rows := await self._connection.run(
+            "claim", trainer_session, train_step, len(groups), len(groups) + size - 1, _TOKENS_PER_CLAIM
+        ):
             groups += await self._load_groups(rows)
             if len(groups) % size:
                 break
@@ -235,16 +237,11 @@ class Training:
                 return True
         return False
 
-    async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:
-        """Return groups of a batch as (group id, admission index, scored members, payload)."""
-        last = first + size - 1
-        rows: list[Reply] = await self._connection.run(
-            "claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM
-        )
-        return rows
-
     async def _load_groups(self, rows: Sequence[Reply]) -> list[Group]:
-        """Return groups with prompt and tokens; a missing payload takes one round trip, linked chunks another."""
+        """Return the groups of rows (group id, admission index, scored members, payload) with prompt and tokens.
+
+        A missing payload takes one round trip, linked chunks another.
+        """
         missing: list[tuple[str | int, ...]] = []
         for group_id, _, members, payload in rows:
             if not payload:

@@ -10,7 +10,7 @@ from rollmesh.segments import join_segments
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.redis_connection import QueuePart, Reply
 from rollmesh.store.trajectories import load_chunks, slices
-from rollmesh.types import Prompt, Trajectory
+from rollmesh.types import Trajectory
 
 _GROUPS_PER_READ = 64
 _IN_FLIGHT = frozenset({b"leased", b"partial", b"resting", b"finished", b"scored"})
@@ -50,7 +50,17 @@ class Unclaimed(QueuePart):
         launched = await self._connection.commands([("HGET", self._keys.of("group", g), "launched") for g in group_ids])
         ids = [f"{g}.{member}" for g, n in zip(group_ids, launched, strict=True) for member in range(int(n or 0))]
         records = await self._connection.commands(
-            [("HMGET", self._keys.of("trajectory", i), "state", "birth", "tokens", *_fields(seen, i)) for i in ids]
+            [
+                (
+                    "HMGET",
+                    self._keys.of("trajectory", i),
+                    "state",
+                    "birth",
+                    "tokens",
+                    *(seen[i].digests if i in seen else ()),
+                )
+                for i in ids
+            ]
         )
         live = {i: r for i, r in zip(ids, records, strict=True) if r[0] in _IN_FLIGHT and int(r[2] or 0)}
         known = {i: seen[i] for i in live if i in seen and seen[i].digests}
@@ -68,7 +78,9 @@ class Unclaimed(QueuePart):
         )
         elements = {i: found for i, found in zip(starts, lists, strict=True) if found}
         chunks = await load_chunks(self._connection, elements)
-        prompts = await self._prompts({group_of(i) for i in elements if wanted[i][1] is None})
+        group_ids = sorted({group_of(i) for i in elements if wanted[i][1] is None})
+        replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in group_ids])
+        prompts = {g: decode_prompt(data) for g, data in zip(group_ids, replies, strict=True) if data is not None}
         found: dict[str, SavedTokens] = {}
         offsets: dict[str, list[int]] = {}
         for i, parts in elements.items():
@@ -87,11 +99,6 @@ class Unclaimed(QueuePart):
             found[i] = SavedTokens(trajectory=trajectory, elements=starts[i] + len(parts), digests=digests)
         return await self._with_digests(found, offsets)
 
-    async def _prompts(self, group_ids: set[str]) -> dict[str, Prompt]:
-        ordered = sorted(group_ids)
-        replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in ordered])
-        return {g: decode_prompt(data) for g, data in zip(ordered, replies, strict=True) if data is not None}
-
     async def _with_digests(
         self, found: Mapping[str, SavedTokens], offsets: Mapping[str, Sequence[int]]
     ) -> dict[str, SavedTokens]:
@@ -105,8 +112,3 @@ class Unclaimed(QueuePart):
             )
             for (i, saved), values in zip(found.items(), replies, strict=True)
         }
-
-
-def _fields(seen: Mapping[str, SavedTokens], trajectory_id: str) -> tuple[str, ...]:
-    saved = seen.get(trajectory_id)
-    return () if saved is None else tuple(saved.digests)

@@ -12,8 +12,8 @@ from typing import Any
 from rollmesh.config.data import ReasoningGymSource
 from rollmesh.errors import ConfigError, DataError, VerifierError
 from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
-from rollmesh.tasks.sources.rows import EpochOrders
-from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
+from rollmesh.tasks.sources.rows import FinitePrompts
+from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings
 from rollmesh.tasks.verifiers.extraction import last_tag
 from rollmesh.types import Prompt
 
@@ -21,7 +21,7 @@ _PUZZLES_IN_DIGEST = 8
 _SEED_SPAN = 2**30
 
 
-class ReasoningGymPrompts:
+class ReasoningGymPrompts(FinitePrompts):
     """Items of one task; every epoch has the same items in a different order.
 
     Each item of a split has its own seed. The train and eval splits draw seeds from disjoint ranges, so no item
@@ -33,13 +33,12 @@ class ReasoningGymPrompts:
         self._source = source
         self._settings = settings
         self._form = RowFormat(answer_field=None, verifier_field="verifier", chat=source.chat)
-        seed = _first_seed(settings.seed, settings.split, source.size)
+        digest = hashlib.blake2b(f"{settings.seed}".encode(), digest_size=8).digest()
+        first_seed = int.from_bytes(digest, "big") % (_SEED_SPAN - source.size)
+        seed = first_seed + (_SEED_SPAN if settings.split == "eval" else 0)
         self._items = create_task(source.task, {**source.options, "size": source.size, "seed": seed})
-        self._orders = EpochOrders(len(self._items), settings.seed)
-
-    @property
-    def epoch_size(self) -> int:
-        return len(self._items)
+        name = f"reasoning_gym {source.task}"
+        super().__init__(name, len(self._items), settings.seed, shuffle=settings.shuffle)
 
     @property
     def content(self) -> str:
@@ -48,21 +47,13 @@ class ReasoningGymPrompts:
         texts = [entry_to_text(items[number]) for number in range(len(items))]
         return f"puzzles {hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()}"
 
-    def prompt(self, epoch: int, index: int) -> Prompt:
-        size, task = len(self._items), self._source.task
-        if epoch < 0 or not 0 <= index < size:
-            raise IndexError(f"reasoning_gym {task}: no position (epoch {epoch}, index {index})")
-        number = self._orders.row(epoch, index) if self._settings.shuffle else index
-        return self.drawn(number, epoch, index)
-
     def rows(self) -> SourceRows:
         count = len(self._items)
         names = [f"{self._source.task}:{number}" for number in range(count)]
         return SourceRows(names=names, domains=[""] * count, endless=[False] * count)
 
     def drawn(self, row: int, epoch: int, index: int) -> Prompt:
-        number, task = row, self._source.task
-        entry = self._items[number]
+        entry, task = self._items[row], self._source.task
         fields = {
             "prompt": entry["question"],
             "verifier": "reasoning_gym",
@@ -70,7 +61,7 @@ class ReasoningGymPrompts:
             "options": json.dumps(self._source.options, sort_keys=True),
             "entry": entry_to_text(entry),
         }
-        where = f"{task}:{number}"
+        where = f"{task}:{row}"
         filled = Row(fields=fields, where=f"reasoning_gym {where}", prompt_id=where)
         return prompt_from_row(filled, self._form, self._settings)
 
@@ -96,12 +87,6 @@ def _package() -> Any:
     return reasoning_gym
 
 
-def _first_seed(seed: int, split: Split, size: int) -> int:
-    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
-    offset = int.from_bytes(digest, "big") % (_SEED_SPAN - size)
-    return offset + (_SEED_SPAN if split == "eval" else 0)
-
-
 LONGEST_ANSWER = 20_000
 """Limit in characters; a longer answer is cut to its end."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])nan[ij]?(?![a-z])", re.IGNORECASE)
@@ -117,8 +102,8 @@ class ReasoningGymVerifier:
 
     def __init__(self) -> None:
         """Import the package. Raises ConfigError without the extra."""
-        self._create = _package().create_dataset
-        self._task = lru_cache(maxsize=64)(self._make_task)
+        create = _package().create_dataset
+        self._task = lru_cache(maxsize=64)(lambda name, options: create(name, size=1, seed=0, **json.loads(options)))
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
         """Score one response. Raises VerifierError if the metadata is not from the reasoning-gym source."""
@@ -141,9 +126,6 @@ class ReasoningGymVerifier:
             # An answer that the task cannot read is wrong. A task that cannot score its reference answer is broken.
             task.score_answer(str(entry.get("answer")), entry)
             return 0.0
-
-    def _make_task(self, name: str, options: str) -> Any:
-        return self._create(name, size=1, seed=0, **json.loads(options))
 
 
 _TAG = "$type"

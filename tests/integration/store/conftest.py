@@ -10,13 +10,17 @@ import pytest
 from rollmesh.config.store import StoreConfig
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
+from .stored_keys import read_truth
+
 _NUMBERS = itertools.count()
 
 
 @pytest.fixture
 async def store(server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
+    """A queue that must not contradict itself at the end of the test."""
     async with await TrajectoryStore.connect(StoreConfig(), run=f"run-{next(_NUMBERS)}", url=server.url) as connected:
         yield connected
+        assert (await read_truth(connected)).problems == []
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.report.ledger_check import lost_groups
 from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
 
-from .store_mesh import Mesh
+from .store_mesh import Mesh, put_back
 from .stored_keys import read_truth
 
 
@@ -57,6 +57,7 @@ async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(stor
     await store.connection.command("ZREM", keys.single("open"), new)
     await store.connection.command("DEL", keys.of("group", new))
     assert lost_groups(await queue_account(store), ()) == (new,)
+    await put_back(store, {})  # a queue that contradicts itself
 
 
 async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
@@ -75,7 +76,6 @@ async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_le
     assert letter.token_count == 3
     view = await store.mesh.view()
     assert (view.finished, view.pending) == (0, 1), "a replacement waits"
-    assert (await read_truth(store)).problems == []
 
 
 async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: TrajectoryStore) -> None:
@@ -91,7 +91,6 @@ async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: Tr
     assert await store.trajectories.lease_scoring(mesh.session, 6) == [], "four burials a call"
     assert [t.trajectory.trajectory_id for t in await store.trajectories.lease_scoring(mesh.session, 6)] == [ids[5]]
     assert {letter.trajectory_id for letter in await store.dead_letters.newest()} == set(ids[:5])
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
@@ -105,7 +104,6 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
     assert letter.trajectory.response_token_count == letter.token_count == 4
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
     assert (await store.mesh.view()).pending == 1, "a replacement waits"
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> None:
@@ -199,7 +197,6 @@ async def test_a_waiting_replay_is_opened_by_the_leader_without_its_letter(store
     await store.leadership.cut(mesh.leader, 1, ["e0-0", group_id])
     batch = await mesh.claim(1)
     assert [g.group_id for g in batch.groups] == ["e0-0", group_id]
-    assert (await read_truth(store)).problems == []
 
 
 async def test_replays_sent_again_after_a_lost_reply_open_once(store: TrajectoryStore) -> None:

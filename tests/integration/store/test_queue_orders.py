@@ -15,7 +15,6 @@ from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import NewGroup, ReleaseReason, TrajectoryStore
 
 from .store_mesh import Mesh, group
-from .stored_keys import read_truth
 
 
 async def admit(mesh: Mesh, groups: list[NewGroup]) -> None:
@@ -34,7 +33,6 @@ async def test_groups_start_by_rank_within_a_block_and_blocks_in_admission_order
     await admit(mesh, [replace(group(i), start_rank=rank) for i, rank in enumerate([90, 20, 90, 127, 0, 64, 0])])
     order = [i for i in await lease(mesh) if i.endswith(".0")]
     assert order == ["e0-1.0", "e0-0.0", "e0-2.0", "e0-4.0", "e0-5.0", "e0-3.0", "e0-6.0"]
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store: TrajectoryStore) -> None:
@@ -49,7 +47,6 @@ async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store:
     assert await store.leadership.admit_replays(mesh.leader, 1) == 1
     order = [i.removesuffix(".0") for i in await lease(mesh) if i.endswith(".0")]
     assert order == [*(f"e0-{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 10)), replay, "e0-9"]
-    assert (await read_truth(store)).problems == []
 
 
 async def partials(mesh: Mesh) -> None:
@@ -79,7 +76,6 @@ async def test_partial_trajectories_continue_in_the_resume_order(
     await partials(mesh)
     await admit(mesh, [replace(group(3), start_rank=0)])
     assert (await lease(mesh))[:4] == expected, "new trajectories come after all of them"
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_large_group_with_places_by_rank_leaves_every_queue_at_once(store: TrajectoryStore) -> None:

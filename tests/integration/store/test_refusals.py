@@ -18,7 +18,6 @@ from rollmesh.store.scripts import RunUnknown
 from rollmesh.types import FinishReason
 
 from .store_mesh import Mesh, changed, dump, limits, segment
-from .stored_keys import read_truth
 
 MANY = 9_000
 """More words than Lua can hand on at once."""
@@ -70,7 +69,6 @@ async def test_a_rollout_of_many_saves_begins_again_and_goes(store: TrajectorySt
     await mesh.append("e0-0.1", 0, 3)
     await store.connection.command("HSET", key, "links", " ".join(map(str, range(MANY))))
     assert await store.leadership.evict(mesh.leader, ["e0-0"], "stale") == 1
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_turn_of_many_segments_is_saved_whole(store: TrajectoryStore) -> None:
@@ -84,7 +82,6 @@ async def test_a_turn_of_many_segments_is_saved_whole(store: TrajectoryStore) ->
     results = await store.trajectories.finish(mesh.session, items)
     assert [(r.status, r.saved_token_count) for r in results] == [(1, 1), (1, MANY)]
     assert await store.connection.command("LLEN", store.connection.keys.of("segments", "e0-0.1")) == MANY
-    assert (await read_truth(store)).problems == []
 
 
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {

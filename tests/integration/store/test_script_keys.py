@@ -63,7 +63,6 @@ async def test_burying_the_last_members_of_large_groups_keeps_to_the_bound(
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
     assert await most_keys(server, store, lambda: store.leadership.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
     assert (await store.mesh.counts()).drops == {"too_few_scored": 4}
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_lease_that_buries_members_of_large_groups_keeps_to_the_bound(
@@ -124,7 +123,6 @@ async def test_a_lease_that_wakes_takes_and_buries_as_much_as_it_may_keeps_to_th
         64,
         64,
     )
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_restart_in_many_large_groups_keeps_to_the_bound(
@@ -143,7 +141,6 @@ async def test_a_restart_in_many_large_groups_keeps_to_the_bound(
     )
     with_tokens = [g.group_id for g in (await store.mesh.view()).stalest_open if g.min_train_step is not None]
     assert with_tokens == ["e0-3"]
-    assert (await read_truth(store)).problems == []
 
 
 async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
@@ -174,7 +171,6 @@ async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
     counts = await store.mesh.counts()
     assert counts.trajectories["dead"] == 0
     assert (counts.drops, counts.dropped_tokens) == ({"too_few_scored": 1}, {"dead": 5, "too_few_scored": 0})
-    assert (await read_truth(store)).problems == []
 
 
 MOST_TOMBSTONES = 65_536

@@ -13,7 +13,6 @@ from rollmesh.mesh import CachePool, Desired
 from rollmesh.store import KEPT_REPORTS, TrajectoryStore
 
 from .store_mesh import Mesh, policy
-from .stored_keys import read_truth
 
 
 async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
@@ -37,7 +36,6 @@ async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: Tr
     await store.training.report_trained(mesh.trainer, 1)
     with pytest.raises(Conflict, match="staleness 1, over the bound of 0"):
         await store.leadership.cut(mesh.leader, 2, ["e0-1"])
-    assert (await read_truth(store)).problems == []
 
 
 async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: TrajectoryStore) -> None:

@@ -49,7 +49,9 @@ class JsonlRows:
             with self._path.open("rb") as file:
                 self._identity = _identity(file.fileno())
                 offset = 0
-                _check_format(file.peek(), path)
+                begin = file.peek().removeprefix(_BYTE_ORDER_MARK).lstrip()
+                if other := next((words for magic, words in _OTHER_FORMATS.items() if begin.startswith(magic)), None):
+                    raise DataError(f"{path}: not JSON lines: the file is {other}")
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         starts.append(offset)
@@ -93,12 +95,6 @@ def open_table(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
         chat=source.chat,
     )
     return RowPrompts(rows, form, settings)
-
-
-def _check_format(begin: bytes, path: str | Path) -> None:
-    for magic, words in _OTHER_FORMATS.items():
-        if begin.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(magic):
-            raise DataError(f"{path}: not JSON lines: the file is {words}")
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
