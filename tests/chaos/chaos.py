@@ -25,7 +25,7 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
-from ..kit.s3_server import BUCKET, CREDENTIALS, MISSING, S3Server, is_installed, running_s3
+from ..kit.s3_server import CREDENTIALS, MISSING, Bucket, is_installed
 from .attack import AttackedRun
 from .faults import FAULTS, Fault, faults_named
 from .rounds import EXEMPT, ChaosRound, read_round, rounds_table
@@ -34,7 +34,7 @@ from .short_run import TRAIN_STEPS, audit, finished_train_steps, short_run_confi
 SEED = 20261121
 _ROUND_SECONDS = 900.0
 _STOP_SECONDS = 120.0
-_PREFIX = f"s3://{BUCKET}/round"
+_PREFIX = "round"
 
 
 class ChaosError(RollmeshError):
@@ -104,42 +104,36 @@ def run_rounds(
 
 def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> ChaosRound:
     """Run one round with one fault."""
-    if not fault.in_bucket:
-        return _run_round(folder, number, fault, rng)
     folder.mkdir(parents=True)
-    with running_s3(folder / "s3.log") as server:
-        return _run_round(folder, number, fault, rng, server)
-
-
-def _run_round(
-    folder: Path, number: int, fault: Fault, rng: random.Random, server: S3Server | None = None
-) -> ChaosRound:
     run = TrainingRun(folder)
     data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
     data["gateway"] = {"enabled": False}
-    bucket = None
-    if server is not None:
-        data["checkpoints"] |= {"folder": _PREFIX, "object_store": server.options}
-        bucket = folder / "bucket"
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS
-    with run.up(data, {} if server is None else CREDENTIALS) as process:
-        attacked = AttackedRun(
-            folder=run.folder.path,
-            run=str(data["name"]),
-            redis=EmbeddedServer(run.folder.redis),
-            rng=rng,
-            ended=lambda: process.poll() is not None,
-            deadline=deadline,
-        )
-        _attack(attacked, fault)
-        _wait(process, max(1.0, deadline - time.monotonic()))
-    seconds, output = time.monotonic() - start, run.output
-    statuses: tuple[int, ...] = (process.returncode,)
-    if not fault.expected_end.green:
-        statuses += (audit(run),)
-    if server is not None and bucket is not None:
-        server.copy(_PREFIX, bucket)
+    with contextlib.ExitStack() as stack:
+        server = Bucket(folder / "s3.log") if fault.in_bucket else None
+        if server is not None:
+            stack.callback(server.stop)
+            section = {"folder": f"s3://{server.name}/{_PREFIX}", "object_store": server.options}
+            data["checkpoints"] |= section
+        with run.up(data, {} if server is None else CREDENTIALS) as process:
+            attacked = AttackedRun(
+                folder=run.folder.path,
+                run=str(data["name"]),
+                redis=EmbeddedServer(run.folder.redis),
+                rng=rng,
+                ended=lambda: process.poll() is not None,
+                deadline=deadline,
+            )
+            _attack(attacked, fault)
+            _wait(process, max(1.0, deadline - time.monotonic()))
+        seconds, output = time.monotonic() - start, run.output
+        statuses: tuple[int, ...] = (process.returncode,)
+        if not fault.expected_end.green:
+            statuses += (audit(run),)
+        if server is not None:
+            server.copy(_PREFIX, folder / "bucket")
+    bucket = folder / "bucket" if fault.in_bucket else None
     return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket)
 
 

@@ -12,15 +12,20 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 
 from .attack import AttackedRun
-from .faults_of_files import (
+from .injections import (
     damage_last_step,
     damage_policy,
     damage_replay,
     damage_state,
+    fill_redis,
+    kill_leader,
+    kill_redis,
+    kill_service,
+    kill_trainer_after,
     lose_policies,
+    stall_redis,
+    stall_service,
 )
-from .faults_of_redis import fill_redis, kill_redis, stall_redis
-from .faults_of_services import kill_leader, kill_service, kill_trainer_after, stall_service
 from .short_run import SESSION_TTL_SECONDS, TRAIN_STEPS
 
 

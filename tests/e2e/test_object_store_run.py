@@ -13,7 +13,7 @@ pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
 from rollmesh.checkpoints.objects import ObjectStore
 
-from ..integration.checkpoints.conftest import Bucket
+from ..kit.s3_server import CREDENTIALS, Bucket
 
 pytestmark = pytest.mark.long
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.long
 def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
     small_run, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
     bucket = Bucket(tmp_path / "moto.log")
     try:
         section = bucket.section("runs/small").model_dump(include={"folder", "object_store"})

@@ -1,4 +1,4 @@
-"""S3 server of moto, with one bucket, for runs of a bench whose checkpoints are in an object store."""
+"""A real S3 server (moto's, in a process of its own) with one bucket."""
 
 from __future__ import annotations
 
@@ -8,39 +8,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.errors import RollmeshError
+from rollmesh.config.store import CheckpointConfig
 
-BUCKET = "checkpoints"
-MISSING = "moto and s3fs are not installed: pip install 'rollmesh[s3]' 'moto[s3,server]'"
-_KEY = "bench"
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 """Environment variables of clients; a run file may not have them."""
-_RUNNING = re.compile(r"Running on http://127\.0\.0\.1:(\d+)")
+MISSING = "moto and s3fs are not installed: pip install 'rollmesh[s3]' 'moto[s3,server]'"
+_PORT = re.compile(r"Running on http://127\.0\.0\.1:(\d+)")
 _START_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class S3Server:
-    """Running server."""
-
-    url: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of a client, without credentials; a proxy of the environment cannot reach the server."""
-        return {"endpoint_url": self.url, "config_kwargs": {"proxies": {}}}
-
-    def copy(self, prefix: str, folder: Path) -> None:
-        """Copy the objects below a prefix of the bucket into a folder."""
-        objects = ObjectStore(prefix, {**self.options, "key": _KEY, "secret": _KEY})
-        objects.get_all([(key, folder / key) for key in objects.sizes("")])
 
 
 def is_installed() -> bool:
@@ -48,41 +27,61 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("moto", "s3fs"))
 
 
-@contextmanager
-def running_s3(log: Path) -> Iterator[S3Server]:
-    """Run a server on a free port during the block. Raises RollmeshError if it does not start."""
-    command = [sys.executable, "-uP", "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+class Bucket:
+    """One bucket of one S3 server, which takes a free port and tells it in its log."""
+
+    name = "checkpoints"
+
+    def __init__(self, log: Path, fault: str = "") -> None:
+        """Start the server; with a ``fault`` of ``refusing_s3`` it refuses one kind of call."""
+        self._log = log.open("wb")
+        program = ["-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        if fault:
+            program = [str(Path(__file__).with_name("refusing_s3.py")), fault]
+        self.process = subprocess.Popen([sys.executable, "-u", *program], stdout=self._log, stderr=self._log)
         try:
-            yield _started(process, log)
-        finally:
-            process.kill()  # it has nothing to save
-            process.wait()
+            self._wait_until(lambda: _PORT.search(log.read_text()) is not None, log)
+            found = _PORT.search(log.read_text())
+            assert found is not None
+            self.port = int(found[1])
+            self.url = f"http://127.0.0.1:{self.port}"
+            self._wait_until(self._made, log)
+        except BaseException:
+            self.stop()
+            raise
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a client, without credentials; a proxy of the environment cannot reach the server."""
+        return {"endpoint_url": self.url, "config_kwargs": {"proxies": {}}}
 
-def _started(process: subprocess.Popen[bytes], log: Path) -> S3Server:
-    """Wait for the port in the server's log, then create the bucket."""
-    deadline = time.monotonic() + _START_SECONDS
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    def section(self, prefix: str, **fields: object) -> CheckpointConfig:
+        """Return the section ``checkpoints`` of a run below a prefix."""
+        folder = f"s3://{self.name}/{prefix}"
+        return CheckpointConfig.model_validate({"folder": folder, "object_store": {"endpoint_url": self.url}, **fields})
 
-    def await_value(find: Callable[[], str]) -> str:
-        while not (found := find()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RollmeshError(f"the S3 server did not start: {log.read_text()[-1000:]}")
+    def copy(self, prefix: str, folder: Path) -> None:
+        """Copy the objects below a prefix into a folder."""
+        keys = {"key": CREDENTIALS["AWS_ACCESS_KEY_ID"], "secret": CREDENTIALS["AWS_SECRET_ACCESS_KEY"]}
+        objects = ObjectStore(f"s3://{self.name}/{prefix}", {**self.options, **keys})
+        objects.get_all([(key, folder / key) for key in objects.sizes("")])
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self.process.terminate()
+        self.process.wait(timeout=60)
+        self._log.close()
+
+    def _wait_until(self, holds: Callable[[], bool], log: Path) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not holds():
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        return found
 
-    def url() -> str:
-        found = _RUNNING.search(log.read_text())
-        return f"http://127.0.0.1:{found[1]}" if found else ""
-
-    def with_bucket() -> str:
+    def _made(self) -> bool:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            request = urllib.request.Request(f"{address}/{BUCKET}", method="PUT")
-            return address if direct.open(request, timeout=30).status == 200 else ""
+            request = urllib.request.Request(f"{self.url}/{self.name}", method="PUT")
+            return bool(direct.open(request, timeout=30).status == 200)
         except OSError:
-            return ""
-
-    address = await_value(url)
-    return S3Server(await_value(with_bucket))
+            return False

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.runtime.addresses import free_port
 
-from ...kit.s3_server import BUCKET, CREDENTIALS, is_installed, running_s3
+from ...kit.s3_server import CREDENTIALS, Bucket, is_installed
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not is_installed(), reason="moto and s3fs are not installed")]
 
@@ -24,9 +24,10 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_server(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
-    with running_s3(tmp_path / "s3.log") as server:
-        run = ObjectStore(f"s3://{BUCKET}/run", server.options)
-        run.write("policies/1", b"weights")
-        server.copy(f"s3://{BUCKET}/run", tmp_path / "copy")
-
+    server = Bucket(tmp_path / "s3.log")
+    try:
+        ObjectStore(f"s3://{server.name}/run", server.options).write("policies/1", b"weights")
+        server.copy("run", tmp_path / "copy")
+    finally:
+        server.stop()
     assert (tmp_path / "copy" / "policies" / "1").read_bytes() == b"weights"

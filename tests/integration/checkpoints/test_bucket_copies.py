@@ -17,8 +17,8 @@ from rollmesh.report.sentences import audit_claims
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog, model_folder
 
 from ...kit.checkpoint_samples import publish
+from ...kit.s3_server import Bucket
 from ..report.made_checkpoints import STEPS, make_audited_run
-from .conftest import Bucket
 from .test_delta_policies import WEIGHTS, write_weights
 
 

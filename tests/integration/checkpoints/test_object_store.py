@@ -23,7 +23,8 @@ from rollmesh.errors import CheckpointError, ConfigError
 
 from ...kit.checkpoint_samples import CURSOR, make_batch, publish, step_settings, write_batch
 from ...kit.ledger import read_ledger
-from .conftest import SECRET, Bucket
+from ...kit.s3_server import Bucket
+from .conftest import SECRET
 
 Node = Callable[..., CheckpointStore]
 

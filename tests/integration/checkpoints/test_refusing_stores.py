@@ -17,7 +17,7 @@ from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Waits
 
 from ...kit.certificates import Authority
-from .conftest import Bucket
+from ...kit.s3_server import Bucket
 
 
 def use(store: ObjectStore, folder: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
-from ..checkpoints.conftest import Bucket
+from ...kit.s3_server import Bucket
 from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until, write_run_file
 
 STEPS = 5

@@ -18,7 +18,7 @@ from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.store import EmbeddedServer
 from rollmesh.types import PolicyRecord
 
-from ..checkpoints.conftest import Bucket
+from ...kit.s3_server import Bucket
 from .trainer_run import SECRET, TrainerRun, opened_run, write_run_file
 
 pytestmark = pytest.mark.long

@@ -19,7 +19,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer
 
-from ..checkpoints.conftest import Bucket
+from ...kit.s3_server import Bucket
 from .test_full_disk import fill
 from .trainer_run import TrainerRun, opened_run, write_run_file
 
