@@ -21,7 +21,7 @@ from rollmesh.config import load_run_config, text_override
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES
-from rollmesh.report.compare import compare, equality_verdict, print_comparison
+from rollmesh.report.compare import Comparison, Difference, compare, print_comparison
 from rollmesh.report.console import count, percent, run_console
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.report_file import write_comparison
@@ -36,6 +36,9 @@ Folder = Annotated[Path | None, typer.Option(help="Parent of the run folders; de
 
 _OWN_NUMBERS = ("schedule.pool_size=null", "schedule.max_staleness=null")
 """Overrides with which a preset has its own numbers, not those of the demo."""
+
+EQUAL_POINTS = 5.0
+"""Largest difference, in percentage points, between the scores of schedules that count as equal."""
 
 app = typer.Typer(
     help="Run the demo's task under many settings.",
@@ -119,10 +122,35 @@ def seeds(
         print_comparison(comparison, console)
         page = write_comparison({path.name: path for arm in folders.values() for path in arm}, root / "comparison.html")
         console.print(f"curves of all runs: {page}", highlight=False, markup=False, soft_wrap=True)
-        verdict = equality_verdict(comparison)
-    style = "bold green" if verdict.equal else "bold red"
-    console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)
-    raise typer.Exit(0 if verdict.equal else 1)
+        is_equal, sentence = equality_verdict(comparison)
+    console.print(Text(f"verdict: {sentence}", style="bold green" if is_equal else "bold red"), soft_wrap=True)
+    raise typer.Exit(0 if is_equal else 1)
+
+
+def equality_verdict(comparison: Comparison) -> tuple[bool, str]:
+    """Tell whether every difference, paired by seed, is at most ``EQUAL_POINTS`` in either direction; and why.
+
+    A much higher score is not equal either: it shows that the arms did different work. For the same reason, runs that
+    are not finished, not evaluated, of unequal updates or without a green audit are not equal.
+    """
+    if comparison.notes:
+        return False, f"equal updates cannot be compared: {'; '.join(comparison.notes)}"
+    if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
+        return False, "equal updates cannot be compared: the arms have no seed in common"
+    equal = all(abs(difference.spread.mean) <= EQUAL_POINTS / 100 for difference in comparison.differences)
+    return equal, "; ".join(map(_in_points, comparison.differences))
+
+
+def _in_points(difference: Difference) -> str:
+    mean, error = difference.spread.mean, difference.spread.standard_error
+    relation = "within" if abs(mean) <= EQUAL_POINTS / 100 else "NOT within"
+    spread = "" if error is None else f" ± {100 * error:.1f}"
+    seeds = "seed" if difference.pairs == 1 else "seeds"
+    return (
+        f"{difference.label} is {relation} {EQUAL_POINTS:g} points of {difference.baseline} at equal updates: "
+        f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
+        + (", without a standard error" if error is None else "")
+    )
 
 
 def _chosen(option: str, names: Sequence[str] | None, known: Mapping[str, list[str]]) -> Mapping[str, list[str]]:

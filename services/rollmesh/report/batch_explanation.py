@@ -25,13 +25,12 @@ from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
 from rollmesh.report.console import listed
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.types import Batch, PolicyRecord, RewardOutcome, Trajectory
+from rollmesh.types import Batch, PolicyRecord, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rollmesh.trainer.learner.token_explanation import TokenExplanation
-    from rollmesh.trainer.records.run_log import Decode
 
 _REASON_STYLES: Mapping[str, str] = {
     "trained": "",
@@ -73,16 +72,16 @@ class ExplainedTrajectory:
     texts: tuple[str, ...]
     """Text of each token."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the trajectory as JSON values."""
-        outcome = self.trajectory.outcome
+    def document(self) -> dict[str, Any]:
+        """Return the trajectory for JSON."""
+        trajectory = self.trajectory
         return {
-            "trajectory_id": self.trajectory.trajectory_id,
-            "group_id": self.trajectory.group_id,
-            "reward": outcome.verdict if outcome is not None else None,
-            "shaped_reward": self.trajectory.shaped_reward,
-            "domain": self.trajectory.prompt.domain,
-            "cut_token_count": self.trajectory.cut_token_count,
+            "trajectory_id": trajectory.trajectory_id,
+            "group_id": trajectory.group_id,
+            "reward": None if trajectory.outcome is None else trajectory.outcome.verdict,
+            "shaped_reward": trajectory.shaped_reward,
+            "domain": trajectory.prompt.domain,
+            "cut_token_count": trajectory.cut_token_count,
             "prompt": self.prompt,
             "response": self.response,
             "tokens": [{"text": t} | asdict(e) for t, e in zip(self.texts, self.tokens, strict=True)],
@@ -93,7 +92,6 @@ class ExplainedTrajectory:
 class ExplainedBatch:
     """Explained trajectories of one batch, with notes on differences from the training."""
 
-    train_step: int
     old_logprobs: str
     """Source of old logprobs of the run."""
     minibatches: int
@@ -102,17 +100,6 @@ class ExplainedBatch:
     notes: tuple[str, ...]
     """Possible differences from the numbers of the training, one sentence each; empty without differences."""
     trajectories: tuple[ExplainedTrajectory, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the batch as JSON values."""
-        return {
-            "train_step": self.train_step,
-            "old_logprobs": self.old_logprobs,
-            "old_logprob_fallbacks": dict(self.fallbacks),
-            "minibatches": self.minibatches,
-            "notes": list(self.notes),
-            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
-        }
 
 
 def explain_batch(
@@ -130,7 +117,15 @@ def explain_batch(
     """
     explained = explained_batch(run_folder, train_step, trajectory_id=trajectory_id, limit=limit)
     if as_json:
-        console.file.write(f"{json.dumps(explained.to_json(), indent=2)}\n")
+        document = {
+            "train_step": train_step,
+            "old_logprobs": explained.old_logprobs,
+            "old_logprob_fallbacks": dict(explained.fallbacks),
+            "minibatches": explained.minibatches,
+            "notes": explained.notes,
+            "trajectories": [trajectory.document() for trajectory in explained.trajectories],
+        }
+        console.file.write(f"{json.dumps(document, indent=2)}\n")
         return
     for trajectory in explained.trajectories:
         print_explanation(trajectory, console)
@@ -160,12 +155,20 @@ def explained_batch(
             tokens[token.trajectory_id].append(token)
     decode = decoder((policy.base or policy).folder)
     return ExplainedBatch(
-        train_step=train_step,
         old_logprobs=config.algorithm.old_logprobs,
         minibatches=config.minibatches,
         fallbacks=dict(fallbacks),
         notes=tuple(_notes(config, fallbacks, train_step)),
-        trajectories=tuple(_explained(t, tuple(tokens[t.trajectory_id]), decode) for t in chosen),
+        trajectories=tuple(
+            ExplainedTrajectory(
+                trajectory=each,
+                prompt=decode(each.prompt.token_ids),
+                response=decode(each.response_ids),
+                tokens=tuple(tokens[each.trajectory_id]),
+                texts=tuple(decode(np.array([t.token_id], np.int32)) for t in tokens[each.trajectory_id]),
+            )
+            for each in chosen
+        ),
     )
 
 
@@ -175,7 +178,9 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     from rich.text import Text
 
     trajectory = explained.trajectory
-    reward = "unscored" if trajectory.outcome is None else _reward(trajectory.outcome)
+    outcome, reward = trajectory.outcome, "unscored"
+    if outcome is not None:
+        reward = outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
     advantage = next((t.advantage for t in explained.tokens if t.policy_version is not None), 0.0)
     title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {advantage:.3f}"
     if trajectory.prompt.domain:
@@ -196,10 +201,6 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     console.print(table)
     if not explained.tokens:
         console.print(Text("no token of this trajectory was trained: it has no reward", style="yellow"))
-
-
-def _reward(outcome: RewardOutcome) -> str:
-    return outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
 
 
 def _row(token: TokenExplanation, text: str) -> list[Any]:
@@ -302,13 +303,3 @@ def _config(folder: RecordedRun) -> RunConfig:
     if folder.config is None:
         raise ConfigError(f"{folder.path}: the loss is defined by the run file: {folder.config_problem}")
     return folder.config
-
-
-def _explained(trajectory: Trajectory, tokens: tuple[TokenExplanation, ...], decode: Decode) -> ExplainedTrajectory:
-    return ExplainedTrajectory(
-        trajectory=trajectory,
-        prompt=decode(trajectory.prompt.token_ids),
-        response=decode(trajectory.response_ids),
-        tokens=tokens,
-        texts=tuple(decode(np.array([token.token_id], np.int32)) for token in tokens),
-    )

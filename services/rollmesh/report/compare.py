@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-EQUAL_POINTS = 5.0
-"""Largest difference, in percentage points, between the scores of schedules that count as equal."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """Mean over runs, with its standard error over seeds; None for a single run."""
@@ -69,14 +65,6 @@ class Comparison:
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
     """Caveats that limit the meaning of the differences."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EqualityVerdict:
-    """Result of the test for equal scores of the first label and each other label at equal updates."""
-
-    equal: bool
-    text: str
 
 
 def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
@@ -133,32 +121,6 @@ def describe_difference(difference: Difference, score_name: str) -> str:
         return f"{text}; the noise of a single pair is unknown"
     within = "within" if abs(mean) < NOISE_STANDARD_ERRORS * error else "beyond"
     return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
-
-
-def equality_verdict(comparison: Comparison) -> EqualityVerdict:
-    """Tell whether every difference, paired by seed, is at most ``EQUAL_POINTS``, in either direction.
-
-    A much higher score is not equal either: it shows that the arms did different work. For the same reason, runs that
-    are not finished, not evaluated, of unequal updates or without a green audit are not equal.
-    """
-    if comparison.notes:
-        return EqualityVerdict(equal=False, text=f"equal updates cannot be compared: {'; '.join(comparison.notes)}")
-    if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
-        return EqualityVerdict(equal=False, text="equal updates cannot be compared: the arms have no seed in common")
-    equal = all(abs(difference.spread.mean) <= EQUAL_POINTS / 100 for difference in comparison.differences)
-    return EqualityVerdict(equal=equal, text="; ".join(map(_in_points, comparison.differences)))
-
-
-def _in_points(difference: Difference) -> str:
-    mean, error = difference.spread.mean, difference.spread.standard_error
-    relation = "within" if abs(mean) <= EQUAL_POINTS / 100 else "NOT within"
-    spread = "" if error is None else f" ± {100 * error:.1f}"
-    seeds = "seed" if difference.pairs == 1 else "seeds"
-    return (
-        f"{difference.label} is {relation} {EQUAL_POINTS:g} points of {difference.baseline} at equal updates: "
-        f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
-        + (", without a standard error" if error is None else "")
-    )
 
 
 def spread_of(values: Sequence[float | None]) -> Spread | None:

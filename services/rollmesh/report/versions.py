@@ -15,41 +15,23 @@ from rollmesh.report.console import count
 from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionBytes:
-    """Text on the bytes of each version, for the report."""
+def version_bytes(run: RecordedRun) -> dict[int, str]:
+    """Tell the bytes of each version up to the newest one of which a manifest is left; later ones were not published.
 
-    known: dict[int, str]
-    older: str
-    """Reason why an older version has no manifest there; a version after the newest one was not published."""
-
-    def __getitem__(self, policy_version: int) -> str:
-        return self.known.get(policy_version, self.older if policy_version < max(self.known, default=0) else "")
-
-
-def version_bytes(run: RecordedRun) -> VersionBytes:
-    """Read the manifests below the run's checkpoint folder, with an object store those in this node's cache.
-
+    The manifests are those below the run's checkpoint folder, with an object store those in this node's cache.
     Signatures are not checked, and nothing is fetched. Of two folders with the same version the announced one counts,
     then the newer one.
     """
-    remote = run.checkpoint_section.remote
+    section = run.checkpoint_section
+    folder = Path(section.cache_folder or run.path / "checkpoints") if section.remote else run.checkpoints
     found = []
-    for entry in found_manifests(_folder(run)):
+    for entry in found_manifests(folder):
         with contextlib.suppress(CheckpointError):  # unreadable: the audit reports it
             found.append((entry.announced, parse_manifest(entry.data or b"", entry.path)))
     found.sort(key=lambda pair: (pair[0], pair[1].create_time))
-    return VersionBytes(
-        known={manifest.policy_version: _text(manifest) for _, manifest in found},
-        older="not in this cache" if remote else "not kept or unreadable",
-    )
-
-
-def _folder(run: RecordedRun) -> Path:
-    if not run.checkpoint_section.remote:
-        return run.checkpoints
-    cache = run.checkpoint_section.cache_folder
-    return Path(cache) if cache else run.path / "checkpoints"
+    known = {manifest.policy_version: _text(manifest) for _, manifest in found}
+    older = "not in this cache" if section.remote else "not kept or unreadable"
+    return {version: known.get(version, older) for version in range(max(known, default=-1) + 1)}
 
 
 def _text(manifest: Manifest) -> str:

@@ -231,7 +231,7 @@ def test_a_dragged_range_zooms_all_curves_of_its_axis(viewed: Open) -> None:
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
 def test_every_tab_shows_data(viewed: Open, size: dict[str, int]) -> None:
     page = viewed(viewport=size).open(1)
-    page.wait_for_function("() => document.querySelector('figure.chart figcaption span').textContent !== ''")
+    page.wait_for_function("() => document.querySelector('#curves figcaption span').textContent !== ''")
     for table in ("batch", "version", "process"):
         page.locator(f"#{table}-table tbody tr").first.wait_for(state="attached")
     expect(page.locator("nav a:visible")).to_have_text(list(TABS))

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.demos import equality_verdict
 from rollmesh.cli.main import app
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.compare import (
     compare,
     describe_difference,
-    equality_verdict,
     print_comparison,
     spread_of,
 )
@@ -112,28 +112,28 @@ def test_the_verdict_is_about_the_paired_mean_in_either_direction(
         ]
         for preset, gain, slope in (("copris", copris_gain, 0.03), ("sync", 0.30, 0.02))
     }
-    verdict = equality_verdict(compare(audited(arms)))
-    assert (verdict.equal, verdict.text.startswith("copris is") and said in verdict.text) == (equal, True), verdict
+    is_equal, text = equality_verdict(compare(audited(arms)))
+    assert (is_equal, text.startswith("copris is") and said in text) == (equal, True), text
 
 
 def test_one_pair_is_judged_without_a_standard_error(arms: Arms) -> None:
-    verdict = equality_verdict(compare({label: folders[:1] for label, folders in audited(arms).items()}))
-    assert verdict.equal
-    assert verdict.text.endswith("+2.0 points, the mean of 1 paired seed, without a standard error")
+    is_equal, text = equality_verdict(compare({label: folders[:1] for label, folders in audited(arms).items()}))
+    assert is_equal
+    assert text.endswith("+2.0 points, the mean of 1 paired seed, without a standard error")
 
 
 def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_seeds(
     tmp_path: Path, arms: Arms, make_run: Callable[..., Path]
 ) -> None:
-    assert "not audited: copris seed 0" in equality_verdict(compare(arms)).text
-    red = equality_verdict(compare(audited(arms, green=False)))
-    assert not red.equal and "audit NOT green: copris seed 0" in red.text
-    assert equality_verdict(compare(audited(arms))).equal
+    assert "not audited: copris seed 0" in equality_verdict(compare(arms))[1]
+    is_equal, text = equality_verdict(compare(audited(arms, green=False)))
+    assert not is_equal and "audit NOT green: copris seed 0" in text
+    assert equality_verdict(compare(audited(arms)))[0]
     short = make_run(tmp_path / "short", steps=5, seed=0, preset="sync", gain=0.3)
-    unequal = equality_verdict(compare(audited({"copris": arms["copris"][:1], "sync": [short]})))
-    assert not unequal.equal and "different numbers of updates (5, 8)" in unequal.text
-    outsiders = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
-    assert not outsiders.equal and "no seed in common" in outsiders.text
+    is_equal, text = equality_verdict(compare(audited({"copris": arms["copris"][:1], "sync": [short]})))
+    assert not is_equal and "different numbers of updates (5, 8)" in text
+    is_equal, text = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
+    assert not is_equal and "no seed in common" in text
 
 
 def test_the_table_lists_every_run_and_both_means(arms: Arms) -> None:

@@ -175,7 +175,7 @@ def _versions(run: RecordedRun, summary: RunSummary) -> ResultTable:
         if (point := evaluated.get(version)) is not None:
             score = f"{point.mean:.3f} ± {_number(point.standard_error, '.3f') or 'unknown'}"
         text = "" if scored is None else scored.skipped or f"{count(scored.tokens)} ({gap(scored.largest_gap)})"
-        rows.append([f"{version}", written[version], *trained, score, text])
+        rows.append([f"{version}", written.get(version, ""), *trained, score, text])
     heads = ["policy version", "bytes", "train step", "batch reward", "tokens trained", "off-policy"]
     return ResultTable(
         name="versions",
