@@ -105,8 +105,7 @@ class Desired:
     reason: str = ""
     """Explanation of the pause."""
     waiting_for: str = field(default="", compare=False)
-    """Reason that the next cut waits, for operators, as the leader last wrote it; workers do not depend on it. A leader
-    of an older version leaves it unchanged."""
+    """Reason that the next cut waits, for operators, as the leader last wrote it; workers do not depend on it."""
     registry_version: int = field(default=0, compare=False)
     """Version of the registry of generators, raised by every heartbeat of a generator; 0 before the first. It is read
     with the desired state, so that workers read records only after a change."""

@@ -20,6 +20,8 @@ class LossMethod(Method):
     """Default lower bound, as a distance from 1; None for a loss without bounds."""
     clip_high: float | None = None
     """Default upper bound."""
+    clips_ratio: bool = False
+    """A token whose ratio is beyond the bounds has no gradient."""
     has_dual_clip: bool = False
     aggregation: str = "token_mean"
     """Aggregation unless the run file names one."""
@@ -50,6 +52,7 @@ LOSSES = Point(
                 source="PPO, arXiv 1707.06347; bounds of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
                 clip_low=0.2,
                 clip_high=0.28,
+                clips_ratio=True,
                 has_dual_clip=True,
             ),
             "decoupled_ppo": LossMethod(
@@ -57,6 +60,7 @@ LOSSES = Point(
                 source="arXiv 2110.00641; AReaL Eq. 5, arXiv 2505.24298",
                 clip_low=0.2,
                 clip_high=0.28,
+                clips_ratio=True,
                 has_dual_clip=True,
                 corrects_behavior=True,
                 example=_RECOMPUTE,
@@ -66,6 +70,7 @@ LOSSES = Point(
                 source="slime, verl",
                 clip_low=0.2,
                 clip_high=0.28,
+                clips_ratio=True,
                 has_dual_clip=True,
                 corrects_behavior=True,
                 example=_RECOMPUTE,
@@ -75,6 +80,7 @@ LOSSES = Point(
                 source="GSPO, arXiv 2507.18071",
                 clip_low=3e-4,
                 clip_high=4e-4,
+                clips_ratio=True,
                 aggregation="sequence_mean_token_mean",
                 deviation="a masked token counts as a ratio of 1; bounds as usually quoted, not checked against the "
                 "paper",

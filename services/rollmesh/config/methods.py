@@ -56,6 +56,11 @@ class Point(Generic[Row]):
         """Return the row of a method, or that of a user's code. Raises KeyError for any other name."""
         return self.own if self.own is not None and is_own(name) else self.methods[name]
 
+    def names(self, **traits: Any) -> list[str]:
+        """Return the methods whose rows have these values."""
+        rows = self.methods.items()
+        return [name for name, row in rows if all(getattr(row, trait) == value for trait, value in traits.items())]
+
     def example(self, name: str) -> dict[str, Any]:
         """Return the fields of a run file that uses a method."""
         return {self.field: name, **self.methods[name].example}

@@ -11,8 +11,10 @@ from pydantic import Field, model_validator
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import CountdownSource, DataConfig, MixtureSource
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
-from rollmesh.config.loss_methods import MASKS
+from rollmesh.config.loss_methods import LOSSES, MASKS
+from rollmesh.config.methods import listed
 from rollmesh.config.model import ModelConfig
+from rollmesh.config.old_logprob_methods import OLD_LOGPROBS, TrainerLogprobs
 from rollmesh.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from rollmesh.config.sampler_methods import ORDER
 from rollmesh.config.schedule import ScheduleConfig
@@ -181,7 +183,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[str]:
         )
         yield (
             f"trainer.replay with trainer.algorithm.old_logprobs={algorithm.old_logprobs}: {reason}; set "
-            "old_logprobs=recompute, current, snapshot, loglinear or ewma, or trainer.replay=null"
+            f"old_logprobs={listed(OLD_LOGPROBS.names(corrects_replay=True), 'or')}, or trainer.replay=null"
         )
     yield from _loss_problems(config.trainer)
     if algorithm.old_logprob_method.needs_pure and config.generator.on_new_version == "keep_kv":
@@ -219,9 +221,10 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Yield the settings that the loss or a mask would ignore."""
     algorithm = trainer.algorithm
     loss, source = algorithm.loss_method, algorithm.old_logprob_method
-    if algorithm.loss == "kimi" and algorithm.old_logprobs in ("recompute", "current") and trainer.minibatches == 1:
+    of_the_step = source.trainer_logprobs is TrainerLogprobs.STEP_START and trainer.minibatches == 1
+    if of_the_step and algorithm.loss in LOSSES.names(pulls_without_advantage=True):
         yield (
-            f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.algorithm.loss=kimi and "
+            f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.algorithm.loss={algorithm.loss} and "
             "trainer.minibatches=1 leaves out the squared term: old_logprobs are those of the policy itself at the "
             "only update of the step; use old_logprobs=sampler, loglinear or snapshot, or more minibatches"
         )
@@ -241,7 +244,8 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
     if not loss.has_dual_clip and algorithm.dual_clip not in (None, DUAL_CLIP):
         yield (
             f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
-            "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
+            "dual clip and would ignore it; leave dual_clip out, or use loss="
+            f"{listed(LOSSES.names(has_dual_clip=True), 'or')}"
         )
     for field in ("clip_low", "clip_high"):
         value = getattr(algorithm, field)
@@ -255,8 +259,8 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.algorithm.masks.{index}={mask.name} with trainer.algorithm.old_logprobs="
                 f"{algorithm.old_logprobs} would mask nothing: it compares the trainer's log-probabilities before the "
-                "step with those of the behavior policy; use old_logprobs=recompute, current, snapshot, ewma or (with "
-                "a barrier) stage_end"
+                "step with those of the behavior policy; use old_logprobs="
+                f"{listed(OLD_LOGPROBS.names(is_known_early=True), 'or')}"
             )
 
 

@@ -36,17 +36,6 @@ DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
 
 
-def _comparing(*kinds: tuple[str, bool]) -> str:
-    """Return the advantages by what they compare, and whether they need the whole batch."""
-    rows = ADVANTAGES.methods.items()
-    return listed([name for name, row in rows if (row.compares, row.whole_batch) in kinds])
-
-
-def _losses(*, without: str) -> str:
-    """Return the losses whose row has no value of this trait."""
-    return listed([name for name, row in LOSSES.methods.items() if not getattr(row, without)])
-
-
 def _default_bounds(bound: str) -> str:
     """Return the losses by their default of a bound, and those without bounds."""
     names: dict[float, list[str]] = {}
@@ -54,12 +43,7 @@ def _default_bounds(bound: str) -> str:
         if (value := getattr(row, bound)) is not None:
             names.setdefault(value, []).append(name)
     defaults = ", ".join(f"{listed(of)} {value:g}" for value, of in names.items())
-    return f"null uses the default of the loss ({defaults}). {_losses(without=bound)} have no bounds."
-
-
-def _old_logprobs(trait: str) -> str:
-    """Return the sources of old logprobs with a trait."""
-    return listed([name for name, row in OLD_LOGPROBS.methods.items() if getattr(row, trait)], "or")
+    return f"null uses the default of the loss ({defaults}). {listed(LOSSES.names(clip_low=None))} have no bounds."
 
 
 _OTHER_AGGREGATIONS = ", ".join(
@@ -73,9 +57,10 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         default="grpo",
         json_schema_extra={"examples": [*ADVANTAGES.methods, "module:function"]},
-        description=f"Advantage: {_comparing(('group', False))} compare the trajectories of a group, "
-        f"{_comparing(('batch', True))} those of the whole batch, {_comparing(('group', True))} both, "
-        f"{_comparing(('none', False))} none; or ``module:function`` of your code.",
+        description=f"Advantage: {listed(ADVANTAGES.names(compares='group', whole_batch=False))} compare the "
+        f"trajectories of a group, {listed(ADVANTAGES.names(compares='batch'))} those of the whole batch, "
+        f"{listed(ADVANTAGES.names(compares='group', whole_batch=True))} both, "
+        f"{listed(ADVANTAGES.names(compares='none'))} none; or ``module:function`` of your code.",
     )
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the advantage; ``rollmesh config methods`` lists them."""
@@ -83,7 +68,7 @@ class AlgorithmConfig(Section):
         default="ppo_clip",
         json_schema_extra={"examples": [*LOSSES.methods, "module:function"]},
         description=f"Policy loss: {', '.join(LOSSES.methods)}, or ``module:function`` of your code with the defaults "
-        f"of ppo_clip; {listed([name for name, row in LOSSES.methods.items() if row.corrects_behavior])} need "
+        f"of ppo_clip; {listed(LOSSES.names(corrects_behavior=True))} need "
         "old_logprobs other than sampler.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict)
@@ -91,8 +76,8 @@ class AlgorithmConfig(Section):
     masks: tuple[MaskConfig, ...] = Field(
         default=(),
         description="Token masks in order; each takes tokens out of the loss that the ones before it left. "
-        f"{listed([name for name, row in MASKS.methods.items() if row.needs == 'old_logprobs'])} need old_logprobs "
-        f"{_old_logprobs('is_known_early')}.",
+        f"{listed(MASKS.names(needs='old_logprobs'))} need old_logprobs "
+        f"{listed(OLD_LOGPROBS.names(is_known_early=True), 'or')}.",
     )
     old_logprobs: OldLogprobName = "sampler"
     """Source of the denominator of the ratio."""
@@ -106,7 +91,7 @@ class AlgorithmConfig(Section):
         default=DUAL_CLIP,
         gt=1,
         description="c of the dual clip on negative advantages; null is off. Losses without it "
-        f"({_losses(without='has_dual_clip')}) reject other values than the default.",
+        f"({listed(LOSSES.names(has_dual_clip=False))}) reject other values than the default.",
     )
     tis_cap: float = Field(default=2.0, gt=0)
     """C of truncated importance sampling."""
@@ -124,8 +109,8 @@ class AlgorithmConfig(Section):
         default=False,
         description="Leave trajectories with advantage 0 out of the forward and backward passes, which do not change "
         "the gradient: not with kl_coefficient, update_scale, "
-        f"loss {listed([name for name, row in LOSSES.methods.items() if row.pulls_without_advantage])}, "
-        f"mask {listed([name for name, row in MASKS.methods.items() if row.whole_batch])}, or a loss or mask of your "
+        f"loss {listed(LOSSES.names(pulls_without_advantage=True))}, "
+        f"mask {listed(MASKS.names(whole_batch=True))}, or a loss or mask of your "
         "code. Denominators still count their tokens; the statistics of the policy (entropy, ratios, KL) then describe "
         "the other trajectories.",
     )
@@ -231,5 +216,5 @@ class TrainerConfig(Section):
     replay: ReplayConfig | None = Field(
         default=None,
         description="Groups of earlier batches in every batch; null for none. It needs old_logprobs "
-        f"{_old_logprobs('corrects_replay')}.",
+        f"{listed(OLD_LOGPROBS.names(corrects_replay=True), 'or')}.",
     )

@@ -30,7 +30,6 @@ _LOW_RATE = 1e-5
 _HIGH_RATE = 0.02
 _SMALL_MODEL_RATE = 1e-4
 _COARSE_ERROR = 0.1
-_CLIPS_THE_RATIO = ("ppo_clip", "decoupled_ppo", "tis", "gspo")
 _READ_TABLE_BYTES = 256 << 20
 """Size up to which a table is read to count its rows."""
 
@@ -139,7 +138,7 @@ def _clip_hints(config: RunConfig) -> Iterator[str]:
     """Name a clip that cannot act. In the demo a run without one collapsed (docs/experiments.md)."""
     algorithm, staleness = config.trainer.algorithm, Schedule.from_config(config).max_staleness
     of_the_step = algorithm.old_logprobs in ("recompute", "current") and config.trainer.minibatches == 1
-    if of_the_step and staleness and algorithm.loss in _CLIPS_THE_RATIO:
+    if of_the_step and staleness and algorithm.loss_method.clips_ratio:
         yield (
             f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.minibatches=1: pi_old is the policy "
             f"itself, so {algorithm.loss} never clips, on tokens up to {staleness} train steps old; raise "
