@@ -15,7 +15,7 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
-from rollmesh.store.store_metrics import StoreCallWaits
+from rollmesh.store.redis_connection import StoreCallWaits
 from rollmesh.store.trajectory_store import START_SECONDS
 
 _WATCH_SECONDS = 0.5

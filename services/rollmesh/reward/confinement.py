@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from rollmesh.tasks.sandbox import host_folders, identity, kernel
-from rollmesh.tasks.sandbox.identity import ResourceLimits, apply_limits, own_address_space_bytes
+from rollmesh.tasks.sandbox.identity import ResourceLimits, apply_limits
 from rollmesh.tasks.sandbox.probe import SandboxLevel, probe_sandbox
 
 _PROCESS_COUNT = 64
@@ -88,7 +88,7 @@ def confine_worker(confinement: WorkerConfinement, birth: int) -> None:
         kernel.die_with_parent()
         kernel.adopt_orphans()
     limits = ResourceLimits(
-        address_space_bytes=own_address_space_bytes() + confinement.memory_limit_bytes,
+        address_space_bytes=psutil.Process().memory_info().vms + confinement.memory_limit_bytes,
         cpu_seconds=resource.RLIM_INFINITY,
         process_count=_PROCESS_COUNT,
         file_bytes=_FILE_BYTES,
@@ -137,7 +137,6 @@ class IsolationLevel:
 
     @staticmethod
     def from_report(report: Mapping[str, Any]) -> IsolationLevel:
-        """Rebuild from ``probe_worker``'s report."""
         return IsolationLevel(**{**report, "code": SandboxLevel(**report["code"])})
 
     def properties(self) -> dict[str, bool]:
@@ -225,7 +224,7 @@ def stop_orphan_reaper(pid: int) -> None:
 
 def _wait_for_exit(template: int) -> float:
     """Wait for the template's exit; returns its time in Unix seconds."""
-    kernel.signal_on_parent_exit(_EXIT_SIGNAL)
+    kernel.die_with_parent(_EXIT_SIGNAL)
     while os.getppid() == template:
         signal.sigwait({_EXIT_SIGNAL})
     return time.time()

@@ -44,12 +44,10 @@ class WorkerSpec:
     """Number of answers after which a worker is replaced, to limit memory leaks and caches of libraries."""
 
     def to_json(self) -> str:
-        """Encode as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> WorkerSpec:
-        """Decode from JSON."""
         return TypeAdapter(WorkerSpec).validate_json(text)
 
 

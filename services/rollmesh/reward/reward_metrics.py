@@ -52,7 +52,6 @@ class RewardMetrics:
                 self._outcomes.labels(verifier=verifier, kind=kind.value)
 
     def scored(self, verifier: str, outcome: RewardOutcome, seconds: float) -> None:
-        """Count an outcome."""
         self._score_seconds.labels(verifier=verifier).observe(seconds)
         self._outcomes.labels(verifier=verifier, kind=outcome.kind.value).inc()
         if outcome.kind is OutcomeKind.SCORED and outcome.message:

@@ -45,7 +45,6 @@ class RewardService:
         self._byte_count = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service with ``server``."""
         method: grpc.RpcMethodHandler[bytes, pb.ScoreResponse] = grpc.unary_stream_rpc_method_handler(
             self.score, response_serializer=pb.ScoreResponse.SerializeToString
         )

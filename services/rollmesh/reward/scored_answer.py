@@ -113,7 +113,6 @@ class Judge:
             return _failed(error, self._name, self._verifier, f"no reply within {self._timeout_seconds:g} s")
 
     async def aclose(self) -> None:
-        """Close the verifier's connections."""
         await self._verifier.aclose()
 
 

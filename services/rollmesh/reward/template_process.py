@@ -114,7 +114,6 @@ class TemplateProcess:
             self._exits.pop(pid, None)
 
     async def aclose(self) -> None:
-        """End the template and all workers."""
         self._mark_lost()
         try:
             await asyncio.wait_for(self._process.wait(), _END_SECONDS)

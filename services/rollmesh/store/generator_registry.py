@@ -33,7 +33,6 @@ class GeneratorRegistry:
         )
 
     async def deregister(self, instance_id: str) -> None:
-        """Remove a generator's record immediately."""
         await self._connection.run("deregister_generator", instance_id)
 
     async def live(self) -> list[GeneratorRecord]:

@@ -28,7 +28,6 @@ class Settings:
         await self.write("hold", int(paused))
 
     async def write(self, name: str, value: str | int) -> None:
-        """Change a setting."""
         self.note(name, await self._connection.run("write_setting", name, value), value)
 
     def note(self, name: str, number: bytes | int, value: str | int) -> None:

@@ -18,7 +18,9 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from rollmesh.errors import StoreError, StoreUnavailable
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 from rollmesh.runtime.tasks import Backoff
 from rollmesh.store.redis_client import tls_failure
 from rollmesh.store.scripts import (
@@ -30,7 +32,6 @@ from rollmesh.store.scripts import (
     refuses_credentials,
     store_error,
 )
-from rollmesh.store.store_metrics import StoreCallWaits
 
 Argument = str | bytes | int | float
 Reply = Any
@@ -147,7 +148,6 @@ class Connection:
         return await self._retrying(call, name, self._observer)
 
     async def command(self, *arguments: Argument) -> Reply:
-        """Run one plain command."""
         call = functools.partial(self._execute, *arguments)
         return await self._retrying(call, str(arguments[0]), self._observer)
 
@@ -314,3 +314,52 @@ def check_version(version: str) -> None:
         raise StoreUnavailable(f"Redis reports version {version!r}, which is not a version number") from error
     if numbers < _MINIMUM_VERSION:
         raise StoreUnavailable(f"Redis {version} is too old: install Redis >= 7.0 or Valkey")
+
+
+_BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
+_OPERATION = "Redis"
+
+
+class StoreCallWaits:
+    """Observer that shows the last error of Redis among the waits of the process, until Redis answers."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def answered(self, seconds: float) -> None:
+        """Record an answered call and its duration, failed attempts included."""
+        del seconds
+        self._waits.end(_OPERATION)
+
+    def late(self, reason: str) -> None:
+        """Show an attempt that has no answer yet."""
+        self._waits.begin(_OPERATION, f"Redis: {reason}")
+
+    def failed(self, reason: str) -> None:
+        """Record an attempt without an answer, or one that the server could not execute."""
+        self.late(reason)
+
+
+class StoreCallMetrics(StoreCallWaits):
+    """Store call metrics of one service."""
+
+    def __init__(self, metrics: Metrics, waits: Waits) -> None:
+        super().__init__(waits)
+        service = metrics.component
+        self._seconds = metrics.histogram(
+            f"rollmesh_{service}_store_call_seconds", "Duration of store calls, retries included.", _BUCKETS
+        )
+        self._failures = metrics.counter(
+            f"rollmesh_{service}_store_call_failures_total",
+            "Attempts of store calls that got no answer or that the server could not execute.",
+        )
+
+    def answered(self, seconds: float) -> None:
+        """Record an answered call and its duration, failed attempts included."""
+        super().answered(seconds)
+        self._seconds.observe(seconds)
+
+    def failed(self, reason: str) -> None:
+        """Record an attempt without an answer, or one that the server could not execute."""
+        super().failed(reason)
+        self._failures.inc()

@@ -24,9 +24,8 @@ from rollmesh.store.payload import PromptCache
 from rollmesh.store.policy_registry import PolicyRegistry, Rollbacks
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.redis_client import create_client
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.redis_connection import Connection, StoreCallMetrics, StoreCallWaits
 from rollmesh.store.scripts import cannot_write
-from rollmesh.store.store_metrics import StoreCallMetrics, StoreCallWaits
 from rollmesh.store.training import StepReports, Training
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.store.unclaimed import Unclaimed
@@ -93,7 +92,6 @@ class TrajectoryStore:
         return cls(await Connection.open(create_client(target, config), run, retry_seconds, start_seconds, observer))
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self.connection.aclose()
 
     async def __aenter__(self) -> Self:

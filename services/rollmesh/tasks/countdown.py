@@ -190,17 +190,16 @@ class CountdownVerifier:
         last = response[-_LONGEST_TRIAL_CHARACTERS:].rpartition(",")
         is_whole_trial = bool(last[1]) or len(response) <= _LONGEST_TRIAL_CHARACTERS
         match = _TRIAL.fullmatch(last[2]) if is_whole_trial else None
-        correct = float(match is not None and _hits(match, numbers, target))
+        correct = 0.0
+        if match is not None:
+            first, second, result = int(match["first"]), int(match["second"]), int(match["result"])
+            is_used_once = first != second and first in numbers and second in numbers
+            is_right = result == target == (first + second if match["sign"] == "+" else first - second)
+            correct = float(
+                is_used_once and is_right and int(match["target"]) == target and int(match["difference"]) == 0
+            )
         claimed = float(last[2].rstrip().endswith("!"))
         return RewardParts(value=correct, parts={"correct": correct, "claimed": claimed})
-
-
-def _hits(trial: re.Match[str], numbers: frozenset[int], target: int) -> bool:
-    first, second = int(trial["first"]), int(trial["second"])
-    result = first + second if trial["sign"] == "+" else first - second
-    digits_used_once = first != second and first in numbers and second in numbers
-    written_right = int(trial["result"]) == result and int(trial["target"]) == target
-    return digits_used_once and written_right and result == target and int(trial["difference"]) == 0
 
 
 def _puzzle_of(metadata: Mapping[str, Any]) -> tuple[frozenset[int], int]:

@@ -20,7 +20,7 @@ from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, ReRegistered, TrajectoryStore
-from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.store.redis_connection import StoreCallMetrics
 from rollmesh.types import GeneratorRecord
 from rollmesh.worker.worker_session import WorkerSession
 

@@ -21,7 +21,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.health import Waits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore, embedded
 from rollmesh.store.embedded import find_server_binary
-from rollmesh.store.store_metrics import StoreCallWaits
+from rollmesh.store.redis_connection import StoreCallWaits
 
 from ...kit.waiting import reached
 from .store_mesh import Mesh

@@ -173,7 +173,13 @@ class _ScriptIO:
             self._register(self._process.stdout, selectors.EVENT_READ, "stdout")
             self._register(self._process.stderr, selectors.EVENT_READ, "stderr")
             timed_out = not self._exchange(deadline)
-        timed_out = timed_out or not _wait_for_exit(self._process.pid, deadline)
+        if not timed_out:
+            # Wait for the end without reaping the child: the id of its process group is not reused until then.
+            descriptor = os.pidfd_open(self._process.pid)
+            try:
+                timed_out = not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
+            finally:
+                os.close(descriptor)
         return CommandResult(
             exit_status=_kill(self._process),
             stdout=bytes(self._output["stdout"]),
@@ -233,16 +239,6 @@ class _ScriptIO:
             self._selector.unregister(key.fileobj)
             return False
         return True
-
-
-def _wait_for_exit(pid: int, deadline: float) -> bool:
-    """Wait until a child has ended, without reaping it: the id of its process group is not reused until then."""
-    descriptor = os.pidfd_open(pid)
-    try:
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-    finally:
-        os.close(descriptor)
-    return bool(readable)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int:

@@ -103,14 +103,9 @@ def apply_limits(limits: ResourceLimits, *, own_uid: bool) -> None:
         (resource.RLIMIT_NOFILE, limits.open_file_count),
         (resource.RLIMIT_AS, limits.address_space_bytes),
     ):
-        lower_limit(kind, value)
-
-
-def lower_limit(kind: int, value: int) -> None:
-    """Set the soft and the hard limit to ``value``, or to the current hard limit if that is lower."""
-    limits = [limit for limit in (value, resource.getrlimit(kind)[1]) if limit != resource.RLIM_INFINITY]
-    lowest = min(limits, default=resource.RLIM_INFINITY)
-    resource.setrlimit(kind, (lowest, lowest))
+        finite = [limit for limit in (value, resource.getrlimit(kind)[1]) if limit != resource.RLIM_INFINITY]
+        lowest = min(finite, default=resource.RLIM_INFINITY)
+        resource.setrlimit(kind, (lowest, lowest))
 
 
 def running_thread_count(uid: int) -> int:
@@ -123,8 +118,3 @@ def running_thread_count(uid: int) -> int:
         except psutil.Error:  # the process has ended
             continue
     return count
-
-
-def own_address_space_bytes() -> int:
-    """Return the virtual memory of this process."""
-    return int(psutil.Process().memory_info().vms)

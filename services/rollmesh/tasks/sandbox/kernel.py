@@ -99,12 +99,7 @@ def filter_system_calls(program: bytes) -> None:
     _checked(_libc().prctl(_PR_SET_SECCOMP, mode, ctypes.byref(described), unused, unused), "seccomp")
 
 
-def die_with_parent() -> None:
-    """Request SIGKILL when the parent process (the thread that forked) ends."""
-    signal_on_parent_exit(signal.SIGKILL)
-
-
-def signal_on_parent_exit(number: signal.Signals) -> None:
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Request a signal when the parent process (the thread that forked) ends."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
@@ -197,15 +192,13 @@ def restrict_system_calls(*, may_fork: bool) -> None:
 
 
 def call_filter(*, may_fork: bool) -> bytes:
-    """Return the filter as an array of struct sock_filter. Raises OSError if the architecture is unknown."""
-    found = _ARCHITECTURES.get(platform.machine())
-    if found is None:
+    """Return the filter as an array of struct sock_filter: a chain of tests; each returns or falls through.
+
+    Raises OSError if the architecture is unknown.
+    """
+    architecture = _ARCHITECTURES.get(platform.machine())
+    if architecture is None:
         raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
-    return _program(found, may_fork=may_fork)
-
-
-def _program(architecture: _Architecture, *, may_fork: bool) -> bytes:
-    """Build the filter: a chain of tests; each returns or falls through to the next."""
     reject, missing = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
     rejected = architecture.rejected if may_fork else (*architecture.rejected, *architecture.forks)
     steps = [

@@ -133,7 +133,6 @@ class _Split:
                 self._step("run", statement)
 
     def test(self) -> AssertTest:
-        """Return the finished test."""
         used = sorted(self.sandbox_names & self._constants.keys())
         setup: list[Step] = [("run", f"{name} = {ast.unparse(self._constants[name])}") for name in used]
         return AssertTest(steps=(*setup, *self._steps), checks=tuple(self._checks))

@@ -112,7 +112,6 @@ class HttpJudgeVerifier:
         return await self._judge(self._client, response, prompt_metadata)
 
     async def aclose(self) -> None:
-        """Close the persistent connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None

@@ -17,32 +17,26 @@ from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 TASKS = ["chain_sum", "leg_counting", "rearc", "countdown", "word_sorting", "tower_of_hanoi", "sudoku"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _reasoning_gym() -> None:
-    """Import reasoning-gym only in the process that runs these tests: it imports matplotlib."""
-    pytest.importorskip("reasoning_gym")
-
-
-def entry_of(task: str) -> dict[str, Any]:
-    import reasoning_gym
-
-    entry: dict[str, Any] = reasoning_gym.create_dataset(task, size=1, seed=11)[0]
-    return entry
-
-
 def metadata_of(task: str) -> dict[str, Any]:
-    return {"task": task, "options": "{}", "entry": entry_to_text(entry_of(task))}
+    # Imported only in the process that runs these tests: it imports matplotlib.
+    entry = pytest.importorskip("reasoning_gym").create_dataset(task, size=1, seed=11)[0]
+    return {"task": task, "options": "{}", "entry": entry_to_text(entry)}
+
+
+def gym_verifier() -> Any:
+    pytest.importorskip("reasoning_gym")
+    return build_verifier("reasoning_gym", {})
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_own_answer_scores_one_and_nonsense_less(task: str) -> None:
-    verifier = build_verifier("reasoning_gym", {})
+    verifier = gym_verifier()
     metadata = metadata_of(task)
     answer = entry_from_text(metadata["entry"])["answer"]
     assert verifier.verify(str(answer), metadata) == 1.0
     assert verifier.verify(f"I think... <answer> {answer} </answer>", metadata) == 1.0
-    assert float(verifier.verify("nonsense", metadata)) < 0.5  # type: ignore[arg-type]
-    assert float(verifier.verify("", metadata)) < 0.5  # type: ignore[arg-type]
+    assert float(verifier.verify("nonsense", metadata)) < 0.5
+    assert float(verifier.verify("", metadata)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -56,25 +50,25 @@ def test_the_tasks_own_answer_scores_one_and_nonsense_less(task: str) -> None:
 )
 def test_metadata_that_the_source_did_not_write_is_an_error(change: dict[str, Any], message: str) -> None:
     with pytest.raises(VerifierError, match=message):
-        build_verifier("reasoning_gym", {}).verify("1", {**metadata_of("chain_sum"), **change})
+        gym_verifier().verify("1", {**metadata_of("chain_sum"), **change})
 
 
 def test_missing_metadata_is_an_error() -> None:
     with pytest.raises(VerifierError, match="metadata has no field 'task'"):
-        build_verifier("reasoning_gym", {}).verify("1", {})
+        gym_verifier().verify("1", {})
 
 
 @pytest.mark.parametrize("task", ["boxnet", "game_of_life", "prime_factorization", "coin_flip"])
 @pytest.mark.parametrize("answer", ["1e999", "0 x", "{}", "[[]]", '{"a": 1}', "٣", "9" * 5000])
 def test_an_answer_that_the_task_cannot_read_is_wrong_and_no_error(task: str, answer: str) -> None:
-    assert float(build_verifier("reasoning_gym", {}).verify(answer, metadata_of(task))) < 0.5  # type: ignore[arg-type]
+    assert float(gym_verifier().verify(answer, metadata_of(task))) < 0.5
 
 
 @pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "nan + nani", "nanj"])
 def test_not_a_number_is_no_right_number(answer: str) -> None:
-    verifier = build_verifier("reasoning_gym", {})
+    verifier = gym_verifier()
     for task in ("complex_arithmetic", "chain_sum", "decimal_arithmetic"):
-        assert float(verifier.verify(answer, metadata_of(task))) == 0.0  # type: ignore[arg-type]
+        assert float(verifier.verify(answer, metadata_of(task))) == 0.0
 
 
 PUZZLE = {"numbers": [9, 8, 7, 4, 5, 6, 1], "target": 12}
