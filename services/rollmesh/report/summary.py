@@ -154,7 +154,9 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
     audit, audit_problem = _audit(folder.path)
-    config = folder.config
+    config, steps = folder.config, newest_per_step(folder.metrics.records)
+    mesh: Mapping[str, Any] = (steps[-1].get("mesh") if steps else None) or {}
+    versions = published_versions(folder.metrics.records, folder.timeline.records, folder.evaluations.records)
     before, after = _before_and_after(evaluations)
     train_steps = int(train["train_step"][-1]) if len(train) else 0
     newest_audit = audit if audit is not None and _is_newest(audit, train_steps) else None
@@ -166,7 +168,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         seed=config.seed if config is not None else None,
         planned_steps=config.trainer.train_steps if config is not None else None,
         train_steps=train_steps,
-        policy_versions=_version_count(folder),
+        policy_versions=len(versions) or None,
         sessions=tuple(map(tuple, train.sessions.tolist())),
         score_name=_score_name(folder),
         before=before,
@@ -183,10 +185,10 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         mean_staleness=_of_known(train["staleness_mean"], lambda values: float(values.mean())),
         largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
         max_staleness=folder.max_staleness,
-        dropped=_dropped(newest_audit, timeline, folder),
-        **_fates(folder),
-        **_left_out(folder),
-        **_curriculum(folder),
+        dropped=_dropped(newest_audit, timeline, mesh),
+        **_fates(mesh),
+        **_left_out(folder, steps),
+        **_curriculum(mesh, steps),
         audit=audit,
         missing=folder.missing() + audit_problem,
     )
@@ -225,10 +227,6 @@ def _score_name(folder: RecordedRun) -> str:
     return "accuracy" if verifier in ALL_OR_NOTHING_VERIFIERS else "mean reward"
 
 
-def _version_count(run: RecordedRun) -> int | None:
-    return len(published_versions(run.metrics.records, run.timeline.records, run.evaluations.records)) or None
-
-
 def _generated_per_second(timeline: TimelineSeries) -> float | None:
     """Compute the rate over the intervals with generated tokens, without idle time."""
     if len(timeline) < 2:
@@ -261,22 +259,17 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
     return audit.off_policy_token_share if share is None and audit is not None else share
 
 
-def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:
+def _dropped(audit: AuditResult | None, timeline: TimelineSeries, mesh: Mapping[str, Any]) -> Mapping[str, int]:
     """Return dropped groups by reason from the first available source: audit, timeline, last step report."""
     if audit is not None and audit.dropped:
         return audit.dropped
     if timeline.dropped:
         return timeline.dropped
-    records = newest_per_step(folder.metrics.records)
-    mesh = records[-1].get("mesh") if records else None
-    dropped = mesh.get("dropped_groups") if isinstance(mesh, Mapping) else None
-    return {str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {}
+    return {str(reason): int(groups) for reason, groups in mesh.get("dropped_groups", {}).items()}
 
 
-def _fates(folder: RecordedRun) -> dict[str, Any]:
+def _fates(mesh: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields on groups that begin again, on surplus members and on drops by length, of the last report."""
-    records = newest_per_step(folder.metrics.records)
-    mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
     totals = mesh.get("totals", {})
     kinds = {kind: totals.get(WASTE_TOTALS[kind], 0) for kind in (WasteReason.RESTARTED, WasteReason.SET_ASIDE)}
     again = mesh.get("groups_begun_again_by_reason_and_length_decile", {})
@@ -294,9 +287,8 @@ def _fates(folder: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _left_out(folder: RecordedRun) -> dict[str, Any]:
+def _left_out(folder: RecordedRun, records: Sequence[Record]) -> dict[str, Any]:
     """Return the fields on masks, skipped passes and the update scale, over all train steps."""
-    records = newest_per_step(folder.metrics.records)
     batches: list[Mapping[str, Any]] = [record.get("batch") or {} for record in records]
     masked: Counter[str] = Counter()
     for batch in batches:
@@ -324,10 +316,8 @@ def _unserved_after(folder: RecordedRun, steps: Sequence[Record]) -> int | None:
     return int(max(served)) if served and published >= max(served) + 2 else None
 
 
-def _curriculum(folder: RecordedRun) -> dict[str, Any]:
+def _curriculum(mesh: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
     """Return the fields on rounds, domains and replay."""
-    records = newest_per_step(folder.metrics.records)
-    mesh: Mapping[str, Any] = (records[-1].get("mesh") if records else None) or {}
     rollouts: Counter[int] = Counter()
     for record in records:
         histogram = (record.get("batch") or {}).get("rollouts_per_group", {}).get("histogram", {})

@@ -115,19 +115,6 @@ def test_a_run_that_hides_itself_is_shown_to_whoever_has_the_token(window: Open,
     page.locator("#connection", has_text="disconnected").wait_for()
 
 
-def test_a_run_is_paused_and_resumed(window: Open, scene: Scene) -> None:
-    page = window().open()
-    _with_token(page)
-    page.click("#pause")
-    page.locator("#run-state", has_text="paused").wait_for()
-    assert scene.in_store(lambda store: store.mesh.view()).user_paused
-    until(lambda: scene.get("overview")["trajectories"]["leased"] == 0, "rollouts to come to rest")
-    expect(page.locator("#pause")).to_be_disabled()
-    page.locator("#resume:not([disabled])").click()
-    page.locator("#run-state", has_text="running").wait_for()
-    assert not scene.in_store(lambda store: store.mesh.view()).user_paused
-
-
 def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)

@@ -1,21 +1,27 @@
-"""A run that was stopped and continued: time between its sessions is no training time, and curves leave it blank."""
+"""A run that ended, and one that was continued: time between its sessions is no training time and not drawn."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rollmesh.config import load_run_config
 from rollmesh.gateway.curves import Curves, TimelineFile
-from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.sentences import moment
+from rollmesh.launcher.run_folder import locked_run_folder
+from rollmesh.report.recorded_run import FAILURE_FILE, RecordedRun
+from rollmesh.report.sentences import ending, moment
 from rollmesh.report.series import pauses_of, seconds_of_training, train_series
 from rollmesh.report.summary import summarise
 from rollmesh.report.view.recorded_curves import recorded_curves
 from rollmesh.report.view.recorded_overview import recorded_overview
+from rollmesh.runtime.locks import distant_launcher, has_launcher
+
+from .made_run import START, make_run
 
 PAUSE, SECONDS = 826.0, 5.0
 STEP = 0.33 * SECONDS
@@ -91,3 +97,47 @@ def test_a_recorded_page_shows_the_time_without_pauses(stopped_after_six_of_twel
     run = RecordedRun(stopped_after_six_of_twelve)
     shown = recorded_overview(run, recorded_curves(run)).elapsed_seconds
     assert shown is not None and shown < 12 * SECONDS + 60 < PAUSE
+
+
+def test_a_finished_run_states_when_it_ended_its_reward_evaluation_and_audit(tmp_path: Path) -> None:
+    rows = dict(ending(RecordedRun(make_run(tmp_path / "run", steps=10, seconds=5.0)), now=START + 60 + 7200))
+    assert rows["state"].startswith("finished: train step 10 of 10 at ")
+    assert rows["state"].endswith("(2 h 00 min ago)")
+    assert float(rows["reward of the last step"]) > 0
+    assert "policy version 0" in rows["accuracy before"] and "policy version 10" in rows["accuracy after"]
+    assert rows["audit"] == "not run"
+
+
+def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))
+    assert dict(ending(RecordedRun(run)))["state"].startswith("stopped after train step 4 of 10")
+    (run / FAILURE_FILE).write_text(json.dumps({"message": "no memory"}))
+    assert dict(ending(RecordedRun(run)))["state"].startswith("failed after train step 4 of 10")
+    (run / "metrics.jsonl").unlink()
+    (run / FAILURE_FILE).unlink()
+    assert dict(ending(RecordedRun(run)))["state"].startswith("stopped before the first train step")
+
+
+def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    assert not has_launcher(run)
+    with locked_run_folder(load_run_config(run / "config.yaml")):
+        assert has_launcher(run)
+        os.utime(run / "lock", (1.0, 1.0))  # older than this process
+        assert not has_launcher(run)
+    assert not has_launcher(run)
+
+
+def test_a_launcher_of_another_host_is_not_called_stopped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    with locked_run_folder(load_run_config(run / "config.yaml")):
+        assert distant_launcher(run) == ""
+        (run / "lock").write_text("1 node-a")
+        assert has_launcher(run)
+        assert distant_launcher(run) == "pid 1 on node-a"
+        for name in ("lock", "timeline.jsonl"):
+            os.utime(run / name, (1.0, 1.0))  # nothing is recorded any more
+        assert (has_launcher(run), distant_launcher(run)) == (False, "")
+    assert (has_launcher(run), distant_launcher(run)) == (False, "")

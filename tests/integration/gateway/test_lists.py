@@ -1,0 +1,156 @@
+"""Lists: trained trajectories by step, the queue sorted, processes and their logs, which need the token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .gateway_scene import RunningGateway, Scene
+
+
+@pytest.fixture
+async def rows(client: httpx.AsyncClient, scene: Scene) -> Any:
+    """Train two steps of two groups with two members each; return the rows of a request."""
+    await scene.admit(4)
+    await scene.complete_all()
+    await scene.train(1, ["e0-0", "e0-1"])
+    await scene.train(2, ["e0-2", "e0-3"])
+
+    async def get(path: str) -> Any:
+        return (await client.get(f"/api/v1/{path}")).raise_for_status().json()
+
+    return get
+
+
+async def test_the_steps_with_a_batch_file_are_listed_newest_first(rows: Any) -> None:
+    assert await rows("batches") == {"train_steps": [2, 1]}
+
+
+async def test_a_batch_is_sorted_by_reward_and_paged(rows: Any) -> None:
+    trained = await rows("batches/1")
+    assert [row["id"] for row in trained["items"]] == ["e0-0.0", "e0-0.1", "e0-1.0", "e0-1.1"]
+    assert trained["total"] == 4
+    best = await rows("batches/1?order=reward&descending=true&limit=2")
+    assert [(row["id"], row["reward"]) for row in best["items"]] == [("e0-0.1", 1.0), ("e0-1.1", 1.0)]
+    worst = await rows("batches/1?order=reward&descending=true&first=2")
+    assert [row["reward"] for row in worst["items"]] == [0.0, 0.0]
+    assert worst["first"] == 2
+
+
+async def test_a_row_has_a_preview_that_the_viewer_agrees_with(rows: Any) -> None:
+    row = (await rows("batches/2?limit=1"))["items"][0]
+    detail = await rows(f"trajectories/{row['id']}")
+    policy = [text for run in detail["runs"] if run["source"] != "prompt" for text in run["texts"]]
+    assert row["preview"] == " ".join("".join(policy).split())
+    assert row["tokens"] == detail["response_tokens"]
+    assert detail["member_rewards"] == [0.0, 1.0]
+
+
+async def test_a_step_without_a_batch_file_is_not_found(rows: Any, client: httpx.AsyncClient) -> None:
+    answer = await client.get("/api/v1/batches/3")
+    assert answer.status_code == 404
+    assert "step 3 has no batch file" in answer.json()["error"]
+
+
+async def test_the_configuration_leaves_out_secrets_and_needs_the_token(
+    client: httpx.AsyncClient, scene: Scene, gateway: RunningGateway
+) -> None:
+    async with gateway.client() as outsider:
+        assert (await outsider.get("/api/v1/overview")).status_code == 200
+        assert (await outsider.get("/api/v1/config")).status_code == 401
+    text = (await client.get("/api/v1/config")).raise_for_status().json()["yaml"]
+    assert f"name: {scene.config.name}" in text
+    assert "token:" not in text.replace("max_context_tokens", "") and "password:" not in text
+
+
+GROUPS = 4
+LONG = "1 + 2 = 3 , " * 8
+
+
+async def _fill(scene: Scene) -> None:
+    """Score six of eight trajectories, save some tokens of the seventh, and leave the last one pending."""
+    await scene.admit(GROUPS)
+    leased = await scene.store.trajectories.lease(scene.session, 2 * GROUPS - 1)
+    for item, value in zip(leased[:6], (0.5, 0.25, 1.0, 0.0, 0.75, 0.125), strict=True):
+        await scene.complete(item, value)
+    for _ in range(3):
+        offset = len(scene.tokenizer.encode(LONG)) * _
+        await scene.append(leased[6].trajectory.trajectory_id, offset, scene.segment(LONG))
+
+
+async def _all(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
+    """Read every page of a list, three rows at a time."""
+    found: list[dict[str, Any]] = []
+    cursor: dict[str, str] = {}
+    while True:
+        page = (await client.get("api/v1/trajectories", params={"limit": 3, **query, **cursor})).json()
+        found += page["items"]
+        if page["next_cursor"] is None:
+            return found
+        cursor = {"cursor": page["next_cursor"]}
+
+
+async def test_the_queue_is_sorted_by_reward_and_unscored_rows_are_last(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    await _fill(scene)
+    rising = await _all(client, order="reward")
+    assert [one["reward"] for one in rising] == [0.0, 0.125, 0.25, 0.5, 0.75, 1.0, None, None]
+    falling = await _all(client, order="reward", descending=True)
+    assert [one["reward"] for one in falling] == [1.0, 0.75, 0.5, 0.25, 0.125, 0.0, None, None]
+    scored = await _all(client, order="reward", descending=True, state="scored")
+    assert len(scored) == 6
+    assert {one["id"] for one in rising} == {one["id"] for one in await _all(client)}
+
+
+async def test_the_longest_response_is_found_and_its_preview_has_both_ends(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    await _fill(scene)
+    rows = await _all(client, order="tokens", descending=True, preview=True)
+    lengths = [one["tokens"] for one in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert rows[0]["tokens"] == 3 * len(scene.tokenizer.encode(LONG))
+    begin, end = rows[0]["preview"].split(" \N{HORIZONTAL ELLIPSIS} ")
+    assert begin.startswith("1 + 2 = 3 ,") and end.endswith("= 3 ,")
+    assert {one["preview"] for one in rows[1:-1]} == {"1 + 2 = 3 !"}
+    assert (rows[-1]["tokens"], rows[-1]["preview"]) == (0, "")
+    assert {one["preview"] for one in await _all(client)} == {None}
+
+
+async def test_a_cursor_of_another_order_is_not_found(client: httpx.AsyncClient, scene: Scene) -> None:
+    await _fill(scene)
+    for query in ({"order": "reward", "cursor": "open:1:0"}, {"order": "queue", "cursor": "sorted:3:0"}):
+        answer = await client.get("api/v1/trajectories", params=query)
+        assert (answer.status_code, answer.json()["field"]) == (404, "cursor"), query
+    beyond = await client.get("api/v1/trajectories", params={"order": "tokens", "cursor": "sorted:9999999999999999:0"})
+    assert beyond.json() == {"items": [], "next_cursor": None}
+
+
+@pytest.fixture
+def logs(scene: Scene) -> Path:
+    folder = Path(scene.config.folder) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer-0.log").write_text("first\nsecond\nthird\n")
+    (folder.parent / "secret-0.log").write_text("hidden\n")
+    return folder
+
+
+async def test_a_log_needs_the_token_and_the_list_does_not(client: httpx.AsyncClient, logs: Path) -> None:
+    token = client.headers.pop("Authorization")
+    listed = (await client.get("api/v1/processes")).json()["processes"]
+    assert [(one["name"], one["pid"], one["log_bytes"]) for one in listed] == [("trainer-0", None, 19)]
+    assert (await client.get("api/v1/logs/trainer-0")).status_code == 401
+    headers = {"Authorization": token}
+    answer = await client.get("api/v1/logs/trainer-0", params={"lines": 2}, headers=headers)
+    assert answer.json() == {"name": "trainer-0", "lines": ["second", "third"]}
+
+
+@pytest.mark.parametrize("name", ["trainer-1", "..%2fsecret-0", "trainer-0.log", "secret-0"])
+async def test_no_other_file_is_read(client: httpx.AsyncClient, logs: Path, name: str) -> None:
+    answer = await client.get(f"api/v1/logs/{name}")
+    assert answer.status_code in (400, 404)
+    assert "hidden" not in answer.text

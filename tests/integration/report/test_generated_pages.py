@@ -1,0 +1,229 @@
+"""Generated pages of docs/ are those of the code; their examples work, and pictured runs are those of the rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from docs.build.metrics import metrics_document, service_metrics
+from docs.build.page_text import write_pages
+from docs.build.picture import COLOURS, draw
+from docs.build.pictured_run import UPDATE_TICKS, UPDATES
+from docs.build.reference import FOLDER, reference_pages
+from docs.build.schedules import PICTURES, figures_of, pictured, schedule_files
+from docs.build.verifier_examples import VERIFIER_EXAMPLES
+from rollmesh.config import RunConfig
+from rollmesh.config.load import validate_run_config
+from rollmesh.scheduling.presets import PRESETS
+from rollmesh.tasks.sandbox.command import Sandbox
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier, checked_reward
+
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENT = DOCS / "metrics.md"
+
+
+def test_the_committed_table_is_that_of_the_code() -> None:
+    assert DOCUMENT.read_text() == metrics_document(), "run: python -m docs.build.metrics"
+
+
+def test_every_row_has_four_cells_and_the_metrics_of_an_agent_run_are_told_of() -> None:
+    text = DOCUMENT.read_text()
+    for row in (line for line in text.splitlines() if line.startswith("|")):
+        assert len(re.findall(r"(?<!\\)\|", row)) == 5, row
+    agents = text.partition("## agents")[2]
+    assert "`rollmesh_rollout_in_flight_trajectories`" in agents
+    assert "`rollmesh_rollout_leader`" not in agents
+
+
+def test_names_follow_the_rules() -> None:
+    for service, families in service_metrics().items():
+        for family in families:
+            # The gateway served the API of the agents once, and dashboards out there read these names.
+            prefix = "rollmesh_(agents|gateway_openai)" if service == "agents" else f"rollmesh_{service}"
+            assert re.fullmatch(rf"{prefix}_[a-z0-9_]+", family.name)
+            assert family.documentation.endswith(".")
+            assert not {"trajectory", "group", "policy_version", "version"} & _labels(family) or family.name.endswith(
+                "build_info"
+            )
+
+
+def test_every_label_set_exists_before_its_first_event() -> None:
+    # What a start measures is not known before it, and no run needs a certificate.
+    late = {"rollmesh_reward_isolation_enforced"}
+    for service, families in service_metrics().items():
+        guarded = {f"rollmesh_{service}_certificate_{end}_timestamp_seconds" for end in ("start", "expiry")}
+        for family in families:
+            assert bool(family.samples) != (family.name in late | guarded), f"{family.name}: {family.samples}"
+
+
+def test_every_service_says_when_it_last_did_something_and_counts_failures_beside_attempts() -> None:
+    for service, families in service_metrics().items():
+        names = {family.name for family in families}
+        assert f"rollmesh_{service}_build_info" in names
+        assert any(name.endswith("_timestamp_seconds") and "_certificate_" not in name for name in names)
+
+
+def _labels(family) -> set[str]:
+    return {name for sample in family.samples for name in sample.labels}
+
+
+MINIMAL = {"name": "page", "folder": "runs/page", "model": {"path": "recipe:countdown"}}
+
+
+def test_the_committed_pages_are_those_of_the_code() -> None:
+    pages = reference_pages()
+    remedy = "run: python -m docs.build.reference"
+    assert {file.name for file in (DOCS / FOLDER).iterdir()} == set(pages), remedy
+    for name, text in pages.items():
+        assert (DOCS / FOLDER / name).read_text() == text, f"docs/{FOLDER}/{name}: {remedy}"
+
+
+def test_a_page_of_a_former_point_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "former.md").write_text("")
+    write_pages({"new.md": "text", "pictures/new.svg": "<svg/>"}, tmp_path, only="*.md")
+    assert {file.name for file in tmp_path.rglob("*.*")} == {"new.md", "new.svg"}
+
+
+def test_every_field_of_the_run_file_has_a_row_with_a_meaning() -> None:
+    text = (DOCS / FOLDER / "run-file.md").read_text()
+    sections = dict(re.findall(r"^## ([\w.]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    for path, name in fields(RunConfig):
+        rows = re.findall(rf"^\| `{name}` \|.*\| ([^|\s][^|]*) \|$", sections.get(path, text), re.MULTILINE)
+        assert rows, f"{path}.{name}"
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_heading() -> None:
+    for file in (DOCS / FOLDER).iterdir():
+        for table in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.MULTILINE):
+            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, (file.name, table)
+
+
+@pytest.mark.parametrize("name", VERIFIER_EXAMPLES)
+def test_the_example_of_a_verifier_has_the_reward_of_the_page(name: str) -> None:
+    example = VERIFIER_EXAMPLES[name]
+    if name == "python_code" and (reason := Sandbox.unsafe_reason()):
+        pytest.skip(reason)
+    verifier = build_verifier(name, example.options)
+    if example.reward is not None:
+        assert checked_reward(verifier.verify(example.response, example.metadata), name).value == example.reward
+
+
+def test_the_verifier_of_the_examples_pays_for_a_short_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS.parent / "examples")
+    verifier = build_verifier("own_verifier:ShortAnswer", {"longest": 100})
+    metadata = {"answer": 4, "prompt": "2 + 2"}
+    values = [
+        checked_reward(verifier.verify(text, metadata), "own").value
+        for text in ("4", "5", "2 + 2 = 4", "x" * 200 + "4")
+    ]
+    assert values == [pytest.approx(1.099), 0.0, 1.0, 1.0]
+    assert verifier.needs_prompt  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", ["verifiers", "sources", "environments"])
+def test_the_examples_of_a_page_are_parts_of_a_valid_run_file(page: str) -> None:
+    parts = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / FOLDER / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert parts
+    for part in parts:
+        validate_run_config({**MINIMAL, **yaml.safe_load(part)}, part)
+
+
+def fields(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every field that is no section, with the dotted name of its section."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from fields(kind, f"{path}.{name}" if path else name)
+        else:
+            yield path, name
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_committed_document_and_pictures_are_those_of_the_code() -> None:
+    remedy = "run: python -m docs.build.schedules"
+    files = schedule_files()
+    for name, text in files.items():
+        assert (DOCS / name).read_text() == text, f"docs/{name}: {remedy}"
+    committed = {file.relative_to(DOCS).as_posix() for file in (DOCS / PICTURES).iterdir()}
+    assert committed == files.keys() - {"schedules.md"}, remedy
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_pictured_run_trains_whole_batches_within_the_staleness_bound(preset: str) -> None:
+    run = pictured(preset)
+    rules = run.schedule
+    assert len(run.training) == UPDATES * UPDATE_TICKS
+    assert len(run.cuts) in (UPDATES, UPDATES + 1)  # a batch may be cut in the tick that trains the last one
+    trained = [t for t in run.trajectories.values() if t.staleness is not None]
+    assert len(trained) == len(run.cuts) * rules.groups_per_batch * rules.group_size
+    assert max(t.staleness for t in trained if t.staleness is not None) <= rules.max_staleness
+    running = [t.tokens | t.dropped for t in run.trajectories.values()]
+    assert max(sum(tick in ticks for ticks in running) for tick in range(run.ticks)) <= rules.pool_size
+
+
+def test_sync_waits_for_the_longest_of_every_batch_and_for_the_update() -> None:
+    run = pictured("sync")
+    # The longest of the first eight lengths is 22, of the others 15; an update takes 12 ticks.
+    assert run.cuts == [22, 49, 83, 110, 144, 171]
+    assert run.ticks == 3 * (22 + 12 + 15 + 12)
+    figures = figures_of(run)
+    assert (figures.mean_staleness, figures.off_policy, figures.dropped) == (0, 0, 0)
+    assert figures.trainer_idle == pytest.approx(1 - 72 / 183)
+    assert figures.mean_running == pytest.approx(3 * (66 + 58) / 183)
+
+
+def test_rollpacker_collects_the_late_groups_for_a_long_round() -> None:
+    run = pictured("rollpacker")
+    rounds = [after - before for before, after in pairwise(run.cuts)]
+    # One of five groups is late in each short round, so the fifth round has the four late ones of before.
+    assert rounds.index(max(rounds)) == 3
+    assert figures_of(run).dropped > 0
+
+
+@pytest.mark.parametrize(("preset", "segment"), [("ulorl", 3), ("kimi", 6)])
+def test_a_trajectory_rests_after_a_segment_until_a_new_policy_or_until_all_rest(preset: str, segment: int) -> None:
+    run = pictured(preset)
+    rested = [t for t in run.trajectories.values() if t.rests]
+    assert rested
+    for trajectory in rested:
+        written = trajectory.tokens | trajectory.dropped
+        for tick in trajectory.rests.keys() - {tick + 1 for tick in trajectory.rests}:
+            version = trajectory.rests[tick]
+            assert tick - 1 in written
+            assert sum(v == version for t, v in written.items() if t < tick) % segment == 0
+        for tick in {tick + 1 for tick in trajectory.rests} - trajectory.rests.keys() & written.keys():
+            others = (t.tokens | t.dropped for t in run.trajectories.values())
+            assert written[tick] > trajectory.rests[tick - 1] or not any(tick - 1 in ticks for ticks in others)
+    bars = ElementTree.fromstring(draw(run)).findall(f"{SVG}rect")
+    assert sum(int(bar.get("width") or 0) for bar in bars if bar.get("height") == "1") == 6 * sum(
+        len(t.rests) for t in rested
+    )
+
+
+def test_masked_tokens_are_dropped_and_the_others_stay_within_the_bound() -> None:
+    run = pictured("copris_paper", "schedule.max_staleness=1", "schedule.on_stale=mask_old_segments")
+    cut = [t for t in run.trajectories.values() if t.staleness is not None]
+    assert max(t.staleness for t in cut if t.staleness is not None) == 1
+    assert any(t.dropped and t.tokens for t in cut)
+
+
+def test_a_picture_has_a_row_for_each_trajectory_and_a_line_for_each_cut() -> None:
+    run = pictured("copris")
+    picture = ElementTree.fromstring(draw(run))
+    assert len(picture.findall(f"{SVG}path")) == len(run.cuts)
+    background, *bars = picture.findall(f"{SVG}rect")
+    heights = {bar.get("y") for bar in bars}
+    assert len(heights) == 1 + sum(bool(t.tokens) for t in run.trajectories.values())
+    assert {bar.get("fill") for bar in bars} <= set(COLOURS)
+    assert float(background.get("width") or 0) >= max(
+        float(bar.get("x") or 0) + float(bar.get("width") or 0) for bar in bars
+    )
