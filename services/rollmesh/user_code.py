@@ -112,14 +112,40 @@ def load_target(target: str, field: str) -> Any:
 
 def call_target(found: Any, target: str, field: str, options: Mapping[str, Any], options_field: str) -> Any:
     """Call a user's class or function with its options. Raises ConfigError if it takes others, or raises an error."""
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"{options_field}: {target} rejects {dict(options)!r}: {error}") from error
-    except ValueError:
-        pass  # a function of a compiled library has no signature
+    if not callable(found):
+        raise ConfigError(f"{field}: {target} is not callable")
+    if problem := _problem_of_call(found, (), options):
+        raise ConfigError(f"{options_field}: {target} rejects {dict(options)!r}: {problem}")
     with own_code(f"{field}={target}", ConfigError):
         return found(**options)
+
+
+def load_function(
+    target: str, field: str, inputs: tuple[str, ...], options: Mapping[str, Any], options_field: str = ""
+) -> Callable[..., Any]:
+    """Import a user's function of ``inputs``, which takes the options as keywords.
+
+    Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
+    ``FIELD_options`` unless given.
+    """
+    function: Any = load_target(target, field)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{field}: {target} must be a plain function of ({', '.join(inputs)})")
+    if problem := _problem_of_call(function, inputs, options):
+        called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
+        raise ConfigError(f"{field}: {target} cannot be called as f({called}): {problem}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _problem_of_call(function: Any, inputs: tuple[str, ...], options: Mapping[str, Any]) -> str:
+    try:
+        inspect.signature(function).bind(*inputs, **options)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass  # a function of a compiled library has no signature
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,31 +170,6 @@ class OwnFunction:
     def declares(self, trait: str) -> bool:
         """Tell whether the user has set ``function.TRAIT = True``."""
         return bool(getattr(self.function, trait, False))
-
-
-def bind_own(
-    target: str,
-    field: str,
-    inputs: tuple[str, ...],
-    options: Mapping[str, Any],
-    problem: Callable[..., str],
-    options_field: str = "",
-) -> OwnFunction:
-    """Import a user's function of ``inputs``, which takes the options as keywords.
-
-    Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
-    ``FIELD_options`` unless given.
-    """
-    function = load_target(target, field)
-    if not callable(function):
-        raise ConfigError(f"{field}: {target} must be a function of ({', '.join(inputs)})")
-    try:
-        inspect.signature(function).bind(*inputs, **options)
-    except (TypeError, ValueError) as error:
-        # ValueError: a function of a compiled library has no signature.
-        called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
-        raise ConfigError(f"{field}: {target} cannot be called as f({called}): {error}") from error
-    return OwnFunction(field=field, target=target, function=function, options=options, problem=problem)
 
 
 def _folders() -> list[str]:

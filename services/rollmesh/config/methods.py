@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from rollmesh.config.section import Section
-from rollmesh.user_code import bind_own, load_target
+from rollmesh.user_code import OwnFunction, load_function, load_target
 
 _OWN = re.compile(r"[\w.]+:\w+")
 
@@ -113,7 +113,8 @@ class Point(Generic[Row]):
         options_field = options_field or f"{of_field}_options"
         complete = self.complete_options(name, options, options_field)
         if is_own(name):
-            return bind_own(name, of_field, self.inputs, complete, problem, options_field)
+            function = load_function(name, of_field, self.inputs, complete, options_field)
+            return OwnFunction(field=of_field, target=name, function=function, options=complete, problem=problem)
         return partial(load_target(self.methods[name].function, of_field), **complete)
 
 

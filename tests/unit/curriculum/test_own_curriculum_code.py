@@ -147,7 +147,7 @@ def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> Non
     ("load", "problem"),
     [
         (lambda: load_planner("own:Planner", {"most": 1}), r"planner_options: own:Planner rejects {'most': 1}"),
-        (lambda: load_planner("own:constant", {}), "planner_options: own:constant rejects"),
+        (lambda: load_planner("own:constant", {}), "planner: own:constant is not callable"),
         (lambda: load_planner("own:OnlyFirst", {}), r"planner: own:OnlyFirst needs a method next\(group\)"),
         (
             lambda: load_planner("own:OtherFirst", {}),
@@ -156,7 +156,7 @@ def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> Non
         (lambda: load_planner("own:nothing", {}), "planner: module 'own' has no 'nothing'"),
         (lambda: load_shaper("own:no_records", {}), "group_shaper: own:no_records cannot be called as f"),
         (lambda: sampler("own:takes_three"), "sampler: own:takes_three cannot be called as f"),
-        (lambda: sampler("own:constant"), "sampler: own:constant must be a function of .draw, prompts, history"),
+        (lambda: sampler("own:constant"), "sampler: own:constant must be a plain function of .draw, prompts, history"),
         (lambda: turns("own:falling", {}), "turn_budget=own:falling: returned 0; .* above 0 .train step 3"),
         (lambda: turns("own:fraction", {}), "turn_budget=own:fraction: returned 0.5; .*train step 0"),
     ],

@@ -169,8 +169,6 @@ class PythonRows:
         """Call the target. Raises ConfigError if it does not exist or rejects the options."""
         self.name = target
         function = load_target(target, "data.source.target")
-        if not callable(function):
-            raise ConfigError(f"data.source.target: {target!r} is not callable")
         rows = call_target(function, target, "data.source.target", options, "data.source.options")
         if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
             if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):

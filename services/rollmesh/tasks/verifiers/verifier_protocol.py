@@ -18,7 +18,7 @@ from rollmesh.config.load import ENV_PREFIX
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import without_own_thought
 from rollmesh.types import LARGEST_REWARD
-from rollmesh.user_code import call_target, load_target
+from rollmesh.user_code import call_target, load_function, load_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,17 +168,8 @@ def _build_users(target: str, options: Mapping[str, Any]) -> Verifier:
                 "timeout_means_wrong (true or false)"
             )
         return instance
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        raise ConfigError(f"reward.verifier: {target} must be a plain function or a class with verify()")
-    try:
-        inspect.signature(found).bind("", {}, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.verifier: {target} cannot be called as f(response, prompt_metadata, **reward.options): {error}"
-        ) from error
-    except ValueError:
-        pass  # a function of a compiled library has no signature
-    return FunctionVerifier(found, options)
+    inputs = ("response", "prompt_metadata")
+    return FunctionVerifier(load_function(target, "reward.verifier", inputs, options, "reward.options"), options)
 
 
 class CompositeVerifier:

@@ -69,7 +69,7 @@ def test_a_class_is_made_with_the_options() -> None:
     [
         ("own_verifiers_module:missing", {}, "reward.verifier: module .* has no 'missing'"),
         ("no_such_module_y:f", {}, "reward.verifier: no module 'no_such_module_y'"),
-        ("own_verifiers_module:number", {}, "must be a plain function or a class with verify"),
+        ("own_verifiers_module:number", {}, "must be a plain function of .response"),
         ("own_verifiers_module:slow", {}, "must be a plain function"),
         ("own_verifiers_module:no_metadata", {}, "cannot be called as f"),
         ("own_verifiers_module:strict", {"x": 1}, "cannot be called as f"),

@@ -19,7 +19,7 @@ def test_a_users_loss_has_the_defaults_of_ppo_clip(tmp_path: Path, monkeypatch: 
     recipe = step_recipe(TrainerConfig(algorithm=algorithm), max_token_staleness=None)
     own, registered = loss_recipe(recipe.algorithm), loss_recipe(AlgorithmConfig())
     assert (own.options, own.aggregation) == (registered.options, registered.aggregation)
-    for target, problem in (("my_losses:bound", "must be a function"), ("my_losses:other", "has no 'other'")):
+    for target, problem in (("my_losses:bound", "must be a plain function"), ("my_losses:other", "has no 'other'")):
         with pytest.raises(ConfigError, match=f"trainer.algorithm.loss: .*{problem}"):
             loss_recipe(AlgorithmConfig(loss=target))
 
