@@ -126,7 +126,6 @@ async def test_what_the_workers_of_a_killed_template_have_started_ends_too(
         uid = int((await bench.score("uid")).value * 8)
         (worker,) = _of(uid)
         template = worker.parent()
-        assert template is not None
         if reaper_dies:
             (reaper,) = set(template.children()) - {worker}
             reaper.kill()

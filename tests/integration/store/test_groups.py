@@ -200,7 +200,6 @@ async def test_a_group_goes_from_admission_to_trained_and_leaves_nothing_but_a_t
     assert trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
     assert np.array_equal(trajectory.prompt.token_ids, np.arange(4))
     assert trajectory.finish_reason is FinishReason.STOP
-    assert trajectory.outcome is not None
     assert trajectory.outcome.kind is OutcomeKind.SCORED
     assert trajectory.outcome.parts == {"exact": 1.0}
     assert trajectory.shaped_reward == 1.0

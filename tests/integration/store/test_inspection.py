@@ -102,30 +102,23 @@ async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store:
     await store.policies.announce(mesh.trainer, policy(1, 0))
     await mesh.append("e0-0.0", 4, 4, 1)
     mark, unknown = await store.inspection.marks(["e0-0.0", "e9-9.9"])
-    assert mark is not None
     assert (mark.newest_version, mark.token_count) == (1, 8)
     assert unknown is None
     await store.trajectories.restart(mesh.session, ["e0-0.0"])
     (mark,) = await store.inspection.marks(["e0-0.0"])
-    assert mark is not None
     assert (mark.newest_version, mark.token_count) == (None, 0)
 
 
 async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: TrajectoryStore) -> None:
     await populated(store)
     found = await store.inspection.inspect("e0-4.0")
-    assert found is not None
-    assert found.trajectory is not None
     assert found.trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
-    assert found.trajectory.outcome is not None
     assert found.trajectory.outcome.parts == {"exact": 1.0}
     assert found.trajectory.prompt.metadata == {"answer": "4"}
     assert np.array_equal(found.trajectory.prompt.token_ids, [4, 5, 6, 7])
     assert found.member_count == 2
     pending = await store.inspection.inspect("e0-5.1")
-    assert pending is not None
     assert pending.mark.state == "pending"
-    assert pending.trajectory is not None
     assert pending.trajectory.segments == ()
 
 
@@ -184,7 +177,6 @@ async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_brea
     ]
     await mesh.append("e0-0.0", 3, 2)
     (mark,) = await store.inspection.marks(["e0-0.0"])
-    assert mark is not None
     assert (mark.generator, mark.token_count) == ("0f3a", 5), "a save that does not say changes nothing"
 
 
@@ -204,7 +196,6 @@ async def test_the_view_says_what_was_written_and_what_the_server_may_hold(store
 
 async def sentences(store: TrajectoryStore, trajectory_id: str) -> list[str]:
     inspected = await store.inspection.inspect(trajectory_id)
-    assert inspected is not None
     return list(inspected.history.sentences())
 
 
@@ -247,7 +238,6 @@ async def test_a_rest_and_a_cut_off_are_told_and_a_cut_off_trajectory_has_no_tok
     surplus = "surplus: cut off unfinished, because enough other members of its group were scored"
     assert await sentences(store, spare) == [surplus]
     found = await store.inspection.inspect(spare)
-    assert found is not None and found.trajectory is not None
     assert (found.mark.token_count, found.trajectory.response_token_count) == (4, 0)
     assert (await store.mesh.counts()).oldest_rest_step is None
 

@@ -85,7 +85,6 @@ async def test_a_member_that_takes_an_earlier_members_id_refuses_its_late_saves(
     assert await store.restarted.recall(mesh.leader, 2, 1) == 1
     assert len(await store.trajectories.lease(mesh.session, 4)) == 2
     fork = await store.trajectories.fork(mesh.session, "e0-2.0", "nonce")
-    assert fork.leased is not None
     assert (fork.leased.trajectory.trajectory_id, fork.leased.incarnation) == ("e0-2.2", 1)
     late = Append(trajectory_id="e0-2.2", token_offset=0, segments=[segment(4)], digest=TokenDigest())
     assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.REFUSED
@@ -205,7 +204,6 @@ async def test_the_next_leader_completes_a_large_group_that_the_last_one_left_ha
     assert await truth_of(store) == {"e0-2": "aside"}
     await store.leadership.resign(mesh.leader)
     leader = await store.leadership.acquire("next")
-    assert leader is not None
     await store.leadership.reap(leader)
     assert (await store.mesh.counts()).dropped_tokens == {"set_aside": 16, "dead": 0}
     assert await store.restarted.recall(leader, 2, 1) == 1

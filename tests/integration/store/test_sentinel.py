@@ -23,7 +23,6 @@ SERVICE = "queue"
 
 
 def port_of(server: EmbeddedServer) -> int:
-    assert server.tcp_url is not None
     return int(server.tcp_url.rpartition(":")[2])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,15 @@ async def connect(url: str, password: str | None = None, *, retry_seconds: float
     return await TrajectoryStore.connect(config, run="servers", url=url, retry_seconds=retry_seconds)
 
 
+@contextmanager
+def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
+    assert server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="was unreachable"):
         await connect(f"unix://{tmp_path}/nothing.sock", retry_seconds=0.2)
@@ -41,30 +51,22 @@ async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
 
 async def test_the_embedded_server_is_found_under_any_path(tmp_path: Path) -> None:
     """Services read the address from a variable, as YAML."""
-    server = EmbeddedServer(tmp_path / "a #2?%41: b" / "redis")
-    server.start()
-    try:
+    with running(EmbeddedServer(tmp_path / "a #2?%41: b" / "redis")) as server:
         async with await connect(server.url) as store:
             await Mesh.start(store)
         file = tmp_path / "run.yaml"
         file.write_text("{name: servers, folder: run, model: {path: models/tiny}}")
         assert load_run_config(file, environ={"ROLLMESH_STORE__URL": server.url}).store.url == server.url
-    finally:
-        server.kill()
 
 
 async def test_a_wrong_password_is_a_clear_error_and_the_right_one_is_taken_from_url_or_field(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path, EmbeddedOptions(password="r/i@g:h?t"))
-    server.start()
-    try:
+    with running(EmbeddedServer(tmp_path, EmbeddedOptions(password="r/i@g:h?t"))) as server:
         for password in (None, "wrong"):
             with pytest.raises(StoreUnavailable, match="rejects the credentials"):
                 await connect(server.url, password)
         for url, password in ((server.url, "r/i@g:h?t\n"), (f"unix://:r/i@g:h?t@{server.socket_path}", None)):
             async with await connect(url, password) as store:
                 assert await store.recovery.server_run_id()
-    finally:
-        server.kill()
 
 
 async def test_a_server_that_refuses_writes_for_now_is_an_outage_not_an_error(own_server: EmbeddedServer) -> None:
@@ -109,13 +111,9 @@ async def test_a_server_that_hangs_shows_within_seconds_and_no_more_once_it_answ
 
 async def test_a_password_may_hold_any_character(tmp_path: Path) -> None:
     password = 'qu"ote \\ back\nslash'
-    server = EmbeddedServer(tmp_path, EmbeddedOptions(password=password))
-    server.start()
-    try:
+    with running(EmbeddedServer(tmp_path, EmbeddedOptions(password=password))) as server:
         async with await connect(server.url, password) as store:
             assert await store.recovery.server_run_id()
-    finally:
-        server.kill()
 
 
 async def test_an_eviction_policy_that_may_drop_keys_is_refused(own_server: EmbeddedServer) -> None:
@@ -173,15 +171,11 @@ async def test_a_restart_keeps_what_was_written_and_a_kill_too(own_server: Embed
 
 
 async def test_a_loopback_port_and_a_deep_folder_work(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path / ("deep-" * 20) / "run", EmbeddedOptions(port=0))
-    server.start()
-    try:
+    with running(EmbeddedServer(tmp_path / ("deep-" * 20) / "run", EmbeddedOptions(port=0))) as server:
         assert len(str(server.socket_path)) < 108
         assert server.tcp_url is not None
         async with await connect(server.tcp_url) as store:
             assert await store.recovery.server_run_id()
-    finally:
-        server.kill()
 
 
 def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
@@ -240,35 +234,28 @@ def zero_everything(files: Path) -> None:
 
 async def test_zeros_at_the_end_of_the_append_only_file_are_cut_off_and_nothing_else_is_lost(tmp_path: Path) -> None:
     server, notes = await damaged_run(tmp_path, append_zeros)
-    try:
-        assert server.start()
+    with running(server):
         (note,) = notes
         assert "its last 4,096 of " in note
         assert str(only(tmp_path / "appendonlydir", "*.damaged-*")) in note
         async with await connect(server.url) as store:
             assert len(await store.mesh.live_groups()) == 1
-    finally:
-        server.kill()
 
 
 async def test_append_only_files_beyond_repair_are_set_aside_and_the_server_starts_empty(tmp_path: Path) -> None:
     server, notes = await damaged_run(tmp_path, zero_everything)
-    try:
-        assert server.start()
+    with running(server):
         assert "the queue starts empty" in notes[-1]
         assert str(only(tmp_path, "appendonlydir.damaged-*")) in notes[-1]
         async with await connect(server.url) as store:
             await Mesh.start(store)
             assert await store.mesh.live_groups() == []
-    finally:
-        server.kill()
 
 
 def test_a_start_that_fails_for_another_reason_touches_no_file(tmp_path: Path) -> None:
     taken = EmbeddedServer(tmp_path / "other", EmbeddedOptions(port=0))
     taken.start()
     try:
-        assert taken.tcp_url is not None
         port = int(taken.tcp_url.rpartition(":")[2])
         server = EmbeddedServer(tmp_path / "run")
         server.start()

@@ -23,7 +23,6 @@ def tokens_of(segments: tuple[Segment, ...]) -> list[int]:
 
 async def saved(store: TrajectoryStore) -> list[int]:
     found = await store.inspection.inspect(NAME)
-    assert found is not None and found.trajectory is not None
     return tokens_of(found.trajectory.segments)
 
 
