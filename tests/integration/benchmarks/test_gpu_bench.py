@@ -1,8 +1,12 @@
-"""The GPU bench forces the promised lengths, and charges an arm for unfinished work."""
+"""The arms of the GPU bench do the same work under their schedules; run on a CPU at tiny size."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +14,15 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_arm import Update
+from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import ConfigError
-from rollmesh.sim.decode_curve import CurvePoint
 
 pytestmark = pytest.mark.long
 
+PLAN = gpu.quick_plan()
+SYNC, COPRIS = "sync", "copris_paper 32"
 UPDATE = Update(
-    arm="sync",
+    arm=SYNC,
     train_step=1,
     seconds={"load": 0.5, "generate": 2.0, "train": 1.0, "export": 0.5},
     generated_tokens=150,
@@ -27,27 +33,66 @@ UPDATE = Update(
 )
 
 
-def charged(*updates: Update) -> float:
-    rows = gpu.measures(gpu.quick_plan(), {}, updates)
-    return next(row.value for row in rows if "charged" in row.name)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results file of a quick bench."""
+    folder: Path = tmp_path_factory.mktemp("gpu")
+    rows = gpu.run(quick=True, updates=2, output=folder)
+    document: dict[str, Any] = json.loads((folder / gpu.RESULTS).read_text())
+    assert document["measures"] == [row.figures() for row in rows]
+    return document
 
 
-def test_unfinished_and_inherited_tokens_earn_nothing():
-    behind = replace(UPDATE, lengths={"0.0": 180}, generated_tokens=120)
-    assert charged(UPDATE) == 100 / 4
-    assert charged(behind) == 120 / 4
-    assert charged(UPDATE, behind) == 270 / 8
+@pytest.fixture(scope="module")
+def arms(saved: dict[str, Any]) -> dict[str, list[Update]]:
+    """Measured updates of every arm."""
+    found = defaultdict(list)
+    for fields in saved["updates"]:
+        found[fields["arm"]].append(Update(**fields))
+    return found
 
 
-def test_every_arm_is_compared_with_sync_and_every_row_names_the_device(monkeypatch):
+def test_arms_take_turns_and_train_equally_many_trajectories_of_the_forced_lengths(saved, arms):
+    assert [u["arm"] for u in saved["updates"]] == [SYNC, COPRIS] * 2
+    assert [u.train_step for u in (*arms[SYNC], *arms[COPRIS])] == [2, 3, 3, 4]
+    for update in (u for updates in arms.values() for u in updates):
+        assert len(update.lengths) == PLAN.workload.batch_size
+        for trajectory_id, length in update.lengths.items():
+            group, member = map(int, trajectory_id.split("."))
+            assert length == PLAN.workload.group(group)[member].length
+
+
+def test_sync_trains_the_stream_in_order_and_leaves_nothing(arms):
+    groups = [sorted({int(i.split(".")[0]) for i in u.lengths}) for u in arms[SYNC]]
+    assert groups == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    for update in arms[SYNC]:
+        assert update.untrained_tokens == update.reprefilled_tokens == 0
+        assert (update.trained_tokens, update.most_running) == (update.generated_tokens, 16)
+
+
+def test_copris_fills_its_pool_and_continues_what_it_interrupted(arms):
+    first, second = arms[COPRIS]
+    assert max(first.most_running, second.most_running) == 32
+    assert first.untrained_tokens > 0
+    assert first.reprefilled_tokens + second.reprefilled_tokens > 0
+    assert second.generated_tokens + first.untrained_tokens == second.trained_tokens + second.untrained_tokens
+
+
+def test_both_curves_are_paces_that_a_generator_accepts(saved):
+    assert len(saved["curves"]) == 2
+    for curve in saved["curves"].values():
+        assert [running for running, _ in curve] == [1, 8, 32]
+        assert GeneratorConfig(pace=curve).pace == [tuple(point) for point in curve]
+
+
+def test_unfinished_and_inherited_tokens_earn_nothing_and_the_baseline_is_sync(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    other = replace(UPDATE, arm="copris_paper 32", seconds={**UPDATE.seconds, "generate": 0.0})
-    curves = {"without graphs": (CurvePoint(running=8, context=720, seconds=0.25),)}
-    rows = {row.name: row for row in gpu.measures(gpu.quick_plan(), curves, [UPDATE, other])}
-    rate = rows["copris_paper 32: trained tokens (charged), CPU"]
-    assert (rate.baseline, rate.baseline_value, rate.ratio) == ("sync", 25, 2)
-    assert rows["sync: of it generation, CPU"].value == 2
-    assert rows["decode step, 8 running of 720 tokens, without graphs, CPU"].value == 250
+    behind = replace(UPDATE, lengths={"0.0": 180}, generated_tokens=120)
+    faster = replace(UPDATE, arm=COPRIS, seconds={**UPDATE.seconds, "generate": 0.0})
+    rows = {row.name: row for row in gpu.measures(gpu.quick_plan(), {}, [UPDATE, behind, faster])}
+    assert rows["sync: trained tokens (charged), CPU"].value == (100 + 170) / 8
+    other = rows[f"{COPRIS}: trained tokens (charged), CPU"]
+    assert (other.value, other.baseline, other.baseline_value) == (100 / 2, "sync", 270 / 8)
 
 
 def test_without_a_gpu_it_refuses_and_says_what_to_do(monkeypatch):
@@ -63,4 +108,3 @@ def test_lengths_are_those_the_experiment_promises():
     assert abs(np.median(lengths) - 500) < 25
     assert lengths.max() == 4096 and lengths.min() >= 4
     assert len(members) == 500 * 8 and {len(m.prompt.token_ids) for m in members} == {128}
-    assert (plan.workload.groups_per_batch, plan.pools, plan.dtype) == (32, (512,), "bfloat16")
