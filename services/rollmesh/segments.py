@@ -1,14 +1,15 @@
-"""Slicing of segments, and joining of chunks of one policy version."""
+"""Slicing of segments, joining of chunks of one policy version, and groups of given tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from uuid import uuid4
 
 import numpy as np
 
-from rollmesh.types import Group, Segment, SegmentSource
+from rollmesh.types import Group, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
 
 
 def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segment:
@@ -65,3 +66,29 @@ def _merge(run: Sequence[Segment]) -> Segment:
         token_ids=np.concatenate([segment.token_ids for segment in run]),
         behavior_logprobs=np.concatenate(logprobs) if logprobs else None,
     )
+
+
+def given_answer(
+    prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float], reward: float, version: int = 0
+) -> Group:
+    """Return a scored answer from anywhere as a group of one.
+
+    ``logprobs`` are the log-probabilities with which policy version ``version`` sampled ``token_ids``, at T=1.
+    """
+    name = uuid4().hex
+    segment = Segment(
+        token_ids=np.asarray(token_ids, np.int32),
+        behavior_logprobs=np.asarray(logprobs, np.float32),
+        policy_version=version,
+        kv_min_version=version,
+    )
+    answer = Trajectory(
+        trajectory_id=name,
+        group_id=name,
+        member_index=0,
+        prompt=Prompt(prompt_id=name, token_ids=np.asarray(prompt_ids, np.int32), verifier=""),
+        segments=(segment,),
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
+        shaped_reward=reward,
+    )
+    return Group(group_id=name, admission_index=0, trajectories=(answer,))
