@@ -264,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
     "budget raises": (
         method(token_budget="checks:fails"),
-        "curriculum.token_budget=checks:fails: train step 0: raised KeyError",
+        "curriculum.token_budget=checks:fails: raised KeyError",
     ),
     "advantage without inputs": (
         algorithm(advantage="checks:no_inputs"),

@@ -1,3 +1,8 @@
+"""The life of a service process, and its imports."""
+
+from __future__ import annotations
+
+import gc
 import json
 import os
 import signal
@@ -8,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.launcher.exit_reason import exit_reason
-from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, many_imports
 
 SERVICE = """
 import asyncio, sys
@@ -25,6 +30,61 @@ async def main(shutdown):
         await asyncio.Event().wait()
 
 sys.exit(run_service(main, grace_seconds=float(sys.argv[2])))
+"""
+SUPERVISED = """
+import sys
+from rollmesh.runtime.lifecycle import die_with_parent
+
+die_with_parent(int(sys.argv[1]))
+print("lives")
+"""
+THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode % 256)"
+CRASHING = """
+import asyncio, logging, threading, warnings
+import httpx
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.service_host import admin_server
+from rollmesh.runtime.lifecycle import run_service
+from rollmesh.runtime.logging import capture_foreign_logs, configure_logging
+from rollmesh.runtime.metrics import Metrics
+
+configure_logging(TelemetryConfig(), service="reward-0", run="demo")
+capture_foreign_logs()
+
+async def forgotten():
+    raise ValueError("no task awaits this")
+
+async def main(shutdown):
+    logging.getLogger("botocore").warning("two\\nlines")
+    warnings.warn("an old call")
+    thread = threading.Thread(target=lambda: 1 / 0, name="side")
+    thread.start()
+    thread.join()
+    asyncio.create_task(forgotten())
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1") as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"no HTTP at all\\r\\n\\r\\n")
+        await reader.read()
+        writer.close()
+    raise RuntimeError("the end")
+
+run_service(main)
+"""
+CYCLE_AT_THE_END = """
+import sys
+from rollmesh.runtime.lifecycle import own_process
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        print("collected")
+
+if "own" in sys.argv:
+    own_process()
+Cycle()
 """
 
 
@@ -69,16 +129,6 @@ def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: 
         assert process.returncode == status
 
 
-SUPERVISED = """
-import sys
-from rollmesh.runtime.lifecycle import die_with_parent
-
-die_with_parent(int(sys.argv[1]))
-print("lives")
-"""
-THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode % 256)"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are Linux's")
 def test_a_service_lives_while_its_launcher_is_an_ancestor_whatever_its_process_id() -> None:
     launcher = str(os.getpid())
@@ -101,40 +151,6 @@ def test_a_service_whose_launcher_is_gone_ends_at_once() -> None:
     assert (orphan.returncode, orphan.stdout) == (-signal.SIGTERM, "")
 
 
-CRASHING = """
-import asyncio, logging, threading, warnings
-import httpx
-from rollmesh.config.services import TelemetryConfig
-from rollmesh.runtime.health import Health
-from rollmesh.runtime.service_host import admin_server
-from rollmesh.runtime.lifecycle import run_service
-from rollmesh.runtime.logging import capture_foreign_logs, configure_logging
-from rollmesh.runtime.metrics import Metrics
-
-configure_logging(TelemetryConfig(), service="reward-0", run="demo")
-capture_foreign_logs()
-
-async def forgotten():
-    raise ValueError("no task awaits this")
-
-async def main(shutdown):
-    logging.getLogger("botocore").warning("two\\nlines")
-    warnings.warn("an old call")
-    thread = threading.Thread(target=lambda: 1 / 0, name="side")
-    thread.start()
-    thread.join()
-    asyncio.create_task(forgotten())
-    async with admin_server(Metrics("reward"), Health(), "127.0.0.1") as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"no HTTP at all\\r\\n\\r\\n")
-        await reader.read()
-        writer.close()
-    raise RuntimeError("the end")
-
-run_service(main)
-"""
-
-
 def test_every_line_of_a_crashing_service_is_an_event_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "reward-0.log"
     with log.open("wb") as stream:
@@ -154,3 +170,38 @@ def test_every_line_of_a_crashing_service_is_an_event_of_its_log(tmp_path: Path)
     assert crash["exception"].startswith("Traceback (most recent call last)")
     shown = exit_reason(log).text.splitlines()
     assert shown[-1].strip() == "RuntimeError: the end", "the launcher shows the traceback as people know it"
+
+
+def test_nothing_is_collected_during_imports_and_the_collector_works_again_afterwards() -> None:
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ImportError), many_imports():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen, "the garbage of another program's process stays"
+
+
+def test_a_disabled_collector_stays_off() -> None:
+    gc.disable()
+    try:
+        with many_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("arguments", "collected"), [([], True), (["own"], False)])
+def test_a_rollmesh_process_ends_without_a_garbage_collection(arguments: list[str], collected: bool) -> None:
+    command = [sys.executable, "-c", CYCLE_AT_THE_END, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("collected" in done.stdout) is collected
+
+
+def test_the_sglang_engine_is_imported_without_torch_and_without_sglang():
+    code = (
+        "import sys, rollmesh.generator.engines.sglang.sglang_engine, rollmesh.generator.engines;"
+        "assert not {'torch', 'transformers', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -171,6 +171,18 @@ def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, o
             {"schedule": {"segment_tokens": 63}},
             "segment_tokens=63: .* from rollout.partial_save_tokens=64 to rollout.max_new_tokens=512, or 0",
         ),
+        (
+            {"schedule": {"preset": "sync", "on_stale": "restart"}},
+            r"on_stale=restart with schedule.preset=sync: .* take a preset with both \(rollpacker, sorted\)",
+        ),
+        (
+            {"schedule": {"segment_tokens": 64}, "generator": {"reload_every_versions": 2}},
+            "segment_tokens=64 with generator.reload_every_versions=2: .* set generator.reload_every_versions=1",
+        ),
+        (
+            {"schedule": {"segment_tokens": 64, "pool_size": "auto"}},
+            "pool_size=auto with schedule.segment_tokens=64: .* set schedule.pool_size to a number or null",
+        ),
         ({"schedule": {"preset": "kimi", "segment_tokens": 513}}, "segment_tokens=513: .* to .*=512, or 0"),
         (
             {"schedule": {"preset": "ulorl"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},

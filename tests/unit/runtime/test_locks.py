@@ -1,4 +1,4 @@
-"""The holder of a run folder's lock, and who was started by it."""
+"""The lock of a run folder and its holder."""
 
 from __future__ import annotations
 

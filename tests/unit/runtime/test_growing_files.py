@@ -1,4 +1,4 @@
-"""Following a JSON-lines file that another process writes, tidies and leaves half-written."""
+"""Growing JSON-lines files."""
 
 from __future__ import annotations
 

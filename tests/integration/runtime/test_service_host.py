@@ -1,11 +1,17 @@
-"""Metrics of the certificate in use: the times in the file, a rotation, and a refused one."""
+"""The admin port of a service: probes, health, certificates."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import contextlib
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +20,8 @@ from structlog.testing import capture_logs
 from rollmesh.config.services import SecurityConfig
 from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.health import Health
+from rollmesh.runtime.healthcheck import check, main
+from rollmesh.runtime.http_server import listen
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.runtime.service_host import admin_server
@@ -22,6 +30,46 @@ from rollmesh.runtime.tls import TlsFiles
 from ...kit.certificates import Authority, Certificate
 
 NAMES = ("rollmesh_reward_certificate_start_timestamp_seconds", "rollmesh_reward_certificate_expiry_timestamp_seconds")
+
+
+async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -> None:
+    now = [0.0]
+    health = Health(clock=lambda: now[0])
+    metrics = Metrics("demo")
+    metrics.counter("rollmesh_demo_things_total", "Things.").inc(3)
+    async with admin_server(metrics, health, "127.0.0.1") as port, httpx.AsyncClient(timeout=60.0) as client:
+        base = f"http://127.0.0.1:{port}"
+        assert "rollmesh_demo_things_total 3.0" in (await client.get(f"{base}/metrics")).text
+        assert (await client.get(f"{base}/readyz")).status_code == 503
+        health.set_ready(True)
+        assert (await client.get(f"{base}/readyz")).status_code == 200
+        health.watch("loop", 5.0)
+        assert (await client.get(f"{base}/healthz")).status_code == 200
+        now[0] = 6.0
+        answer = await client.get(f"{base}/healthz")
+        assert answer.status_code == 503
+        assert answer.json()["stalled"] == {"loop": 6.0}
+        health.beat("loop")
+        assert (await client.get(f"{base}/healthz")).status_code == 200
+
+
+async def test_head_is_answered_as_get_without_the_body() -> None:
+    health = Health()
+    async with (
+        admin_server(Metrics("demo"), health, "127.0.0.1") as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client,
+    ):
+        for path, status in (("/metrics", 200), ("/healthz", 200), ("/readyz", 503), ("/nothing", 404)):
+            head, get = await client.head(path), await client.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"") == (status, b""), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_ipv6_wildcard_accepts_clients_of_both_families(address: str) -> None:
+    with listen("::", 0, "network.admin_port") as listener:
+        socket.create_connection((address, listener.getsockname()[1]), timeout=60.0).close()
 
 
 class Port:
@@ -109,3 +157,32 @@ async def test_of_a_chain_the_certificate_of_the_process_counts(authority: Autho
 async def test_without_tls_the_names_are_announced_and_have_no_series() -> None:
     async with admin_port(OPEN, OPEN) as port:
         assert await port.samples() == {name: [] for name in NAMES}
+
+
+async def test_a_service_is_healthy_while_its_loops_live_whether_ready_or_not() -> None:
+    health = Health()
+    health.set_ready(False, "no policy yet")
+    async with admin_server(Metrics("generator"), health, "127.0.0.1") as port:
+        assert await asyncio.to_thread(check, port) == ""
+        health.watch("loop", deadline_seconds=-1.0)
+        assert "loop" in await asyncio.to_thread(check, port)
+    assert "refused" in await asyncio.to_thread(check, port)
+
+
+def test_a_container_without_a_known_admin_port_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_NETWORK__ADMIN_PORT", "0")
+    with pytest.raises(SystemExit, match="ROLLMESH_NETWORK__ADMIN_PORT is not set"):
+        main()
+
+
+def test_the_check_loads_nothing_but_the_standard_library() -> None:
+    script = "import sys, rollmesh.runtime.healthcheck as h; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert not {"grpc", "fastapi", "pydantic", "numpy", "httpx"} & set(ast.literal_eval(out))
+
+
+async def test_a_port_with_certificates_is_asked_over_tls(tmp_path: Path) -> None:
+    tls = Authority(tmp_path / "ours").issue("server").section()
+    security = PortSecurity.from_config(SecurityConfig.model_validate({"tls": tls}))
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
+        assert await asyncio.to_thread(check, port) == ""
