@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from rollmesh.sim.length_trace import TracedLengths
 from rollmesh.sim.lengths import LengthModel
 from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.queue_model.records import GroupState
+from rollmesh.sim.reward_model import SolveModel
 from rollmesh.sim.simulated_calls import GroupWork
 from rollmesh.tasks.sources.derived import interleaved
 
@@ -73,20 +73,12 @@ def parse_domains(text: str) -> tuple[SimulatedDomain, ...]:
     return tuple(found)
 
 
-class Solver(Protocol):
-    """Rewards of answers."""
-
-    def rewards(self, position: int, prompt: int, members: int) -> Sequence[float]:
-        """Return the rewards of the first members of the group at a position."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPrompts:
     """Prompts of the data, in their order; after the last one the first comes again."""
 
     lengths: LengthModel | TracedLengths
-    solver: Solver
+    solver: SolveModel
     count: int
     """Prompts of an epoch."""
     prompt_tokens: int
@@ -96,11 +88,6 @@ class SimulatedPrompts:
     """Groups in a row that have the same prompt, as in ``tasks/sources/derived.py``."""
     domains: DomainRows | None = None
     """Domains of the rows; None without any."""
-
-    def __post_init__(self) -> None:
-        for name in ("count", "prompt_tokens", "repeats"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"prompts.{name}={value}: expected at least 1")
 
     def group_id(self, position: int) -> str:
         """Return the id of the group at a position, as the leader of the mesh names it."""

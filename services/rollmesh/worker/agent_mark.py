@@ -6,8 +6,9 @@ scores the finished trajectory of a crashed service reads the posted reward from
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollmesh.errors import DataError
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
@@ -42,49 +43,18 @@ class AgentMark:
 
     def to_bytes(self) -> bytes:
         """Encode as JSON."""
-        record: dict[str, object] = {
-            "session": self.session_id,
-            "part": self.trajectory_index,
-            "start_time": self.start_time,
-            "drifts": self.drift_count,
-            "turn": self.turn,
-            "ask_verifier": self.ask_verifier,
-            "finish_reason": self.finish_reason,
-        }
-        if self.outcome is not None:
-            record["outcome"] = {
-                "kind": self.outcome.kind.value,
-                "value": self.outcome.value,
-                "parts": dict(self.outcome.parts),
-                "message": self.outcome.message,
-            }
-        return json.dumps(record).encode()
+        return _MARKS.dump_json(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> AgentMark:
         """Decode; raises DataError if the bytes are not a mark."""
         try:
-            record = json.loads(data)
-            outcome = record.get("outcome")
-            return AgentMark(
-                session_id=record["session"],
-                trajectory_index=record["part"],
-                start_time=record["start_time"],
-                drift_count=record["drifts"],
-                turn=record["turn"],
-                ask_verifier=record["ask_verifier"],
-                finish_reason=record["finish_reason"],
-                outcome=None
-                if outcome is None
-                else RewardOutcome(
-                    kind=OutcomeKind(outcome["kind"]),
-                    value=outcome["value"],
-                    parts=outcome["parts"],
-                    message=outcome["message"],
-                ),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _MARKS.validate_json(data)
+        except ValidationError as error:
             raise DataError(f"agent session: not a mark: {error}") from error
+
+
+_MARKS = TypeAdapter(AgentMark)
 
 
 def posted_outcome(snapshot: bytes | None) -> RewardOutcome | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
@@ -59,6 +57,7 @@ LARGEST_STATE_BYTES = 1 << 20
 class Snapshot:
     """An environment after a completed turn."""
 
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
     turn_count: int
     """Number of turns played."""
     reply: EnvironmentReply
@@ -72,22 +71,15 @@ class Snapshot:
         """Encode as JSON; raises DataError if the state is too large."""
         if len(self.state) > LARGEST_STATE_BYTES:
             raise DataError(f"environment: a snapshot of {len(self.state)} bytes; the limit is {LARGEST_STATE_BYTES}")
-        record = {
-            "turn_count": self.turn_count,
-            "text": self.reply.text,
-            "done": self.reply.done,
-            "reward": self.reward,
-            "state": base64.b64encode(self.state).decode(),
-        }
-        return json.dumps(record).encode()
+        return _SNAPSHOTS.dump_json(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> Snapshot:
         """Decode; raises DataError if the bytes are not a snapshot."""
         try:
-            record = json.loads(data)
-            reply = EnvironmentReply(text=record["text"], done=record["done"], reward=record["reward"])
-            state = base64.b64decode(record["state"], validate=True)
-            return Snapshot(turn_count=record["turn_count"], reply=reply, reward=record["reward"], state=state)
-        except (ValueError, KeyError, TypeError, binascii.Error) as error:
+            return _SNAPSHOTS.validate_json(data)
+        except ValidationError as error:
             raise DataError(f"environment: not a snapshot: {error}") from error
+
+
+_SNAPSHOTS = TypeAdapter(Snapshot)

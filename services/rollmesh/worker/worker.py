@@ -22,11 +22,10 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.user_code import described
-from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
+from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked, attempt_on, end_of_trajectory
 from rollmesh.worker.build import WorkerDeps, WorkerSettings
 from rollmesh.worker.generator_pool import GeneratorSlot
 from rollmesh.worker.program import RolloutContext
-from rollmesh.worker.trajectory_spans import attempt_on, end_of_trajectory
 from rollmesh.worker.worker_session import Beat
 
 _LEASES_AT_ONCE = 64

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from rollmesh.cli.main import app
 from rollmesh.errors import ConfigError
 from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
+from rollmesh.sim.failures import FailurePlan
 
 POINTS = [(running, context, 0.01 + 1e-8 * running * context) for running in (1, 128) for context in (1000, 8000)]
 LONG = ("rollout.max_new_tokens=900000", "generator.max_context_tokens=900512")
@@ -102,3 +103,16 @@ def test_more_events_than_a_hundred_million_need_the_option():
     assert clock.step()
     with pytest.raises(ConfigError, match=r"more than 1 events by 2 virtual seconds: .*trainer.train_steps.* --long"):
         clock.step()
+
+
+def test_items_become_rates_and_numbers():
+    plan = FailurePlan.parse(["deaths_per_hour=0.5", "slow_generators=2", "slow_factor=3"], seed=4)
+    assert plan == FailurePlan(deaths_per_hour=0.5, slow_generators=2, slow_factor=3.0, seed=4)
+
+
+@pytest.mark.parametrize(
+    "item", ["meteor=1", "deaths_per_hour", "slow_generators=1.5", "deaths_per_hour=-1", "deaths_per_hour=nan"]
+)
+def test_a_bad_item_is_refused_with_its_text(item):
+    with pytest.raises(ConfigError, match=f"--fail {item.partition('=')[0]}"):
+        FailurePlan.parse([item])

@@ -1,8 +1,20 @@
+"""Rewards of environments that no train step could use."""
+
+from __future__ import annotations
+
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.types import Segment, SegmentSource
+from rollmesh.config.rollout import RewardConfig
+from rollmesh.errors import DataError
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply
+from rollmesh.types import OutcomeKind, RewardOutcome, Segment, SegmentSource
+from rollmesh.worker.environment_program import outcome_of
+from rollmesh.worker.trajectory_scoring import shape
 from rollmesh.worker.turns import turns_of
 
 STOP = 9
@@ -23,25 +35,78 @@ def environment(*ids):
     )
 
 
-def shape(segments):
+def turns_in(segments):
     return [(t.token_ids.tolist(), t.complete, t.answered) for t in turns_of(segments, (STOP,))]
 
 
 def test_turns_end_at_stop_tokens_whatever_the_chunks():
     segments = [policy(1, 2), policy(3, STOP), environment(5), policy(4), policy(STOP), policy(6)]
-    assert shape(segments) == [([1, 2, 3, STOP], True, True), ([4, STOP], True, False), ([6], False, False)]
+    assert turns_in(segments) == [([1, 2, 3, STOP], True, True), ([4, STOP], True, False), ([6], False, False)]
 
 
 def test_a_reply_without_tokens_leaves_two_turns_next_to_each_other():
-    assert shape([policy(1, STOP, 2, STOP)]) == [([1, STOP], True, False), ([2, STOP], True, False)]
+    assert turns_in([policy(1, STOP, 2, STOP)]) == [([1, STOP], True, False), ([2, STOP], True, False)]
 
 
 def test_nothing_written_is_no_turn():
-    assert shape([]) == []
+    assert turns_in([]) == []
 
 
 @given(st.lists(st.sampled_from([1, 2, STOP]), max_size=20), st.data())
 def test_cutting_chunks_elsewhere_changes_no_turn(ids, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
     parts = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-    assert shape([policy(*part) for part in parts]) == shape([policy(*ids)])
+    assert turns_in([policy(*part) for part in parts]) == turns_in([policy(*ids)])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e308, -1e160, 1.1e9])
+def test_a_reward_of_an_environment_that_would_overflow_is_an_error_with_its_value(reward: float) -> None:
+    outcome = outcome_of(reward)
+    assert outcome is not None and outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert f"reward is {reward}, expected at most 1e+09 in size" in outcome.message
+    assert outcome_of(-1e9) is not None and outcome_of(-1e9).value == -1e9  # type: ignore[union-attr]
+
+
+def test_a_whole_number_that_no_float_holds_is_refused_as_a_reply() -> None:
+    with pytest.raises(DataError, match=r"step returned the reward 1000.*, expected at most 1e\+09"):
+        checked_reply(EnvironmentReply(text="", done=True, reward=10**400))
+
+
+SCORED = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0)
+TIMED_OUT = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
+BROKEN = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broken")
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
+def test_long_answers_lose_up_to_one_over_the_last_tokens_of_the_budget(tokens, reward):
+    result = shape(SCORED, tokens, RewardConfig(overlong_buffer_tokens=20), budget=100)
+    assert result.shaped_reward == pytest.approx(reward)
+    assert result.outcome.value == 1.0
+    assert not result.assigned
+
+
+@pytest.mark.parametrize("outcome", [TIMED_OUT, BROKEN])
+@pytest.mark.parametrize("policy", ["unscorable", "retry"])
+def test_a_missing_value_stays_missing_and_is_never_a_silent_zero(outcome, policy):
+    result = shape(outcome, 10, RewardConfig(on_timeout=policy, on_error=policy, fixed_value=-3.0), budget=100)
+    assert result.outcome is outcome
+    assert not result.assigned
+
+
+def test_a_fixed_value_is_assigned_by_kind_and_the_kind_stays_visible():
+    config = RewardConfig(on_timeout="fixed", on_error="unscorable", fixed_value=-0.5)
+    late = shape(TIMED_OUT, 10, config, budget=100)
+    assert (late.assigned, late.shaped_reward, late.outcome.kind) == (True, -0.5, OutcomeKind.TIMED_OUT)
+    assert not shape(BROKEN, 10, config, budget=100).assigned
+
+
+@pytest.mark.parametrize("outcome", [TIMED_OUT, BROKEN])
+def test_a_dead_letter_has_no_value_either(outcome):
+    result = shape(outcome, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100)
+    assert (result.dead, result.assigned, result.shaped_reward) == (True, False, 0.0)
+    assert not shape(SCORED, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100).dead
+
+
+def test_a_buffer_longer_than_the_budget_covers_the_budget():
+    result = shape(SCORED, 50, RewardConfig(overlong_buffer_tokens=1000), budget=100)
+    assert result.shaped_reward == pytest.approx(0.5)

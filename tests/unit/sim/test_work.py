@@ -1,12 +1,18 @@
 """Lengths: forced by prompt and member, with the stated marginal and the stated share between prompts."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.lengths import NAMED, LengthModel, Lognormal, Pareto, QuantileLine, parse_lengths
+from rollmesh.sim.reward_model import RewardModel, SolveModel
+
+from .meshes import mesh_settings
 
 
 def model(marginal, share=0.5, cap=10**6, **more):
@@ -78,3 +84,52 @@ def test_a_bad_description_is_refused_by_name(text, named):
 def test_a_share_above_one_is_refused():
     with pytest.raises(ConfigError, match="prompt_share"):
         model(Lognormal(median=1, sigma=1), share=1.2)
+
+
+GROUPS = mesh_settings("sync").prompts
+
+
+def test_groups_of_one_have_the_answers_of_a_group_of_four():
+    ones = replace(GROUPS, repeats=4, groups_per_batch=16)
+    for position in (0, 7, 60, 130):
+        group, members = GROUPS.work(position, 4), [ones.work(4 * position + number, 1) for number in range(4)]
+        assert [member.lengths[0] for member in members] == list(group.lengths)
+        assert [member.rewards[0] for member in members] == list(group.rewards)
+        assert [member.answer_id(0) for member in members] == [group.answer_id(number) for number in range(4)]
+        assert {member.prompt_id for member in members} == {group.prompt_id}
+
+
+def test_an_epoch_has_every_repeat_of_every_prompt():
+    ones = replace(GROUPS, repeats=4)
+    assert [ones.group_id(position) for position in (0, 239, 240)] == ["e0-0", "e0-239", "e1-0"]
+    assert ones.work(239, 1).prompt_id == "p59"
+
+
+def test_answers_wait_for_a_free_worker_in_order() -> None:
+    workers = RewardModel(median_seconds=2.0, worker_count=2).workers()
+    assert [workers.known_at(now, f"g.{now}", 0) for now in (0.0, 0.5, 1.0, 10.0)] == [2.0, 2.5, 4.0, 12.0]
+
+
+def test_scoring_times_are_lognormal_and_depend_on_the_answer_only() -> None:
+    model = RewardModel(median_seconds=3.0, sigma=0.5, seed=7)
+    seconds = [model.seconds(f"g{i}.0", 0) for i in range(4000)]
+    logs = np.log(seconds)
+    # Four standard errors of mean and standard deviation.
+    assert np.mean(logs) == pytest.approx(math.log(3.0), abs=4 * 0.5 / math.sqrt(4000))
+    assert np.std(logs) == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(8000))
+    assert RewardModel(median_seconds=3.0, sigma=0.5, seed=7).seconds("g5.0", 0) == seconds[5]
+    assert model.seconds("g5.0", 1) != seconds[5]
+    assert RewardModel(median_seconds=3.0, sigma=0.5, seed=8).seconds("g5.0", 0) != seconds[5]
+
+
+def test_prompts_have_beta_distributed_probabilities() -> None:
+    model = SolveModel(alpha=2.0, beta=6.0)
+    probabilities = [model.probability(prompt) for prompt in range(2000)]
+    deviation = math.sqrt(2 * 6 / (8**2 * 9))
+    assert np.mean(probabilities) == pytest.approx(0.25, abs=4 * deviation / math.sqrt(2000))
+
+
+def test_spare_members_do_not_change_the_rewards_of_the_others() -> None:
+    model = SolveModel(seed=3)
+    assert model.rewards(9, 5, 16)[:8] == model.rewards(9, 5, 8)
+    assert set(model.rewards(9, 5, 16)) <= {0.0, 1.0}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds
-from rollmesh.sim.cores import Strangers
+from rollmesh.errors import ConfigError
+from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds, updates_per_second
+from rollmesh.sim.cores import CoreShares, Strangers, fair_level
 from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
+from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_trainer import update_record
+
+from .meshes import mesh_settings
 
 PROMPTS = 100
 """Tokens of the prompts of a batch."""
@@ -111,3 +116,110 @@ def test_the_rate_of_a_run_leaves_its_start_out() -> None:
     assert RECORDS.updates_per_second == pytest.approx(2 / 25.5)
     late = replace(RECORDS, updates=(update(0.0), update(5.0)))
     assert late.updates_per_second == pytest.approx(1 / 5)
+
+
+TOGETHER = CoreShares(cores=2, is_shared=True, generators=2, generator_demand=1.0, service_demand=0.0)
+APART = replace(TOGETHER, is_shared=False)
+
+
+@pytest.mark.parametrize(
+    ("cores", "demands", "level"),
+    [
+        (2.0, [(3, 1.0)], 2 / 3),
+        (2.0, [(2, 1.0)], math.inf),  # exactly full: every process gets what it wants
+        (2.0, [(1, 0.5), (2, 1.0)], 0.75),  # 0.5 of the cores are gone, 1.5 remain for two
+        (1.0, [(2, 0.8), (1, 0.1)], 0.45),
+        (1.0, [], math.inf),
+    ],
+)
+def test_what_small_demands_leave_is_divided_evenly(
+    cores: float, demands: list[tuple[float, float]], level: float
+) -> None:
+    assert fair_level(cores, demands) == pytest.approx(level)
+
+
+def test_three_busy_processes_on_two_cores_take_one_and_a_half_times_as_long() -> None:
+    assert TOGETHER.generator_slowing(decoding=2, is_training=True) == pytest.approx(1.5)
+    assert TOGETHER.trainer_slowing(decoding=2) == pytest.approx(1.5)
+
+
+def test_taking_turns_slows_nothing() -> None:
+    assert TOGETHER.generator_slowing(decoding=2, is_training=False) == 1.0
+    assert TOGETHER.trainer_slowing(decoding=0) == 1.0
+
+
+def test_one_generator_and_a_trainer_have_a_core_each() -> None:
+    assert TOGETHER.generator_slowing(decoding=1, is_training=True) == 1.0
+    assert TOGETHER.trainer_slowing(decoding=1) == 1.0
+
+
+def test_a_generator_that_sleeps_most_of_the_time_keeps_its_pace_and_the_trainer_gets_the_rest() -> None:
+    """Two generators take 0.8, and the services 0.6: 0.6 of the two cores are left for the trainer."""
+    paced = replace(TOGETHER, generator_demand=0.4, service_demand=0.6)
+    assert paced.generator_slowing(decoding=2, is_training=True) == 1.0
+    assert paced.trainer_slowing(decoding=2) == pytest.approx(1 / 0.6)
+
+
+def test_with_cores_of_their_own_only_the_services_slow_the_trainer() -> None:
+    """Two generators share their core with each other, training or not; services of 0.25 leave 0.75 of the other."""
+    apart = replace(APART, service_demand=0.25)
+    assert apart.generator_slowing(decoding=2, is_training=True) == 1.0
+    assert apart.generator_slowing(decoding=1, is_training=True) == pytest.approx(0.5)
+    assert apart.trainer_slowing(decoding=2) == pytest.approx(1 / 0.75)
+
+
+def test_strangers_that_come_after_the_measurement_slow_both_sides() -> None:
+    """Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2)."""
+    crowded = replace(TOGETHER, strangers=((Strangers(number=2.0),),))
+    assert crowded.generator_slowing(decoding=2, is_training=False) == pytest.approx(2.0)
+    assert crowded.trainer_slowing(decoding=0) == pytest.approx(1.5)
+    assert replace(crowded, strangers_before=crowded.strangers).trainer_slowing(decoding=0) == 1.0
+
+
+SHARED = CoreShares(cores=4, is_shared=True, generators=4, generator_demand=1.0, service_demand=0.0)
+"""Four generators have a core each, until the trainer takes one more."""
+
+
+def on(cores: CoreShares | None, preset: str) -> MeshSettings:
+    return replace(mesh_settings(preset), cores=cores)
+
+
+def seconds(settings: MeshSettings) -> float:
+    return SimulatedMesh(settings).run().seconds
+
+
+def test_a_schedule_that_takes_turns_is_as_fast_on_shared_cores() -> None:
+    assert seconds(on(SHARED, "sync")) == pytest.approx(seconds(on(None, "sync")), rel=1e-9)
+
+
+def test_work_that_overlaps_is_slower_on_shared_cores_and_never_slower_than_turns() -> None:
+    free, shared, turns = (
+        updates_per_second(on(cores, preset))
+        for cores, preset in ((None, "one_step_off"), (SHARED, "one_step_off"), (None, "sync"))
+    )
+    assert turns < shared < free
+
+
+def test_twice_the_processes_on_every_core_take_twice_as_long() -> None:
+    """Generators and trainer get half of what they had while the times were measured, when they take turns."""
+    crowded = CoreShares(
+        cores=1,
+        is_shared=True,
+        generators=4,
+        generator_demand=1.0,
+        service_demand=0.0,
+        strangers_before=((Strangers(number=1.0),),),
+        strangers=((Strangers(number=3.0),),),
+    )
+    assert crowded.trainer_slowing(decoding=0) == 2.0
+    assert seconds(on(crowded, "sync")) > 1.3 * seconds(on(None, "sync"))
+
+
+def test_parts_on_shared_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="part_groups"):
+        SimulatedMesh(on(SHARED, "streamrl"))
+
+
+@pytest.mark.parametrize("preset", ["copris", "pipeline", "areal", "rollpacker"])
+def test_every_promise_of_the_scheduler_holds_on_shared_cores(preset: str) -> None:
+    assert len(SimulatedMesh(on(SHARED, preset), check=True).run().updates) == 6
