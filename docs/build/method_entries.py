@@ -55,7 +55,7 @@ def _definition(method: Method) -> list[str]:
 def _needs(method: Method) -> Iterator[str]:
     """Yield what a row says beyond source and options."""
     if isinstance(method, LossMethod):
-        bounds = "none" if method.clip_low is None else f"{method.clip_low:g} and {method.clip_high:g}"
+        bounds = " and ".join(f"{bound:g}" for bound in method.bounds or ()) or "none"
         dual = "dual clip" if method.has_dual_clip else "no dual clip"
         yield f"Bounds: {bounds}, {dual}. Aggregation: `{method.aggregation}`."
     if isinstance(method, AdvantageMethod):

@@ -88,11 +88,10 @@ def loss_options(
     tis_cap: float = 2.0,
 ) -> LossOptions:
     """Return the shared options of a loss; None selects its default bound, and no dual clip."""
-    low = method.clip_low if clip_low is None else clip_low
-    high = method.clip_high if clip_high is None else clip_high
+    low, high = method.bounds or (inf, inf)
     return LossOptions(
-        clip_low=inf if low is None else low,
-        clip_high=inf if high is None else high,
+        clip_low=low if clip_low is None else clip_low,
+        clip_high=high if clip_high is None else clip_high,
         dual_clip=dual_clip,
         tis_cap=tis_cap,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field
@@ -98,100 +97,97 @@ ADVANTAGES = Point(
     field="trainer.algorithm.advantage",
     inputs=("TrajectoryColumns",),
     own=AdvantageMethod(source="your code", compares="none", whole_batch=True),
-    methods=MappingProxyType(
-        {
-            "grpo": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:grpo",
-                source="DeepSeekMath, arXiv 2402.03300",
-                options=GrpoOptions,
-                group_spread=True,
-                deviation="ddof 1, which the source leaves open, as in the code of CoPRIS",
-            ),
-            "dr_grpo": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:dr_grpo",
-                source="Understanding R1-Zero-Like Training, arXiv 2503.20783",
-                deviation="the advantage only, not its aggregation, which divides every answer by a constant length",
-            ),
-            "rloo": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:rloo", source="Back to Basics, arXiv 2402.14740"
-            ),
-            "reinforce_pp": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:reinforce_pp",
-                source="REINFORCE++, arXiv 2501.03262",
-                compares="batch",
-                whole_batch=True,
-                deviation="every trajectory weighs the same, where the source normalises token by token; no KL in the "
-                "reward",
-            ),
-            "mc_grpo": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:mc_grpo",
-                source="MC-GRPO (code)",
-                options=McGrpoOptions,
-                group_spread=True,
-                deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
-                example={"schedule.group_size": 9},
-            ),
-            "grpo_lambda": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:grpo_lambda",
-                source="GRPO-lambda (descriptions; no code of the authors read)",
-                options=GrpoLambdaOptions,
-                group_spread=True,
-                whole_batch=True,
-                ignores_shaping=True,
-                uses_equal_rewards=True,
-                deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
-                example=_EQUAL_REWARDS,
-            ),
-            "drpo": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:drpo",
-                source="DRPO (code)",
-                options=DrpoOptions,
-                needs_policy=True,
-                aggregation="sequence_mean_token_mean",
-                ignores_shaping=True,
-                deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without "
-                "a right and a wrong answer stay in the denominators",
-                example={
-                    "trainer.algorithm.advantage_options": {"longest_tokens": 512},
-                    "trainer.algorithm.aggregation": "sequence_mean_token_mean",
-                },
-            ),
-            "xrpo_novelty": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:xrpo_novelty",
-                source="XRPO (reviews)",
-                options=XrpoNoveltyOptions,
-                group_spread=True,
-                deviation="the advantage only; novelty under the behavior policy",
-            ),
-            "pairs": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:pairs",
-                source="Shuffle-R1 (fork)",
-                options=PairsOptions,
-                group_spread=True,
-                deviation="no batch reshuffle; dropped answers stay in the denominators; set twice the members to "
-                "train on",
-                example={"trainer.algorithm.skip_zero_advantage": True},
-            ),
-            "filtered_bc": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:filtered_bc",
-                source="TTI (code)",
-                compares="none",
-                ignores_shaping=True,
-                uses_equal_rewards=True,
-                example=_EQUAL_REWARDS,
-            ),
-            "tba": AdvantageMethod(
-                function="rollmesh.algorithms.advantages:tba",
-                source="TBA, arXiv 2503.18929",
-                options=TbaOptions,
-                needs_policy=True,
-                needs_reference=True,
-                aggregation="token_mean",
-                uses_equal_rewards=True,
-                deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule; "
-                "with old_logprobs: current, as it has no ratio",
-                example={"trainer.algorithm.advantage_options": {"beta": 0.05}, **_EQUAL_REWARDS},
-            ),
-        }
-    ),
+    methods={
+        "grpo": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:grpo",
+            source="DeepSeekMath, arXiv 2402.03300",
+            options=GrpoOptions,
+            group_spread=True,
+            deviation="ddof 1, which the source leaves open, as in the code of CoPRIS",
+        ),
+        "dr_grpo": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:dr_grpo",
+            source="Understanding R1-Zero-Like Training, arXiv 2503.20783",
+            deviation="the advantage only, not its aggregation, which divides every answer by a constant length",
+        ),
+        "rloo": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:rloo", source="Back to Basics, arXiv 2402.14740"
+        ),
+        "reinforce_pp": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:reinforce_pp",
+            source="REINFORCE++, arXiv 2501.03262",
+            compares="batch",
+            whole_batch=True,
+            deviation="every trajectory weighs the same, where the source normalises token by token; no KL in the "
+            "reward",
+        ),
+        "mc_grpo": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:mc_grpo",
+            source="MC-GRPO (code)",
+            options=McGrpoOptions,
+            group_spread=True,
+            deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
+            example={"schedule.group_size": 9},
+        ),
+        "grpo_lambda": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:grpo_lambda",
+            source="GRPO-lambda (descriptions; no code of the authors read)",
+            options=GrpoLambdaOptions,
+            group_spread=True,
+            whole_batch=True,
+            ignores_shaping=True,
+            uses_equal_rewards=True,
+            deviation="wrong answers of the top groups get 0, unlike a third party's code; alpha is from that code",
+            example=_EQUAL_REWARDS,
+        ),
+        "drpo": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:drpo",
+            source="DRPO (code)",
+            options=DrpoOptions,
+            needs_policy=True,
+            aggregation="sequence_mean_token_mean",
+            ignores_shaping=True,
+            deviation="the weights of its gradient as advantages; its KL penalty is kl_coefficient; groups without "
+            "a right and a wrong answer stay in the denominators",
+            example={
+                "trainer.algorithm.advantage_options": {"longest_tokens": 512},
+                "trainer.algorithm.aggregation": "sequence_mean_token_mean",
+            },
+        ),
+        "xrpo_novelty": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:xrpo_novelty",
+            source="XRPO (reviews)",
+            options=XrpoNoveltyOptions,
+            group_spread=True,
+            deviation="the advantage only; novelty under the behavior policy",
+        ),
+        "pairs": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:pairs",
+            source="Shuffle-R1 (fork)",
+            options=PairsOptions,
+            group_spread=True,
+            deviation="no batch reshuffle; dropped answers stay in the denominators; set twice the members to train on",
+            example={"trainer.algorithm.skip_zero_advantage": True},
+        ),
+        "filtered_bc": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:filtered_bc",
+            source="TTI (code)",
+            compares="none",
+            ignores_shaping=True,
+            uses_equal_rewards=True,
+            example=_EQUAL_REWARDS,
+        ),
+        "tba": AdvantageMethod(
+            function="rollmesh.algorithms.advantages:tba",
+            source="TBA, arXiv 2503.18929",
+            options=TbaOptions,
+            needs_policy=True,
+            needs_reference=True,
+            aggregation="token_mean",
+            uses_equal_rewards=True,
+            deviation="its gradient times beta / 2, at the start of the step; no buffer; beta has no schedule; "
+            "with old_logprobs: current, as it has no ratio",
+            example={"trainer.algorithm.advantage_options": {"beta": 0.05}, **_EQUAL_REWARDS},
+        ),
+    },
 )

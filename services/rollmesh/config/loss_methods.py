@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -16,10 +15,8 @@ from rollmesh.config.section import Section
 class LossMethod(Method):
     """One loss."""
 
-    clip_low: float | None = None
-    """Default lower bound, as a distance from 1; None for a loss without bounds."""
-    clip_high: float | None = None
-    """Default upper bound."""
+    bounds: tuple[float, float] | None = None
+    """Defaults of ``clip_low`` and ``clip_high``; None for a loss without bounds."""
     clips_ratio: bool = False
     """A token whose ratio is beyond the bounds has no gradient."""
     has_dual_clip: bool = False
@@ -44,78 +41,69 @@ _NO_BOUNDS = {"trainer.algorithm.clip_low": None, "trainer.algorithm.clip_high":
 LOSSES = Point(
     field="trainer.algorithm.loss",
     inputs=("LossInput", "LossOptions"),
-    own=LossMethod(source="your code", clip_low=0.2, clip_high=0.28, has_dual_clip=True, pulls_without_advantage=True),
-    methods=MappingProxyType(
-        {
-            "ppo_clip": LossMethod(
-                function="rollmesh.algorithms.losses:ppo_clip",
-                source="PPO, arXiv 1707.06347; bounds of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
-                clip_low=0.2,
-                clip_high=0.28,
-                clips_ratio=True,
-                has_dual_clip=True,
-            ),
-            "decoupled_ppo": LossMethod(
-                function="rollmesh.algorithms.losses:decoupled_ppo",
-                source="arXiv 2110.00641; AReaL Eq. 5, arXiv 2505.24298",
-                clip_low=0.2,
-                clip_high=0.28,
-                clips_ratio=True,
-                has_dual_clip=True,
-                corrects_behavior=True,
-                example=_RECOMPUTE,
-            ),
-            "tis": LossMethod(
-                function="rollmesh.algorithms.losses:tis",
-                source="slime, verl",
-                clip_low=0.2,
-                clip_high=0.28,
-                clips_ratio=True,
-                has_dual_clip=True,
-                corrects_behavior=True,
-                example=_RECOMPUTE,
-            ),
-            "gspo": LossMethod(
-                function="rollmesh.algorithms.losses:gspo",
-                source="GSPO, arXiv 2507.18071",
-                clip_low=3e-4,
-                clip_high=4e-4,
-                clips_ratio=True,
-                aggregation="sequence_mean_token_mean",
-                deviation="a masked token counts as a ratio of 1; bounds as usually quoted, not checked against the "
-                "paper",
-                example={"trainer.algorithm.aggregation": None, **_NO_BOUNDS},
-            ),
-            "cispo": LossMethod(
-                function="rollmesh.algorithms.losses:cispo",
-                source="MiniMax-M1, arXiv 2506.13585",
-                clip_low=1.0,
-                clip_high=4.0,
-                example=_NO_BOUNDS,
-            ),
-            "minpro": LossMethod(
-                function="rollmesh.algorithms.losses:minpro",
-                source="MinPRO, arXiv 2601.22718",
-                clip_low=0.2,
-                clip_high=0.28,
-                deviation="a masked token counts as a ratio of 1; bounds of DAPO, because the source's are not known",
-            ),
-            "topr": LossMethod(
-                function="rollmesh.algorithms.losses:topr",
-                source="TOPR, arXiv 2503.14286",
-                deviation="one ratio per token instead of one per answer",
-                example=_NO_BOUNDS,
-            ),
-            "kimi": LossMethod(
-                function="rollmesh.algorithms.losses:kimi",
-                source="Kimi k1.5, arXiv 2501.12599",
-                options=KimiOptions,
-                pulls_without_advantage=True,
-                deviation="per token, as in ROLL; the optimizer keeps its moments between steps",
-                example=_NO_BOUNDS,
-            ),
-        }
-    ),
+    own=LossMethod(source="your code", bounds=(0.2, 0.28), has_dual_clip=True, pulls_without_advantage=True),
+    methods={
+        "ppo_clip": LossMethod(
+            function="rollmesh.algorithms.losses:ppo_clip",
+            source="PPO, arXiv 1707.06347; bounds of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
+            bounds=(0.2, 0.28),
+            clips_ratio=True,
+            has_dual_clip=True,
+        ),
+        "decoupled_ppo": LossMethod(
+            function="rollmesh.algorithms.losses:decoupled_ppo",
+            source="arXiv 2110.00641; AReaL Eq. 5, arXiv 2505.24298",
+            bounds=(0.2, 0.28),
+            clips_ratio=True,
+            has_dual_clip=True,
+            corrects_behavior=True,
+            example=_RECOMPUTE,
+        ),
+        "tis": LossMethod(
+            function="rollmesh.algorithms.losses:tis",
+            source="slime, verl",
+            bounds=(0.2, 0.28),
+            clips_ratio=True,
+            has_dual_clip=True,
+            corrects_behavior=True,
+            example=_RECOMPUTE,
+        ),
+        "gspo": LossMethod(
+            function="rollmesh.algorithms.losses:gspo",
+            source="GSPO, arXiv 2507.18071",
+            bounds=(3e-4, 4e-4),
+            clips_ratio=True,
+            aggregation="sequence_mean_token_mean",
+            deviation="a masked token counts as a ratio of 1; bounds as usually quoted, not checked against the paper",
+            example={"trainer.algorithm.aggregation": None, **_NO_BOUNDS},
+        ),
+        "cispo": LossMethod(
+            function="rollmesh.algorithms.losses:cispo",
+            source="MiniMax-M1, arXiv 2506.13585",
+            bounds=(1.0, 4.0),
+            example=_NO_BOUNDS,
+        ),
+        "minpro": LossMethod(
+            function="rollmesh.algorithms.losses:minpro",
+            source="MinPRO, arXiv 2601.22718",
+            bounds=(0.2, 0.28),
+            deviation="a masked token counts as a ratio of 1; bounds of DAPO, because the source's are not known",
+        ),
+        "topr": LossMethod(
+            function="rollmesh.algorithms.losses:topr",
+            source="TOPR, arXiv 2503.14286",
+            deviation="one ratio per token instead of one per answer",
+            example=_NO_BOUNDS,
+        ),
+        "kimi": LossMethod(
+            function="rollmesh.algorithms.losses:kimi",
+            source="Kimi k1.5, arXiv 2501.12599",
+            options=KimiOptions,
+            pulls_without_advantage=True,
+            deviation="per token, as in ROLL; the optimizer keeps its moments between steps",
+            example=_NO_BOUNDS,
+        ),
+    },
 )
 
 
@@ -202,50 +190,48 @@ MASKS = Point(
     field="trainer.algorithm.masks",
     inputs=("MaskInput",),
     own=MaskMethod(source="your code", needs="nothing", whole_batch=True),
-    methods=MappingProxyType(
-        {
-            "icepop": MaskMethod(
-                function="rollmesh.algorithms.token_masks:icepop",
-                source="IcePop, as in verl",
-                options=IcepopOptions,
-                needs="old_logprobs",
-                deviation="the mask only; loss tis or decoupled_ppo adds the weight",
-                example=_masked("icepop") | _RECOMPUTE,
-            ),
-            "ratio": MaskMethod(
-                function="rollmesh.algorithms.token_masks:ratio_bounds",
-                source="rejection sampling of verl",
-                options=RatioOptions,
-                needs="old_logprobs",
-                example=_masked("ratio", token=[0.5, 2.0], veto=1e-4) | _RECOMPUTE,
-            ),
-            "opsm": MaskMethod(
-                function="rollmesh.algorithms.token_masks:opsm",
-                source="slime",
-                options=OpsmOptions,
-                needs="old_logprobs",
-                deviation="against the behavior policy, once at the start of the step",
-                example=_masked("opsm") | _RECOMPUTE,
-            ),
-            "m2po": MaskMethod(
-                function="rollmesh.algorithms.token_masks:m2po",
-                source="M2PO, as in AReaL",
-                options=M2poOptions,
-                needs="old_logprobs",
-                whole_batch=True,
-                deviation="over the whole batch; threshold from memory",
-                example=_masked("m2po", threshold=1e-4) | _RECOMPUTE,
-            ),
-            "mastered": MaskMethod(
-                function="rollmesh.algorithms.token_masks:mastered",
-                source="DMMPT of UloRL, arXiv 2507.19766",
-                options=MasteredOptions,
-                needs="policy",
-                deviation="probability and entropy at the start of the step",
-                example=_masked("mastered", entropy=0.5, probability=0.9),
-            ),
-        }
-    ),
+    methods={
+        "icepop": MaskMethod(
+            function="rollmesh.algorithms.token_masks:icepop",
+            source="IcePop, as in verl",
+            options=IcepopOptions,
+            needs="old_logprobs",
+            deviation="the mask only; loss tis or decoupled_ppo adds the weight",
+            example=_masked("icepop") | _RECOMPUTE,
+        ),
+        "ratio": MaskMethod(
+            function="rollmesh.algorithms.token_masks:ratio_bounds",
+            source="rejection sampling of verl",
+            options=RatioOptions,
+            needs="old_logprobs",
+            example=_masked("ratio", token=[0.5, 2.0], veto=1e-4) | _RECOMPUTE,
+        ),
+        "opsm": MaskMethod(
+            function="rollmesh.algorithms.token_masks:opsm",
+            source="slime",
+            options=OpsmOptions,
+            needs="old_logprobs",
+            deviation="against the behavior policy, once at the start of the step",
+            example=_masked("opsm") | _RECOMPUTE,
+        ),
+        "m2po": MaskMethod(
+            function="rollmesh.algorithms.token_masks:m2po",
+            source="M2PO, as in AReaL",
+            options=M2poOptions,
+            needs="old_logprobs",
+            whole_batch=True,
+            deviation="over the whole batch; threshold from memory",
+            example=_masked("m2po", threshold=1e-4) | _RECOMPUTE,
+        ),
+        "mastered": MaskMethod(
+            function="rollmesh.algorithms.token_masks:mastered",
+            source="DMMPT of UloRL, arXiv 2507.19766",
+            options=MasteredOptions,
+            needs="policy",
+            deviation="probability and entropy at the start of the step",
+            example=_masked("mastered", entropy=0.5, probability=0.9),
+        ),
+    },
 )
 
 

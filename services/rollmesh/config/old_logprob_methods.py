@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field
@@ -71,61 +70,59 @@ OldLogprobName = Literal["sampler", "stage_end", "recompute", "current", "snapsh
 
 OLD_LOGPROBS: Point[OldLogprobMethod] = Point(
     field="trainer.algorithm.old_logprobs",
-    methods=MappingProxyType(
-        {
-            "sampler": OldLogprobMethod(
-                value="the logprob of the engine that sampled it, of its own version",
-                source="our variant of CoPRIS",
-                trainer_logprobs=TrainerLogprobs.NONE,
-            ),
-            "stage_end": OldLogprobMethod(
-                value="the trainer's logprob at the end of the stage that sampled it; needs a barrier",
-                source="CoPRIS, arXiv 2511.05589",
-                trainer_logprobs=TrainerLogprobs.STAGE_END,
-                needs_pure=True,
-                missing_reason="stage_not_recorded",
-                example={"schedule.preset": "copris_paper"},
-            ),
-            "recompute": OldLogprobMethod(
-                value="the trainer's logprob before the step",
-                source="decoupled PPO, arXiv 2505.24298",
-                trainer_logprobs=TrainerLogprobs.STEP_START,
-                needs_pure=True,
-            ),
-            "current": OldLogprobMethod(
-                value="the trainer's logprob before the step, mixed caches included",
-                source="POIS of UloRL, arXiv 2507.19766",
-                trainer_logprobs=TrainerLogprobs.STEP_START,
-            ),
-            "snapshot": OldLogprobMethod(
-                value="the logprob under the stored weights of its version",
-                source="Missing Old Logits, arXiv 2605.12070",
-                trainer_logprobs=TrainerLogprobs.SNAPSHOT,
-                needs_pure=True,
-                missing_reason="version_not_kept",
-            ),
-            "loglinear": OldLogprobMethod(
-                value="``(1 - a) log mu + a log pi``, ``a = d / (d + 1)`` for a token of staleness d; ``log pi`` is "
-                "that of the gradient pass, detached: no pass of its own, and the ratio to pi is "
-                "``(pi / mu)^(1 / (d + 1))``",
-                source="AReaL (documentation)",
-                trainer_logprobs=TrainerLogprobs.GRADIENT_PASS,
-                deviation="versions are train steps, and that of the update is one above the weights at its start",
-            ),
-            "ewma": OldLogprobMethod(
-                value="the logprob under ``theta(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k)``, an average "
-                "of the weights of the train steps k since its start or last reset, ``beta = W / (W + 2)``; one pass "
-                "of its own, mixed caches included",
-                source="revised PPO-EWMA of Missing Old Logits, arXiv 2605.12070",
-                options=EwmaOptions,
-                trainer_logprobs=TrainerLogprobs.AVERAGE,
-                missing_reason="average_not_kept",
-                deviation="once per train step, also with several minibatches; a token is active if it is in the loss "
-                "and its weight is not 0 (a clip of ppo_clip sets it to 0, a cap does not)",
-                example={"trainer.algorithm.loss": "decoupled_ppo"},
-            ),
-        }
-    ),
+    methods={
+        "sampler": OldLogprobMethod(
+            value="the logprob of the engine that sampled it, of its own version",
+            source="our variant of CoPRIS",
+            trainer_logprobs=TrainerLogprobs.NONE,
+        ),
+        "stage_end": OldLogprobMethod(
+            value="the trainer's logprob at the end of the stage that sampled it; needs a barrier",
+            source="CoPRIS, arXiv 2511.05589",
+            trainer_logprobs=TrainerLogprobs.STAGE_END,
+            needs_pure=True,
+            missing_reason="stage_not_recorded",
+            example={"schedule.preset": "copris_paper"},
+        ),
+        "recompute": OldLogprobMethod(
+            value="the trainer's logprob before the step",
+            source="decoupled PPO, arXiv 2505.24298",
+            trainer_logprobs=TrainerLogprobs.STEP_START,
+            needs_pure=True,
+        ),
+        "current": OldLogprobMethod(
+            value="the trainer's logprob before the step, mixed caches included",
+            source="POIS of UloRL, arXiv 2507.19766",
+            trainer_logprobs=TrainerLogprobs.STEP_START,
+        ),
+        "snapshot": OldLogprobMethod(
+            value="the logprob under the stored weights of its version",
+            source="Missing Old Logits, arXiv 2605.12070",
+            trainer_logprobs=TrainerLogprobs.SNAPSHOT,
+            needs_pure=True,
+            missing_reason="version_not_kept",
+        ),
+        "loglinear": OldLogprobMethod(
+            value="``(1 - a) log mu + a log pi``, ``a = d / (d + 1)`` for a token of staleness d; ``log pi`` is "
+            "that of the gradient pass, detached: no pass of its own, and the ratio to pi is "
+            "``(pi / mu)^(1 / (d + 1))``",
+            source="AReaL (documentation)",
+            trainer_logprobs=TrainerLogprobs.GRADIENT_PASS,
+            deviation="versions are train steps, and that of the update is one above the weights at its start",
+        ),
+        "ewma": OldLogprobMethod(
+            value="the logprob under ``theta(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k)``, an average "
+            "of the weights of the train steps k since its start or last reset, ``beta = W / (W + 2)``; one pass "
+            "of its own, mixed caches included",
+            source="revised PPO-EWMA of Missing Old Logits, arXiv 2605.12070",
+            options=EwmaOptions,
+            trainer_logprobs=TrainerLogprobs.AVERAGE,
+            missing_reason="average_not_kept",
+            deviation="once per train step, also with several minibatches; a token is active if it is in the loss "
+            "and its weight is not 0 (a clip of ppo_clip sets it to 0, a cap does not)",
+            example={"trainer.algorithm.loss": "decoupled_ppo"},
+        ),
+    },
 )
 
 
@@ -143,17 +140,15 @@ UpdateScaleName = Literal["none", "ess"]
 UPDATE_SCALES: Point[Method] = Point(
     field="trainer.algorithm.update_scale",
     inputs=("share",),
-    methods=MappingProxyType(
-        {
-            "none": Method(source="the learning rate of the run file"),
-            "ess": Method(
-                function="rollmesh.algorithms.ratios:ess_scale",
-                source="VCPO, arXiv 2602.17616",
-                options=EssOptions,
-                deviation="the factor only, not its baseline; weights over the tokens in the loss",
-            ),
-        }
-    ),
+    methods={
+        "none": Method(source="the learning rate of the run file"),
+        "ess": Method(
+            function="rollmesh.algorithms.ratios:ess_scale",
+            source="VCPO, arXiv 2602.17616",
+            options=EssOptions,
+            deviation="the factor only, not its baseline; weights over the tokens in the loss",
+        ),
+    },
 )
 
 MOST_BATCHES = 64
@@ -181,18 +176,16 @@ _SNAPSHOT = {"trainer.algorithm.old_logprobs": "snapshot"}
 
 REPLAYS: Point[Method] = Point(
     field="trainer.replay.by",
-    methods=MappingProxyType(
-        {
-            "uniform": Method(
-                source="Rollout Replay, with DOTS",
-                deviation="from the last batches instead of a buffer of prompts, and within max_staleness",
-                example=_SNAPSHOT,
-            ),
-            "reward": Method(
-                source="TBA, arXiv 2503.18929",
-                deviation="whole groups by their mean reward; no share for the newest policy",
-                example=_SNAPSHOT,
-            ),
-        }
-    ),
+    methods={
+        "uniform": Method(
+            source="Rollout Replay, with DOTS",
+            deviation="from the last batches instead of a buffer of prompts, and within max_staleness",
+            example=_SNAPSHOT,
+        ),
+        "reward": Method(
+            source="TBA, arXiv 2503.18929",
+            deviation="whole groups by their mean reward; no share for the newest policy",
+            example=_SNAPSHOT,
+        ),
+    },
 )

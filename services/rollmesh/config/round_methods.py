@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -89,35 +88,33 @@ class PlannerMethod(Method):
 PLANNERS = Point(
     field="curriculum.planner",
     own=PlannerMethod(source="your code", adaptive=True),
-    methods=MappingProxyType(
-        {
-            "single": PlannerMethod(
-                function="rollmesh.curriculum.planners:single",
-                source="one round of schedule.group_size rollouts and schedule.spare_members",
-            ),
-            "dars": PlannerMethod(
-                function="rollmesh.curriculum.planners:dars",
-                source="DARS (code)",
-                options=DarsOptions,
-                adaptive=True,
-                deviation="a right answer is one with a positive outcome; its advantage is dr_grpo; exact quotients, "
-                "where the code rounds in floating point",
-                example={"trainer.algorithm.advantage": "dr_grpo"},
-            ),
-            "quorum": PlannerMethod(
-                function="rollmesh.curriculum.planners:quorum",
-                source="BroRL (descriptions)",
-                options=QuorumOptions,
-                deviation="the source gives 512 rollouts and no quorum; set schedule.group_size=512",
-                example={"curriculum.planner_options": {"share": 0.8}},
-            ),
-            "spare": PlannerMethod(
-                function="rollmesh.curriculum.planners:spare",
-                source="MC-GRPO (code): n + 1, with its advantage; Shuffle-R1 (fork): 2 n, with the advantage pairs",
-                options=SpareOptions,
-            ),
-        }
-    ),
+    methods={
+        "single": PlannerMethod(
+            function="rollmesh.curriculum.planners:single",
+            source="one round of schedule.group_size rollouts and schedule.spare_members",
+        ),
+        "dars": PlannerMethod(
+            function="rollmesh.curriculum.planners:dars",
+            source="DARS (code)",
+            options=DarsOptions,
+            adaptive=True,
+            deviation="a right answer is one with a positive outcome; its advantage is dr_grpo; exact quotients, "
+            "where the code rounds in floating point",
+            example={"trainer.algorithm.advantage": "dr_grpo"},
+        ),
+        "quorum": PlannerMethod(
+            function="rollmesh.curriculum.planners:quorum",
+            source="BroRL (descriptions)",
+            options=QuorumOptions,
+            deviation="the source gives 512 rollouts and no quorum; set schedule.group_size=512",
+            example={"curriculum.planner_options": {"share": 0.8}},
+        ),
+        "spare": PlannerMethod(
+            function="rollmesh.curriculum.planners:spare",
+            source="MC-GRPO (code): n + 1, with its advantage; Shuffle-R1 (fork): 2 n, with the advantage pairs",
+            options=SpareOptions,
+        ),
+    },
 )
 _OWN_MOST_PER_MEMBER = 8
 
@@ -168,28 +165,26 @@ class DotOptions(Section):
 SHAPERS: Point[Method] = Point(
     field="curriculum.group_shaper",
     inputs=("GroupOutcome", "records"),
-    methods=MappingProxyType(
-        {
-            "none": Method(
-                function="rollmesh.curriculum.shapers:unshaped", source="rewards stay as the worker has shaped them"
-            ),
-            "dap": Method(
-                function="rollmesh.curriculum.shapers:dap",
-                source="Apriel-Reasoner, difficulty-aware penalty (code)",
-                options=DapOptions,
-                deviation="gamma and buffer_tokens are ours",
-                example={"curriculum.group_shaper_options": {"longest_tokens": 512, "buffer_tokens": 128}},
-            ),
-            "dot": Method(
-                function="rollmesh.curriculum.shapers:dot",
-                source="DOT (code)",
-                options=DotOptions,
-                deviation="a truncated answer is not verified again but gets truncated_reward; no prompt oversampling, "
-                "because filtered groups are replaced at once; no KL-Cov term",
-                example={"curriculum.group_shaper_options": {"alpha": 1.5}},
-            ),
-        }
-    ),
+    methods={
+        "none": Method(
+            function="rollmesh.curriculum.shapers:unshaped", source="rewards stay as the worker has shaped them"
+        ),
+        "dap": Method(
+            function="rollmesh.curriculum.shapers:dap",
+            source="Apriel-Reasoner, difficulty-aware penalty (code)",
+            options=DapOptions,
+            deviation="gamma and buffer_tokens are ours",
+            example={"curriculum.group_shaper_options": {"longest_tokens": 512, "buffer_tokens": 128}},
+        ),
+        "dot": Method(
+            function="rollmesh.curriculum.shapers:dot",
+            source="DOT (code)",
+            options=DotOptions,
+            deviation="a truncated answer is not verified again but gets truncated_reward; no prompt oversampling, "
+            "because filtered groups are replaced at once; no KL-Cov term",
+            example={"curriculum.group_shaper_options": {"alpha": 1.5}},
+        ),
+    },
 )
 
 
@@ -243,37 +238,35 @@ _PERIOD = {"curriculum.token_budget_options": {"shortest": 32, "longest": 64, "p
 BUDGETS: Point[Method] = Point(
     field="curriculum.token_budget",
     inputs=("train_step",),
-    methods=MappingProxyType(
-        {
-            "constant": Method(source="rollout.max_new_tokens or rollout.max_turns at every train step"),
-            "cosine": Method(
-                function="rollmesh.curriculum.budgets:cosine",
-                source="SIRI, arXiv 2509.25176, with 8192, 16384 and 640",
-                options=PeriodOptions,
-                example=_PERIOD,
-            ),
-            "stair_cosine": Method(
-                function="rollmesh.curriculum.budgets:stair_cosine",
-                source="SIRI, arXiv 2509.25176",
-                options=PeriodOptions,
-                example=_PERIOD,
-            ),
-            "stair": Method(
-                function="rollmesh.curriculum.budgets:stair",
-                source="SIRI, arXiv 2509.25176",
-                options=StairOptions,
-                deviation="the share of each half is ours",
-                example=_PERIOD,
-            ),
-            "steps": Method(
-                function="rollmesh.curriculum.budgets:steps",
-                source="TTI (code), for turns: 10, 20 and 30",
-                options=StepsOptions,
-                deviation="by train step instead of iteration; no multiplicative form",
-                example={"curriculum.token_budget_options": {"stages": [[0, 32], [2, 64]]}},
-            ),
-        }
-    ),
+    methods={
+        "constant": Method(source="rollout.max_new_tokens or rollout.max_turns at every train step"),
+        "cosine": Method(
+            function="rollmesh.curriculum.budgets:cosine",
+            source="SIRI, arXiv 2509.25176, with 8192, 16384 and 640",
+            options=PeriodOptions,
+            example=_PERIOD,
+        ),
+        "stair_cosine": Method(
+            function="rollmesh.curriculum.budgets:stair_cosine",
+            source="SIRI, arXiv 2509.25176",
+            options=PeriodOptions,
+            example=_PERIOD,
+        ),
+        "stair": Method(
+            function="rollmesh.curriculum.budgets:stair",
+            source="SIRI, arXiv 2509.25176",
+            options=StairOptions,
+            deviation="the share of each half is ours",
+            example=_PERIOD,
+        ),
+        "steps": Method(
+            function="rollmesh.curriculum.budgets:steps",
+            source="TTI (code), for turns: 10, 20 and 30",
+            options=StepsOptions,
+            deviation="by train step instead of iteration; no multiplicative form",
+            example={"curriculum.token_budget_options": {"stages": [[0, 32], [2, 64]]}},
+        ),
+    },
 )
 """Budgets of tokens, and of turns: ``curriculum.turn_budget`` names the same ones."""
 

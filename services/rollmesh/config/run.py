@@ -249,7 +249,7 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
         )
     for field in ("clip_low", "clip_high"):
         value = getattr(algorithm, field)
-        if getattr(loss, field) is None and value is not None:
+        if loss.bounds is None and value is not None:
             yield (
                 f"trainer.algorithm.{field}={value:g}: trainer.algorithm.loss={algorithm.loss} has no bounds and would "
                 f"ignore it; leave {field} out"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -78,57 +77,55 @@ _PUZZLES = {"data.source": {"type": "countdown", "min_numbers": 5, "max_numbers"
 SAMPLERS: Point[Method] = Point(
     field="curriculum.sampler",
     inputs=("draw", "prompts", "history", "train_step"),
-    methods=MappingProxyType(
-        {
-            ORDER: Method(source="every prompt once an epoch, in the order of the source"),
-            "domain_mix": Method(
-                function="rollmesh.curriculum.samplers:domain_mix",
-                source="Apriel-Reasoner, code of PipelineRL",
-                options=DomainMixOptions,
-                deviation="of the prompts of a domain, those drawn least often come first",
-                example={
-                    "data.source": {
-                        "type": "mixture",
-                        "parts": [
-                            {
-                                "name": name,
-                                "weight": 0.5,
-                                "source": {"type": "countdown", "min_numbers": least, "max_numbers": least + 1},
-                            }
-                            for name, least in (("short", 5), ("long", 7))
-                        ],
-                    }
-                },
-            ),
-            "difficulty": Method(
-                function="rollmesh.curriculum.samplers:difficulty",
-                source="DOTS, code of data-efficient-llm-rl",
-                options=DifficultyOptions,
-                deviation="solve rates of the history instead of a trained predictor; temperature 0.1 instead of "
-                "0.001, which is greedy; a prompt has one unfinished group at a time",
-                example=_PUZZLES,
-            ),
-            "frontier": Method(
-                function="rollmesh.curriculum.samplers:frontier",
-                source="HeaPA, code",
-                options=FrontierOptions,
-                deviation="no augmentation, so no tree of variants; sorted mean rewards instead of two heaps",
-                example=_PUZZLES,
-            ),
-            "band": Method(
-                function="rollmesh.curriculum.samplers:band",
-                source="ADS of TACO, from reviews",
-                options=BandOptions,
-                deviation="quantiles of all seen prompts at every draw instead of once an epoch; p25 and p75 are ours",
-                example=_PUZZLES,
-            ),
-            "unsolved": Method(
-                function="rollmesh.curriculum.samplers:unsolved",
-                source="prioritized sampling of Kimi k1.5, arXiv 2501.12599",
-                options=UnseenOptions,
-                deviation="solve rates over the whole run",
-                example=_PUZZLES,
-            ),
-        }
-    ),
+    methods={
+        ORDER: Method(source="every prompt once an epoch, in the order of the source"),
+        "domain_mix": Method(
+            function="rollmesh.curriculum.samplers:domain_mix",
+            source="Apriel-Reasoner, code of PipelineRL",
+            options=DomainMixOptions,
+            deviation="of the prompts of a domain, those drawn least often come first",
+            example={
+                "data.source": {
+                    "type": "mixture",
+                    "parts": [
+                        {
+                            "name": name,
+                            "weight": 0.5,
+                            "source": {"type": "countdown", "min_numbers": least, "max_numbers": least + 1},
+                        }
+                        for name, least in (("short", 5), ("long", 7))
+                    ],
+                }
+            },
+        ),
+        "difficulty": Method(
+            function="rollmesh.curriculum.samplers:difficulty",
+            source="DOTS, code of data-efficient-llm-rl",
+            options=DifficultyOptions,
+            deviation="solve rates of the history instead of a trained predictor; temperature 0.1 instead of "
+            "0.001, which is greedy; a prompt has one unfinished group at a time",
+            example=_PUZZLES,
+        ),
+        "frontier": Method(
+            function="rollmesh.curriculum.samplers:frontier",
+            source="HeaPA, code",
+            options=FrontierOptions,
+            deviation="no augmentation, so no tree of variants; sorted mean rewards instead of two heaps",
+            example=_PUZZLES,
+        ),
+        "band": Method(
+            function="rollmesh.curriculum.samplers:band",
+            source="ADS of TACO, from reviews",
+            options=BandOptions,
+            deviation="quantiles of all seen prompts at every draw instead of once an epoch; p25 and p75 are ours",
+            example=_PUZZLES,
+        ),
+        "unsolved": Method(
+            function="rollmesh.curriculum.samplers:unsolved",
+            source="prioritized sampling of Kimi k1.5, arXiv 2501.12599",
+            options=UnseenOptions,
+            deviation="solve rates over the whole run",
+            example=_PUZZLES,
+        ),
+    },
 )

@@ -36,14 +36,14 @@ DUAL_CLIP = 10.0
 """Default of ``dual_clip``, which every resolved run file contains for any loss."""
 
 
-def _default_bounds(bound: str) -> str:
-    """Return the losses by their default of a bound, and those without bounds."""
+def _default_bounds(bound: int) -> str:
+    """Return the losses by their default of the lower (0) or upper (1) bound, and those without bounds."""
     names: dict[float, list[str]] = {}
     for name, row in LOSSES.methods.items():
-        if (value := getattr(row, bound)) is not None:
-            names.setdefault(value, []).append(name)
+        if row.bounds is not None:
+            names.setdefault(row.bounds[bound], []).append(name)
     defaults = ", ".join(f"{listed(of)} {value:g}" for value, of in names.items())
-    return f"null uses the default of the loss ({defaults}). {listed(LOSSES.names(clip_low=None))} have no bounds."
+    return f"null uses the default of the loss ({defaults}). {listed(LOSSES.names(bounds=None))} have no bounds."
 
 
 _OTHER_AGGREGATIONS = ", ".join(
@@ -83,10 +83,8 @@ class AlgorithmConfig(Section):
     """Source of the denominator of the ratio."""
     old_logprobs_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the old-logprob source; ``rollmesh config methods`` lists them."""
-    clip_low: float | None = Field(
-        default=None, gt=0, description=f"Lower clip, 1 for none; {_default_bounds('clip_low')}"
-    )
-    clip_high: float | None = Field(default=None, gt=0, description=f"Upper clip; {_default_bounds('clip_high')}")
+    clip_low: float | None = Field(default=None, gt=0, description=f"Lower clip, 1 for none; {_default_bounds(0)}")
+    clip_high: float | None = Field(default=None, gt=0, description=f"Upper clip; {_default_bounds(1)}")
     dual_clip: float | None = Field(
         default=DUAL_CLIP,
         gt=1,
@@ -152,16 +150,16 @@ class AlgorithmConfig(Section):
 
     def filled(self) -> Self:
         """Return the section with the defaults of its loss and of the options of its methods filled in."""
-        loss = self.loss_method
+        low, high = self.loss_method.bounds or (None, None)
         masks = tuple(
             mask.model_copy(update={"options": MASKS.complete_options(mask.name, mask.options, "options")})
             for mask in self.masks
         )
         return self.model_copy(
             update={
-                "clip_low": loss.clip_low if self.clip_low is None else self.clip_low,
-                "clip_high": loss.clip_high if self.clip_high is None else self.clip_high,
-                "aggregation": self.aggregation or loss.aggregation,
+                "clip_low": low if self.clip_low is None else self.clip_low,
+                "clip_high": high if self.clip_high is None else self.clip_high,
+                "aggregation": self.aggregation or self.loss_method.aggregation,
                 "masks": masks,
                 **_complete_options(self),
             }
