@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.method_effects import effect_of, read_traces
 from rollmesh.cli.common import EXIT_STOPPED, SetOption, clear_errors
 from rollmesh.cli.configuration import method_settings
 from rollmesh.cli.up import InlineOption, run_to_report
@@ -83,18 +84,21 @@ def methods(
 ) -> None:
     """Run the demo's task with every method of `rollmesh config methods`, with the settings that go with it.
 
-    Prints one row per method, with the traces of the method in its run, or "no effect". Exits with status 1 unless
+    Prints one row per method, with what the totals and step reports of its run show of it. Exits with status 1 unless
     every run makes all its updates and its audit is green.
     """
     root, console = folder or Path("runs/demo-methods"), run_console()
     results = _short_runs(root, _chosen("--method", method, method_settings()), updates, set_ or (), inline, console)
     headings = ("dropped", "outcome", "staleness", "effect")
-    rows = []
-    for result in results:
-        effect = effect_of(read_traces(root / result.name), result.name)
-        summary = result.summary
-        dropped = sum(summary.dropped.values())
-        rows.append((dropped, _shown(result.outcome, ".3f"), _shown(summary.largest_staleness), effect))
+    rows = [
+        (
+            sum(result.summary.dropped.values()),
+            _shown(result.outcome, ".3f"),
+            _shown(result.summary.largest_staleness),
+            effect_of(result.name, result.summary, RecordedRun(root / result.name).metrics.records),
+        )
+        for result in results
+    ]
     _print_table("methods in the real mesh", headings, results, rows, console)
     _end(results, "methods", console)
 
@@ -237,6 +241,38 @@ def _demo(name: str, path: Path, overrides: Sequence[str], console: Console, *, 
     )
     if run_to_report(config, console, inline=inline) == EXIT_STOPPED:
         raise typer.Exit(EXIT_STOPPED)
+
+
+def effect_of(method: str, summary: RunSummary, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return what totals and step reports show of a method, as ``masks/m2po``; empty where they show nothing."""
+
+    def mean(name: str) -> float:
+        values = [value for record in records if math.isfinite(value := number(record, name))]
+        return statistics.fmean(values) if values else 0.0
+
+    sizes, completed = summary.rollouts_per_group, {d: t["completed"] for d, t in summary.domains.items()}
+    match method.partition("/")[0]:
+        case "sampler" if total := sum(completed.values()):
+            return "completed " + " ".join(f"{domain} {n / total:.1%}" for domain, n in completed.items())
+        case "planner" if sizes:
+            rounds = f", {summary.rounds_per_group:.2f} rounds" if summary.rounds_per_group else ""
+            return f"{min(sizes)} to {max(sizes)} rollouts a group{rounds}"
+        case "advantage":
+            return f"mean size {mean('batch.advantage_abs_mean'):.3f}, {summary.skipped_trajectories} skipped"
+        case "loss":
+            return f"mean gradient norm {mean('grad_norm'):.3g}"
+        case "masks":
+            # The mask "stale" is a rule of the schedule, not a method.
+            masked = {name: tokens for name, tokens in summary.masked_tokens.items() if name != "stale"}
+            return ", ".join(f"{name} masked {tokens:,} tokens" for name, tokens in masked.items())
+        case "old_logprobs":
+            return f"mean deviation of the ratio {mean('policy.ratio.std'):.2g}"
+        case "update_scale" if summary.mean_rate_factor is not None:
+            return f"rate times {summary.mean_rate_factor:.3f}"
+        case "replay" if summary.replayed_share is not None:
+            return f"{summary.replayed_share:.1%} of the trajectories replayed"
+        case _:
+            return ""
 
 
 def _schedule_cells(summary: RunSummary) -> Sequence[object]:

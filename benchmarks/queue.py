@@ -15,12 +15,11 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -33,8 +32,6 @@ from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest, Traject
 from rollmesh.store.payload import encode_segments
 from rollmesh.store.redis_client import create_client
 from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment
-
-T = TypeVar("T")
 
 GROUP_SIZES = (8, 16)
 """Group sizes: the default of a run file, and a larger one. Calls are batched by group, so each trajectory of a larger
@@ -51,6 +48,8 @@ _BACKLOG_PAUSE_SECONDS = 0.01
 """Pause at a full backlog, which is about 100 ms of the consumer's work; more polls would load the server."""
 _FLAT_GROUP_SIZE = 16
 _FLAT_SAMPLES = 30
+_OPERATIONS = 10
+"""Operations of a cycle: admission, lease, save, finish, score, view, cut, claim, confirmation, trained report."""
 _UNBOUNDED = 1 << 20
 
 
@@ -60,7 +59,7 @@ def run(*, quick: Quick = False) -> list[Measure]:
     resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder, running_redis(Path(folder), 4096) as server:
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            measures = [m for size in GROUP_SIZES for m in _lives(server.url, pool, rounds, size, trajectories)]
+            measures = [_lives(server.url, pool, rounds, size, trajectories) for size in GROUP_SIZES]
         return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 450))
 
 
@@ -78,38 +77,15 @@ class Work:
     trainer: str = ""
 
 
-@dataclass(slots=True)
-class Role:
-    """Seconds of every call by operation, and of the whole role."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    started: float = 0.0
-    """Wall clock at the first call, comparable between processes of one machine."""
-    ended: float = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Record the start and the end of the block."""
-        self.started = time.time()
-        yield
-        self.ended = time.time()
-
-    async def timed(self, name: str, call: Awaitable[T]) -> T:
-        """Await a call and record its duration."""
-        start = time.perf_counter()
-        result = await call
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        return result
-
-
-RoleMain = Callable[[Work, Role], Coroutine[Any, Any, None]]
+Span = tuple[float, float]
+"""Wall clock at the first and after the last call of a process, comparable between processes of one machine."""
+RoleMain = Callable[[Work], Coroutine[Any, Any, Span]]
 """Work of one process."""
 
 
-def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> list[Measure]:
-    """Measure both arms in turn; return their rates, and the durations of every operation."""
+def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> Measure:
+    """Measure the lives per second of both arms in turn."""
     rates: dict[str, list[float]] = {"ours": [], "bare": []}
-    seconds: dict[str, list[float]] = {}
     for number in range(-1, rounds):
         # The first pair of runs warms up the processes and does not count.
         groups = trajectories // group_size if number >= 0 else 20
@@ -118,30 +94,19 @@ def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, tr
             work = Work(url=url, run=name, group_size=group_size, groups=groups, tokens=LIFE_TOKENS)
             work = asyncio.run(_prepare(work, stream=arm == "bare"))
             mains = (produce, consume) if arm == "ours" else (produce_bare, consume_bare)
-            roles = list(pool.map(_run_role, mains, (work, work)))
+            starts, ends = zip(*pool.map(_run_role, mains, (work, work)), strict=True)
             asyncio.run(_delete_keys(url, f"{{{name}}}:*", name))
             if number >= 0:
-                taken = max(r.ended for r in roles) - min(r.started for r in roles)
-                values.append(groups * group_size / taken)
-                for operation, durations in (item for role in roles for item in role.seconds.items()):
-                    seconds.setdefault(operation, []).extend(durations)
+                values.append(groups * group_size / (max(ends) - min(starts)))
     name = f"lives of {LIFE_TOKENS}-token trajectories, group size {group_size}"
     median = {arm: statistics.median(values) for arm, values in rates.items()}
     bars = (at_least("ratio", 0.25), at_least("value", 1000.0))
-    return [
-        compared(name, median["ours"], "1/s", "bare XADD/XREADGROUP/XACK", median["bare"], bars),
-        *(
-            Measure(name=f"{operation} of {group_size}, p{percent}", value=float(value), unit="ms")
-            for operation, durations in seconds.items()
-            for percent, value in zip((50, 99), 1000 * np.percentile(durations, (50, 99)), strict=True)
-        ),
-    ]
+    return compared(name, median["ours"], "1/s", "bare XADD/XREADGROUP/XACK", median["bare"], bars)
 
 
-def _run_role(main: RoleMain, work: Work) -> Role:
-    role = Role()
-    uvloop.run(main(work, role))
-    return role
+def _run_role(main: RoleMain, work: Work) -> Span:
+    span: Span = uvloop.run(main(work))
+    return span
 
 
 async def _prepare(work: Work, *, stream: bool = False) -> Work:
@@ -179,30 +144,31 @@ async def _delete_keys(url: str, *patterns: str) -> None:
                 await store.connection.command("UNLINK", *keys[at : at + 500])
 
 
-async def produce(work: Work, role: Role) -> None:
+async def produce(work: Work) -> Span:
     """Admit, lease, save, finish and score ``work.groups`` groups, with a limited lead over the consumer."""
     segment, admitted = payload(work.tokens // 2), 0
 
     async def produce_some(session: str, turns: Iterator[int]) -> None:
         for _ in turns:
-            await produce_group(store, session, role, segment, work.group_size)
+            await produce_group(store, session, segment, work.group_size)
 
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         sessions = [await store.sessions.open("bench") for _ in range(PRODUCER_TASKS)]
-        with role.running():
-            while admitted < work.groups:
-                if (await store.mesh.view()).ready_groups >= BACKLOG_GROUPS:
-                    await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
-                    continue
-                count = min(ADMITTED_GROUPS, work.groups - admitted)
-                await role.timed("admit", admit_groups(store, work, admitted, count))
-                admitted += count
-                turns = iter(range(count))
-                await asyncio.gather(*(produce_some(session, turns) for session in sessions))
+        started = time.time()
+        while admitted < work.groups:
+            if (await store.mesh.view()).ready_groups >= BACKLOG_GROUPS:
+                await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
+                continue
+            count = min(ADMITTED_GROUPS, work.groups - admitted)
+            await admit_groups(store, work, admitted, count)
+            admitted += count
+            turns = iter(range(count))
+            await asyncio.gather(*(produce_some(session, turns) for session in sessions))
+        return started, time.time()
 
 
-def admit_groups(store: TrajectoryStore, work: Work, first: int, count: int) -> Awaitable[object]:
-    """Return the call that admits ``count`` groups from the admission index ``first``, with prompts of 64 tokens."""
+async def admit_groups(store: TrajectoryStore, work: Work, first: int, count: int) -> None:
+    """Admit ``count`` groups from the admission index ``first``, with prompts of 64 tokens."""
     ids, metadata = np.arange(64, dtype=np.int32), {"answer": "42"}
     groups = [
         NewGroup(
@@ -214,56 +180,56 @@ def admit_groups(store: TrajectoryStore, work: Work, first: int, count: int) -> 
         )
         for index in range(first, first + count)
     ]
-    return store.leadership.admit(work.leader, groups, Cursor(index=first), Cursor(index=first + count))
+    await store.leadership.admit(work.leader, groups, Cursor(index=first), Cursor(index=first + count))
 
 
-async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int) -> None:
+async def produce_group(store: TrajectoryStore, session: str, segment: Segment, group_size: int) -> None:
     """Lease the trajectories of one group, and save, finish and score them."""
-    leased = await role.timed("lease", store.trajectories.lease(session, group_size))
+    leased = await store.trajectories.lease(session, group_size)
     ids = [item.trajectory.trajectory_id for item in leased]
     saves = [Append(trajectory_id=i, token_offset=0, segments=[segment]) for i in ids]
-    await role.timed("partial save", store.trajectories.append(session, saves))
+    await store.trajectories.append(session, saves)
     digest = TokenDigest().extended([segment])
     rest: dict[str, Any] = {"token_offset": len(segment), "segments": [segment], "digest": digest}
     finishes = [Finish(trajectory_id=i, finish_reason=FinishReason.STOP, **rest) for i in ids]
-    await role.timed("finish", store.trajectories.finish(session, finishes))
+    await store.trajectories.finish(session, finishes)
     outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0, parts={"exact": 1.0})
     scores = [Score(trajectory_id=i, outcome=outcome, shaped_reward=float(at % 2)) for at, i in enumerate(ids)]
-    results = await role.timed("score", store.trajectories.score(session, scores))
+    results = await store.trajectories.score(session, scores)
     if len(results) != group_size or not all(r.status.ok for r in results):
         raise RuntimeError(f"the bench lost a trajectory: {results}")
 
 
-async def consume(work: Work, role: Role) -> None:
+async def consume(work: Work) -> Span:
     """Cut, claim, confirm and report one group per step, in admission order."""
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
-        step, last = 1, work.groups
-        with role.running():
-            while step <= last:
-                ready = (await store.mesh.view()).ready
-                for view in ready[: last + 1 - step]:
-                    await consume_step(store, work, step, view.group_id, role)
-                    step += 1
-                if not ready:
-                    await asyncio.sleep(_PAUSE_SECONDS)
+        step, last, started = 1, work.groups, time.time()
+        while step <= last:
+            ready = (await store.mesh.view()).ready
+            for view in ready[: last + 1 - step]:
+                await consume_step(store, work, step, view.group_id)
+                step += 1
+            if not ready:
+                await asyncio.sleep(_PAUSE_SECONDS)
+        return started, time.time()
 
 
-async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
+async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str) -> None:
     """Consume one batch of one group, from its cut to its trained report."""
     # As in a run, the trainer (there, another process) claims the batch while the leader cuts it.
     _, batch = await asyncio.gather(
-        role.timed("cut", store.leadership.cut(work.leader, step, [group_id])),
-        role.timed("claim", store.training.claim(work.trainer, step, 10.0)),
+        store.leadership.cut(work.leader, step, [group_id]),
+        store.training.claim(work.trainer, step, 10.0),
     )
     if batch is None or len(batch.groups[0].trajectories) != work.group_size:
         raise RuntimeError(f"the bench claimed a wrong batch at step {step}")
     if batch.groups[0].trajectories[0].response_token_count != work.tokens:
         raise RuntimeError(f"the bench claimed a short trajectory at step {step}")
-    await role.timed("confirm", store.training.confirm_batch_file(work.trainer, step, f"digest-{step}"))
-    await role.timed("report trained", store.training.report_trained(work.trainer, step))
+    await store.training.confirm_batch_file(work.trainer, step, f"digest-{step}")
+    await store.training.report_trained(work.trainer, step)
 
 
-async def produce_bare(work: Work, role: Role) -> None:
+async def produce_bare(work: Work) -> Span:
     """Add the same payload with XADD, in pipelines of one group."""
     data, turns = bare_payload(work.tokens), iter(range(work.groups))
 
@@ -272,25 +238,26 @@ async def produce_bare(work: Work, role: Role) -> None:
             async with client.pipeline(transaction=False) as pipe:
                 for _ in range(work.group_size):
                     pipe.xadd(work.run, {"d": data})
-                await role.timed("XADD", pipe.execute())
+                await pipe.execute()
 
     async with create_client(work.url) as client:
-        with role.running():
-            await asyncio.gather(*(add_some() for _ in range(PRODUCER_TASKS)))
+        started = time.time()
+        await asyncio.gather(*(add_some() for _ in range(PRODUCER_TASKS)))
+        return started, time.time()
 
 
-async def consume_bare(work: Work, role: Role) -> None:
+async def consume_bare(work: Work) -> Span:
     """Read and acknowledge one group at a time, with XREADGROUP and XACK."""
     left = work.groups * work.group_size
     async with create_client(work.url) as client:
-        with role.running():
-            while left:
-                read = client.xreadgroup("bench", "one", {work.run: ">"}, count=work.group_size, block=1000)
-                reply: Any = await role.timed("XREADGROUP", read)
-                for entries in (reply or {}).values():
-                    ids = [name for name, _ in entries[0]]
-                    await role.timed("XACK", client.xack(work.run, "bench", *ids))
-                    left -= len(ids)
+        started = time.time()
+        while left:
+            reply: Any = await client.xreadgroup("bench", "one", {work.run: ">"}, count=work.group_size, block=1000)
+            for entries in (reply or {}).values():
+                ids = [name for name, _ in entries[0]]
+                await client.xack(work.run, "bench", *ids)
+                left -= len(ids)
+        return started, time.time()
 
 
 def payload(tokens: int) -> Segment:
@@ -323,23 +290,22 @@ class _Resident:
     samples: list[float] = field(default_factory=list)
     """CPU seconds per operation, one value for each sample."""
 
-    async def add(self, count: int, role: Role) -> None:
+    async def add(self, count: int) -> None:
         """Admit and complete groups."""
         await admit_groups(self.store, self.work, self.cursor, count)
         for _ in range(count):
-            await produce_group(self.store, self.session, role, self.segment, self.work.group_size)
+            await produce_group(self.store, self.session, self.segment, self.work.group_size)
         self.cursor += count
 
     async def sample(self, cycles: int) -> None:
         """Measure the CPU of client and server per operation; a cycle adds a group and consumes the oldest one."""
-        role, before = Role(), await self._cpu_seconds()
+        before = await self._cpu_seconds()
         for _ in range(cycles):
-            await self.add(1, role)
+            await self.add(1)
             oldest = (await self.store.mesh.view()).ready[0].group_id
-            await consume_step(self.store, self.work, self.step, oldest, role)
+            await consume_step(self.store, self.work, self.step, oldest)
             self.step += 1
-        operations = 2 * cycles + sum(map(len, role.seconds.values()))
-        self.samples.append((await self._cpu_seconds() - before) / operations)
+        self.samples.append((await self._cpu_seconds() - before) / (_OPERATIONS * cycles))
 
     async def _cpu_seconds(self) -> float:
         """Return the CPU seconds of this process and of the server's main thread."""
@@ -400,6 +366,6 @@ async def _resident(stack: contextlib.AsyncExitStack, folder: Path, name: str, s
     session = await store.sessions.open("bench")
     queue = _Resident(name=name, store=store, work=work, session=session, segment=payload(FLAT_TOKENS // 2))
     while (missing := size // work.group_size - queue.cursor) > 0:
-        await queue.add(min(BACKLOG_GROUPS, missing), Role())
+        await queue.add(min(BACKLOG_GROUPS, missing))
     await queue.settle()
     return queue

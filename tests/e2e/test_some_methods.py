@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.method_effects import effect_of, read_traces
 from rollmesh.report.recorded_run import RecordedRun
 
 from .conftest import environment
@@ -36,7 +35,7 @@ def test_methods_train_in_the_mesh_and_their_audits_are_green(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(METHODS)} of {len(METHODS)} methods" in done.stdout
     assert "effect" in done.stdout
-    assert effect_of(read_traces(tmp_path / "advantage" / "pairs"), "advantage/pairs").startswith("mean size ")
+    assert "mean size " in done.stdout
     for method in METHODS:
         run = RecordedRun(tmp_path / method)
         assert [record["train_step"] for record in run.metrics.records] == list(range(1, UPDATES + 1)), method
