@@ -23,6 +23,13 @@ _PROCESS_COUNT = 64
 _FILE_BYTES = 256 << 20
 _OPEN_FILE_COUNT = 256
 _CPU_MARGIN_SECONDS = 2
+_EXIT_SIGNAL = signal.SIGHUP
+_SCANS = 200
+_SCAN_SECONDS = 0.05
+"""Time between two scans; a worker that was just forked may get its uid and start a process after the first scan."""
+_QUIET_SCANS = 10
+_LATE_START_SECONDS = 0.5
+"""Processes started up to this time after the template's exit are killed; a new template takes longer to load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,15 +189,6 @@ def _can_fork_at_the_limit() -> bool:
         os._exit(0)
     os.waitpid(child, 0)
     return True
-
-
-_EXIT_SIGNAL = signal.SIGHUP
-_SCANS = 200
-_SCAN_SECONDS = 0.05
-"""Time between two scans; a worker that was just forked may get its uid and start a process after the first scan."""
-_QUIET_SCANS = 10
-_LATE_START_SECONDS = 0.5
-"""Processes started up to this time after the template's exit are killed; a new template takes longer to load."""
 
 
 def start_orphan_reaper(confinement: WorkerConfinement, inherited: int) -> int | None:

@@ -22,6 +22,9 @@ SCORE = b"S"
 """First byte of a request to score the item that follows."""
 PROBE = b"P"
 """Request to measure the confinement of the worker."""
+LARGEST_REQUEST_BYTES = 64 << 20
+LARGEST_REPLY_BYTES = 1 << 20
+_HEADER = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +82,6 @@ def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...
     required.discard(config.reward.verifier)
     optional -= required | {config.reward.verifier}
     return tuple(sorted(required)), tuple(sorted(optional))
-
-
-LARGEST_REQUEST_BYTES = 64 << 20
-LARGEST_REPLY_BYTES = 1 << 20
-_HEADER = struct.Struct("<I")
 
 
 class FrameError(Exception):

@@ -32,6 +32,15 @@ MOST_ITEMS = 100_000
 """Maximum number of answers in the service at once; further requests are rejected."""
 MOST_BYTES = 1 << 30
 """Maximum bytes of answers in the service at once."""
+_RETRIES_AFTER_CRASH = 1
+_RETRIES_AFTER_TEMPLATE_EXIT = 3
+"""Retries of an answer whose worker exited with its template; the retry may use the same template and fail again."""
+_UNKNOWN = "unknown"
+_MAX_LOGGED_REASONS = 20
+_MAX_LOGGED_CHARACTERS = 500
+"""Maximum length of a verifier's name and of a message in a log line: the caller chooses both."""
+UNSCORED_ANSWER_LIMIT = 256
+"""Number of answers without a value since startup, with no scored answer, that ends the service."""
 
 
 class RewardService:
@@ -97,17 +106,6 @@ class RewardService:
             outcome = await self._scoring.score(head.verifier, item)
             span.set(outcome=outcome.kind.value, reward=outcome.value)
         return pb.ScoreResponse(item_index=index, outcome=outcome_to_pb(outcome))
-
-
-_RETRIES_AFTER_CRASH = 1
-_RETRIES_AFTER_TEMPLATE_EXIT = 3
-"""Retries of an answer whose worker exited with its template; the retry may use the same template and fail again."""
-_UNKNOWN = "unknown"
-_MAX_LOGGED_REASONS = 20
-_MAX_LOGGED_CHARACTERS = 500
-"""Maximum length of a verifier's name and of a message in a log line: the caller chooses both."""
-UNSCORED_ANSWER_LIMIT = 256
-"""Number of answers without a value since startup, with no scored answer, that ends the service."""
 
 
 class Scoring:

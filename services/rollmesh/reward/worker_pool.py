@@ -24,6 +24,8 @@ from rollmesh.runtime.tasks import Backoff, cancel_and_wait
 _PROBE_SECONDS = 30.0
 _TEMPLATE_ATTEMPTS = 5
 _BACKOFF = Backoff(first_seconds=0.1)
+_EXIT_GRACE_SECONDS = 0.5
+"""Time for a worker that closed its socket to exit by itself, so that its exit status is not that of a kill."""
 
 
 @dataclass(slots=True)
@@ -185,10 +187,6 @@ class WorkerPool:
             job = self._jobs.get_nowait()
             if not job.result.done():
                 job.result.set_exception(WorkerDied(reason))
-
-
-_EXIT_GRACE_SECONDS = 0.5
-"""Time for a worker that closed its socket to exit by itself, so that its exit status is not that of a kill."""
 
 
 class WorkerTimedOut(Exception):

@@ -48,6 +48,13 @@ _ALLOCATOR = ":".join(
 )
 """Allocator settings. The wheel's server uses glibc malloc, not jemalloc. With its defaults, malloc searches longer and
 longer free lists as the queue grows, and returns memory to the system that it needs again immediately."""
+_TOOL_SECONDS = 600.0
+_DAMAGED = re.compile(
+    r"(Bad file format|Unexpected end of file|Unknown command .*) reading the append only file"
+    r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|Internal error in RDB"
+    r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
+)
+"""Log lines of a server that exits because of damaged files; a full disk or an occupied port logs other lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,15 +312,6 @@ def _quoted(text: str) -> str:
     for character, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(character, written)
     return f'"{text}"'
-
-
-_TOOL_SECONDS = 600.0
-_DAMAGED = re.compile(
-    r"(Bad file format|Unexpected end of file|Unknown command .*) reading the append only file"
-    r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|Internal error in RDB"
-    r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
-)
-"""Log lines of a server that exits because of damaged files; a full disk or an occupied port logs other lines."""
 
 
 def _cut_damaged(files: Path, binary: Path) -> str:

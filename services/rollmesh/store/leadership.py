@@ -21,6 +21,11 @@ from rollmesh.v1 import trajectory_pb2 as pb
 _GROUPS_PER_ADMISSION = 128
 """Groups of one admit script; at most three keys each."""
 _SWEEP_SLICES = 64
+MEMBERS_PER_SWEEP = 128
+"""Members of a large group that one script deletes or resets; at most three keys each."""
+_GROUPS_PER_RECALL = 128
+_MEMBERS_PER_READ = 384
+"""Members whose records one script reads, unless a single group has more."""
 
 
 class Leadership:
@@ -211,11 +216,6 @@ async def sweep(connection: Connection, limits: Limits, train_step: int, first: 
         first += size
 
 
-MEMBERS_PER_SWEEP = 128
-"""Members of a large group that one script deletes or resets; at most three keys each."""
-_GROUPS_PER_RECALL = 128
-
-
 class RestartedGroups:
     """Operations of the leader; each takes its token and raises SessionLost when it is not current.
 
@@ -266,10 +266,6 @@ async def sweep_returning(connection: Connection, group_ids: Sequence[Reply]) ->
     for group_id in group_ids:
         while await connection.run("sweep_returning", group_id, MEMBERS_PER_SWEEP):
             pass
-
-
-_MEMBERS_PER_READ = 384
-"""Members whose records one script reads, unless a single group has more."""
 
 
 class GroupRounds(QueuePart):

@@ -15,6 +15,8 @@ from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import load_chunks
 from rollmesh.types import Int32Array, Segment
 
+_NONE = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRound:
@@ -64,9 +66,6 @@ async def read_member_round(connection: Connection, group_id: str, member: int) 
         is_undecided=undecided is not None,
         is_closed=closed is not None,
     )
-
-
-_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from rollmesh.config.replica_bounds import check_replicas
 from rollmesh.store.redis_connection import Connection
 
+_SCALER_SECONDS = 15
+"""Time after which a launcher that has not read the requests counts as stopped."""
+
 
 class Settings:
     """The newest settings that this client has written or read, by name; ``lib/settings.lua`` lists the names."""
@@ -50,10 +53,6 @@ class Settings:
             if newest > numbers.get(setting, 0):
                 words += [setting, newest, value]
         return bool(words) and bool(await self._connection.run("restore_settings", *words))
-
-
-_SCALER_SECONDS = 15
-"""Time after which a launcher that has not read the requests counts as stopped."""
 
 
 class Scaling:

@@ -24,6 +24,8 @@ LINK_MARK = b"@"
 """First byte of a list element that names a chunk key; no protobuf Segment starts with it (field numbers below 8)."""
 
 _CACHED_PROMPTS = 512
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +161,6 @@ def build_trajectory(
         traceparent=traceparent_of(run, trajectory_id) if run else "",
         cut_token_count=cut,
     )
-
-
-_INT32 = np.dtype("<i4")
-_FLOAT32 = np.dtype("<f4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from rollmesh.store.queue_types import RollbackRequest
 from rollmesh.store.redis_connection import Connection
 from rollmesh.types import PolicyRecord
 
+_PIN = ("pinned", "pin_instance")
+_FLOORS = ("start_at_version", "interrupt_below_version", "required_version")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutlook:
@@ -38,10 +41,6 @@ class HeldPin:
     policy_version: int
     owner: str
     """Evaluation that holds the pin; empty for the operator."""
-
-
-_PIN = ("pinned", "pin_instance")
-_FLOORS = ("start_at_version", "interrupt_below_version", "required_version")
 
 
 class PolicyRegistry:

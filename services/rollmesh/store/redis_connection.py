@@ -48,6 +48,8 @@ _SIGNS_OF_A_CUT = ("Connection lost", "closed by server", "reset by peer", "Brok
 _CUT_OFF = "(so does a server that ends, or one at its maxclients, whose own message is lost at times)"
 _MOST_IDLE = 32
 """Idle connections kept for scripts, below the 100 of the pool: plain commands take theirs from the pool."""
+_BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
+_OPERATION = "Redis"
 
 
 class Connection:
@@ -314,10 +316,6 @@ def check_version(version: str) -> None:
         raise StoreUnavailable(f"Redis reports version {version!r}, which is not a version number") from error
     if numbers < _MINIMUM_VERSION:
         raise StoreUnavailable(f"Redis {version} is too old: install Redis >= 7.0 or Valkey")
-
-
-_BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
-_OPERATION = "Redis"
 
 
 class StoreCallWaits:

@@ -1,4 +1,4 @@
-"""Lua scripts: one file per state change, composed with the key names and the library files that it uses.
+"""Key names, and Lua scripts: one file per state change, composed with the names and library files that it uses.
 
 A script file starts with ``#!lua`` and its flags. The next line, ``-- uses: core fence``, lists the files of
 ``scripts/lib`` whose functions the script calls. A library file starts with the same line. A script gets the files that
@@ -50,66 +50,6 @@ _NO_MASTER = (
 )
 """Errors of a server that is not the master of the run's keys. redis-py strips their codes from the texts."""
 _SCRIPT_LOCATION = re.compile(r"\s*script: (\w+, )?on @user_script.*$", re.DOTALL)
-
-
-class UploadExpired(StoreError):
-    """A payload over 64 KB expired before a script linked it; the store uploads it again."""
-
-
-class RunUnknown(StoreUnavailable):
-    """The run has not been initialised, or Redis came back empty."""
-
-
-_REFUSALS: Mapping[str, type[StoreError]] = MappingProxyType(
-    {"SESSION_LOST": SessionLost, "CONFLICT": Conflict, "UPLOAD_EXPIRED": UploadExpired, "RUN_UNKNOWN": RunUnknown}
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """One composed script."""
-
-    name: str
-    text: str
-    sha: str
-
-
-def compose(name: str, text: str, libraries: Mapping[str, str]) -> Script:
-    """Compose flags, key names, the library files that a script uses (text by name) and its text; raises StoreError."""
-    flags, _, rest = text.partition("\n")
-    if not flags.startswith("#!lua"):
-        raise StoreError(f"{name}.lua: the first line must be #!lua with its flags")
-    linked: dict[str, str] = {}
-    _link(f"{name}.lua", rest, libraries, linked, ())
-    code = "\n".join([*linked.values(), rest])
-    composed = f"{flags}\n{lua_preamble(code)}{code}"
-    return Script(name=name, text=composed, sha=hashlib.sha1(composed.encode(), usedforsecurity=False).hexdigest())
-
-
-def _link(file: str, text: str, libraries: Mapping[str, str], linked: dict[str, str], within: tuple[str, ...]) -> None:
-    """Add the library files that a text lists to ``linked``, each after the files that it lists itself."""
-    header = text.partition("\n")[0]
-    if not header.startswith(_USES):
-        raise StoreError(f"{file}: a line with the library files that it uses is missing: {_USES} core fence")
-    for library in header.removeprefix(_USES).split():
-        if library in within:
-            raise StoreError(f"{file}: library file {library} uses itself: {' -> '.join((*within, library))}")
-        if library not in libraries:
-            raise StoreError(f"{file}: there is no library file {library}; there are {', '.join(sorted(libraries))}")
-        if library not in linked:
-            _link(f"lib/{library}.lua", libraries[library], libraries, linked, (*within, library))
-            linked[library] = libraries[library]
-
-
-@functools.cache
-def load_scripts() -> Mapping[str, Script]:
-    """Load every script of the package, by name; cached for the process."""
-    folder = resources.files("rollmesh.store") / "scripts"
-    libraries = _lua_files(folder / "lib")
-    scripts = _lua_files(folder)
-    return MappingProxyType({name: compose(name, text, libraries) for name, text in sorted(scripts.items())})
-
-
 _REFUSED = (
     redis_errors.AuthenticationError,  # NOAUTH and WRONGPASS
     redis_errors.AuthenticationWrongNumberOfArgsError,
@@ -117,60 +57,6 @@ _REFUSED = (
 )
 _REFUSED_TEXTS = ("Authentication required", "already authenticated", "username-password pair")
 """Texts of NOAUTH and WRONGPASS, in the errors in which redis-py or a sentinel wraps them."""
-
-
-def refuses_credentials(error: Exception) -> bool:
-    """Tell whether the password is missing or wrong, or the user may not do this, so that a retry cannot succeed."""
-    return isinstance(error, _REFUSED) or any(text in str(error) for text in _REFUSED_TEXTS)
-
-
-def is_no_master(error: Exception) -> bool:
-    """Tell whether the server is not the master of the run's keys ; its address may lead elsewhere now."""
-    return isinstance(error, _NO_MASTER) or str(error).startswith("UNBLOCKED ")
-
-
-def cannot_write(error: Exception) -> bool:
-    """Tell whether the server is the master, but cannot write for now."""
-    return str(error).startswith(_TEMPORARY_CODES)
-
-
-def _lua_files(folder: Traversable) -> dict[str, str]:
-    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
-
-
-def store_error(error: redis_errors.RedisError, label: str) -> StoreError:
-    """Convert an error of Redis or of a script into an exception of ``errors.py``; ``label`` begins its message."""
-    text = str(error)
-    refusal = _REFUSAL.search(text)
-    if refusal is not None:
-        code, reason = refusal.group(1), _SCRIPT_LOCATION.sub("", refusal.group(2))
-        if code == "RECOVERING":
-            return StoreUnavailable(f"{reason}; retry later")
-        # Operators read conflicts, which do not need the name of the script; the others are for the log.
-        return Conflict(reason) if code == "CONFLICT" else _REFUSALS[code](f"{label}: {reason}")
-    if refuses_credentials(error):
-        return StoreUnavailable(
-            f"Redis rejects the credentials ({text}): check store.url, ROLLMESH_STORE__PASSWORD and, for "
-            "Sentinel, ROLLMESH_STORE__SENTINEL_PASSWORD"
-        )
-    if isinstance(error, redis_errors.OutOfMemoryError) or "used memory > 'maxmemory'" in text:
-        return StoreUnavailable(
-            f"{label}: Redis has reached maxmemory; nothing was changed. Wait until training frees memory, or raise "
-            "store.maxmemory_bytes (embedded) or the server's maxmemory"
-        )
-    if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
-        return StoreUnavailable(f"{label}: Redis is unreachable: {text or type(error).__name__}")
-    if is_no_master(error):
-        return StoreUnavailable(
-            f"{label}: the server is not the master of the run's keys ({type(error).__name__}: "
-            f"{_SCRIPT_LOCATION.sub('', text)}): store.url must lead to the master, not to a replica or "
-            "another node of a Redis Cluster"
-        )
-    if cannot_write(error):
-        return StoreUnavailable(f"{label}: Redis reports a temporary error: {_SCRIPT_LOCATION.sub('', text)}")
-    return StoreError(f"{label}: Redis reports: {text}")
-
-
 _SINGLE = frozenset(
     {
         "meta",  # run state: steps, cursor, leader, trainer, recovery, pin, content, fixed settings of the schedule
@@ -243,8 +129,118 @@ _WORDS_IN_LUA = {"S": frozenset(TrajectoryState), "R": frozenset({*DropReason, *
 _IDENTITY_IN_LUA = re.compile(r"\b(\w+)_key\(")
 
 
+class UploadExpired(StoreError):
+    """A payload over 64 KB expired before a script linked it; the store uploads it again."""
+
+
+class RunUnknown(StoreUnavailable):
+    """The run has not been initialised, or Redis came back empty."""
+
+
+_REFUSALS: Mapping[str, type[StoreError]] = MappingProxyType(
+    {"SESSION_LOST": SessionLost, "CONFLICT": Conflict, "UPLOAD_EXPIRED": UploadExpired, "RUN_UNKNOWN": RunUnknown}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One composed script."""
+
+    name: str
+    text: str
+    sha: str
+
+
+def compose(name: str, text: str, libraries: Mapping[str, str]) -> Script:
+    """Compose flags, key names, the library files that a script uses (text by name) and its text; raises StoreError."""
+    flags, _, rest = text.partition("\n")
+    if not flags.startswith("#!lua"):
+        raise StoreError(f"{name}.lua: the first line must be #!lua with its flags")
+    linked: dict[str, str] = {}
+    _link(f"{name}.lua", rest, libraries, linked, ())
+    code = "\n".join([*linked.values(), rest])
+    composed = f"{flags}\n{lua_preamble(code)}{code}"
+    return Script(name=name, text=composed, sha=hashlib.sha1(composed.encode(), usedforsecurity=False).hexdigest())
+
+
+def _link(file: str, text: str, libraries: Mapping[str, str], linked: dict[str, str], within: tuple[str, ...]) -> None:
+    """Add the library files that a text lists to ``linked``, each after the files that it lists itself."""
+    header = text.partition("\n")[0]
+    if not header.startswith(_USES):
+        raise StoreError(f"{file}: a line with the library files that it uses is missing: {_USES} core fence")
+    for library in header.removeprefix(_USES).split():
+        if library in within:
+            raise StoreError(f"{file}: library file {library} uses itself: {' -> '.join((*within, library))}")
+        if library not in libraries:
+            raise StoreError(f"{file}: there is no library file {library}; there are {', '.join(sorted(libraries))}")
+        if library not in linked:
+            _link(f"lib/{library}.lua", libraries[library], libraries, linked, (*within, library))
+            linked[library] = libraries[library]
+
+
+@functools.cache
+def load_scripts() -> Mapping[str, Script]:
+    """Load every script of the package, by name; cached for the process."""
+    folder = resources.files("rollmesh.store") / "scripts"
+    libraries = _lua_files(folder / "lib")
+    scripts = _lua_files(folder)
+    return MappingProxyType({name: compose(name, text, libraries) for name, text in sorted(scripts.items())})
+
+
+def refuses_credentials(error: Exception) -> bool:
+    """Tell whether the password is missing or wrong, or the user may not do this, so that a retry cannot succeed."""
+    return isinstance(error, _REFUSED) or any(text in str(error) for text in _REFUSED_TEXTS)
+
+
+def is_no_master(error: Exception) -> bool:
+    """Tell whether the server is not the master of the run's keys ; its address may lead elsewhere now."""
+    return isinstance(error, _NO_MASTER) or str(error).startswith("UNBLOCKED ")
+
+
+def cannot_write(error: Exception) -> bool:
+    """Tell whether the server is the master, but cannot write for now."""
+    return str(error).startswith(_TEMPORARY_CODES)
+
+
+def _lua_files(folder: Traversable) -> dict[str, str]:
+    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
+
+
+def store_error(error: redis_errors.RedisError, label: str) -> StoreError:
+    """Convert an error of Redis or of a script into an exception of ``errors.py``; ``label`` begins its message."""
+    text = str(error)
+    refusal = _REFUSAL.search(text)
+    if refusal is not None:
+        code, reason = refusal.group(1), _SCRIPT_LOCATION.sub("", refusal.group(2))
+        if code == "RECOVERING":
+            return StoreUnavailable(f"{reason}; retry later")
+        # Operators read conflicts, which do not need the name of the script; the others are for the log.
+        return Conflict(reason) if code == "CONFLICT" else _REFUSALS[code](f"{label}: {reason}")
+    if refuses_credentials(error):
+        return StoreUnavailable(
+            f"Redis rejects the credentials ({text}): check store.url, ROLLMESH_STORE__PASSWORD and, for "
+            "Sentinel, ROLLMESH_STORE__SENTINEL_PASSWORD"
+        )
+    if isinstance(error, redis_errors.OutOfMemoryError) or "used memory > 'maxmemory'" in text:
+        return StoreUnavailable(
+            f"{label}: Redis has reached maxmemory; nothing was changed. Wait until training frees memory, or raise "
+            "store.maxmemory_bytes (embedded) or the server's maxmemory"
+        )
+    if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
+        return StoreUnavailable(f"{label}: Redis is unreachable: {text or type(error).__name__}")
+    if is_no_master(error):
+        return StoreUnavailable(
+            f"{label}: the server is not the master of the run's keys ({type(error).__name__}: "
+            f"{_SCRIPT_LOCATION.sub('', text)}): store.url must lead to the master, not to a replica or "
+            "another node of a Redis Cluster"
+        )
+    if cannot_write(error):
+        return StoreUnavailable(f"{label}: Redis reports a temporary error: {_SCRIPT_LOCATION.sub('', text)}")
+    return StoreError(f"{label}: Redis reports: {text}")
+
+
 class Keys:
-    """Key names of one run."""
+    """Key names of one run, which share the hash tag ``{run}``; no name is written anywhere else."""
 
     def __init__(self, run: str) -> None:
         self.run = run

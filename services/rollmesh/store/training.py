@@ -27,6 +27,9 @@ _TOKENS_PER_CLAIM = 32_768
 """Tokens whose payload is part of the reply to claim (a quarter of a megabyte); plain commands read the rest."""
 _UNKNOWN_DIGEST = "unknown"
 """Digest of a re-asserted batch file without a given digest; the next confirmation sets it."""
+KEPT_REPORTS = 2_000
+"""Number of step reports that are kept, the newest ones."""
+_REPORTS_PER_CALL = 500
 
 
 class Training:
@@ -289,11 +292,6 @@ class Training:
 
 def _member_id(group_id: bytes, member: Sequence[Reply]) -> str:
     return f"{group_id.decode()}.{member[0]}"
-
-
-KEPT_REPORTS = 2_000
-"""Number of step reports that are kept, the newest ones."""
-_REPORTS_PER_CALL = 500
 
 
 class StepReports(QueuePart):

@@ -32,6 +32,11 @@ from rollmesh.store.unclaimed import Unclaimed
 from rollmesh.store.view import MeshReader
 from rollmesh.store.worker_sessions import Recovery, Sessions
 
+START_SECONDS = 600.0
+"""Time for which a service waits for Redis: its image, its volume, room on a node, a large append-only file."""
+_LOG_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.1, longest_seconds=1.0)
+
 
 class TrajectoryStore:
     """The trajectory queue of one run.
@@ -99,12 +104,6 @@ class TrajectoryStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-START_SECONDS = 600.0
-"""Time for which a service waits for Redis: its image, its volume, room on a node, a large append-only file."""
-_LOG_SECONDS = 5.0
-_BACKOFF = Backoff(first_seconds=0.1, longest_seconds=1.0)
 
 
 async def open_service_store(

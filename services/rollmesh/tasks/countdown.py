@@ -45,6 +45,11 @@ LARGEST_DIGIT = 9
 EPOCH_SIZE = 1 << 20
 _HELD_OUT_ONE_IN = 8
 _FEWEST_SOLUTIONS = 2
+_TRIAL = re.compile(
+    r"\s*(?P<first>[0-9]{1,4})\s+(?P<sign>[+-])\s+(?P<second>[0-9]{1,4})\s+=\s+(?P<result>[0-9]{1,4})"
+    r"\s+~\s+(?P<target>[0-9]{1,4})\s+=\s+(?P<difference>[0-9]{1,4})\s*!\s*"
+)
+_LONGEST_TRIAL_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +170,6 @@ def _shuffled(rng: random.Random, items: Sequence[int]) -> list[int]:
         other = _below(rng, last + 1)
         pool[last], pool[other] = pool[other], pool[last]
     return pool
-
-
-_TRIAL = re.compile(
-    r"\s*(?P<first>[0-9]{1,4})\s+(?P<sign>[+-])\s+(?P<second>[0-9]{1,4})\s+=\s+(?P<result>[0-9]{1,4})"
-    r"\s+~\s+(?P<target>[0-9]{1,4})\s+=\s+(?P<difference>[0-9]{1,4})\s*!\s*"
-)
-_LONGEST_TRIAL_CHARACTERS = 128
 
 
 class CountdownVerifier:

@@ -19,6 +19,10 @@ from rollmesh.types import Prompt
 
 _PUZZLES_IN_DIGEST = 8
 _SEED_SPAN = 2**30
+LONGEST_ANSWER = 20_000
+"""Limit in characters; a longer answer is cut to its end."""
+_NOT_A_NUMBER = re.compile(r"(?<![a-z])nan[ij]?(?![a-z])", re.IGNORECASE)
+_TAG = "$type"
 
 
 class ReasoningGymPrompts(FinitePrompts):
@@ -87,11 +91,6 @@ def _package() -> Any:
     return reasoning_gym
 
 
-LONGEST_ANSWER = 20_000
-"""Limit in characters; a longer answer is cut to its end."""
-_NOT_A_NUMBER = re.compile(r"(?<![a-z])nan[ij]?(?![a-z])", re.IGNORECASE)
-
-
 class ReasoningGymVerifier:
     """Score by the task, usually 0 to 1, of ``<answer>...</answer>`` or, without the tag, of the whole response.
 
@@ -126,9 +125,6 @@ class ReasoningGymVerifier:
             # An answer that the task cannot read is wrong. A task that cannot score its reference answer is broken.
             task.score_answer(str(entry.get("answer")), entry)
             return 0.0
-
-
-_TAG = "$type"
 
 
 def entry_to_text(entry: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
 from rollmesh.wire.reward_messages import score_item_to_pb
+
+from ...kit.waiting import reached
 
 POISONOUS = '''
 """A verifier that does what the answer says."""
@@ -130,10 +131,7 @@ class Gate:
 
     async def begun(self) -> None:
         """Wait until a verifier waits here; the next call waits for the next verifier."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not self._mark.exists():
-            assert time.monotonic() < deadline, "no verifier has begun with the answer"
-            await asyncio.sleep(0.01)
+        await reached(self._mark.exists, "a verifier that begins with the answer", WAIT_SECONDS)
         self._mark.unlink()
 
     def open(self) -> None:
@@ -276,12 +274,10 @@ async def running_service(config: RunConfig, index: int = 0) -> AsyncIterator[En
 
 async def endpoint_of(config: RunConfig, index: int, task: asyncio.Task[None]) -> Endpoint:
     """Wait until the service has published its address."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = [e for e in read_endpoints(Path(config.folder), "reward") if e.index == index]
-        if found:
-            return found[0]
-        if task.done():
-            task.result()
-        assert time.monotonic() < deadline, "the service did not come up"
-        await asyncio.sleep(0.02)
+    found = await reached(
+        lambda: [e for e in read_endpoints(Path(config.folder), "reward") if e.index == index],
+        "the service",
+        WAIT_SECONDS,
+        check=lambda: task.done() and task.result(),
+    )
+    return found[0]

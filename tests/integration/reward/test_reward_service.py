@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,6 +33,7 @@ from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.reward_client import RewardClient
 
+from ...kit.waiting import reached
 from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, endpoint_of, gate, make_config, running_service
 
 SCORED = OutcomeKind.SCORED
@@ -252,19 +252,18 @@ def start_process(config_file: Path) -> subprocess.Popen[bytes]:
 
 
 async def published(folder: Path, process: subprocess.Popen[bytes]) -> Endpoint:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (found := [e for e in read_endpoints(folder, "reward") if e.pid == process.pid]):
-        assert process.poll() is None and time.monotonic() < deadline, "the service did not come up"
-        await asyncio.sleep(0.05)
-    return found[0]
+    def check() -> None:
+        assert process.poll() is None
+
+    def found() -> list[Endpoint]:
+        return [e for e in read_endpoints(folder, "reward") if e.pid == process.pid]
+
+    return (await reached(found, "the service", WAIT_SECONDS, check=check))[0]
 
 
 async def withdrawn(folder: Path) -> None:
     """Wait until the service has heard that it is to stop: it then takes its address back, and drains."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while read_endpoints(folder, "reward"):
-        assert time.monotonic() < deadline, "the service goes on"
-        await asyncio.sleep(0.01)
+    await reached(lambda: not read_endpoints(folder, "reward"), "the end of the service", WAIT_SECONDS)
 
 
 async def test_sigterm_finishes_what_is_in_the_service_and_kill_leaves_no_process(tmp_path: Path) -> None:

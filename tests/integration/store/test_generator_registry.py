@@ -13,7 +13,6 @@ from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, Traje
 from rollmesh.types import GeneratorRecord, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.routing import Placement
 
 from .store_mesh import Mesh, policy, prompt, segment
 
@@ -229,46 +228,6 @@ async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_thei
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def test_groups_that_repeat_a_prompt_meet_on_the_generator_that_has_it_in_its_cache(
-    store: TrajectoryStore,
-) -> None:
-    generators = GeneratorPool(store.generators)
-    for name in "abc":
-        await store.generators.register(record(name, slots=64), TTL)
-    await generators.refresh()
-
-    def member(group: int, of: int) -> ActiveTrajectory:
-        name = f"e0-{group}"
-        return ActiveTrajectory(
-            Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(of)),
-        )
-
-    seats: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
-    for group in range(18):
-        slot = await generators.acquire(member(group, of=group % 3))
-        slot.__enter__()
-        seats[group % 3].add(slot.record.instance_id)
-    assert [len(found) for found in seats.values()] == [1, 1, 1]
-    assert len(set.union(*seats.values())) == 3
-
-
-async def test_a_pool_that_places_by_tokens_sends_calls_past_the_one_that_has_grown(store: TrajectoryStore) -> None:
-    generators = GeneratorPool(store.generators, placement=Placement.TOKENS)
-    for name in "ab":
-        await store.generators.register(record(name, slots=64), TTL)
-    await generators.refresh()
-    first = await generators.acquire(held(0))
-    with first:
-        first.grow(512)
-        chosen = []
-        for number in range(1, 9):
-            slot = await generators.acquire(held(number))
-            slot.__enter__()
-            chosen.append(slot.record.instance_id)
-        assert first.record.instance_id not in chosen
-    assert (await generators.acquire(held(9))).record.instance_id == first.record.instance_id
 
 
 async def test_a_bounded_wait_ends_where_no_generator_serves_and_goes_on_where_one_is_only_avoided(

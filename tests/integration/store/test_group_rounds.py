@@ -10,7 +10,6 @@ import pytest
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor
-from rollmesh.prompt_history import PromptRecord
 from rollmesh.store import LeasedTrajectory, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
 
@@ -112,23 +111,6 @@ async def test_only_the_leader_decides_and_not_beyond_the_most_members(store: Tr
         await store.connection.run("close_group", mesh.leader, found.group_id, 0, 0, "1.0", "")
     assert (await store.mesh.view()).undecided_groups == 1
     assert await store.rounds.extend(mesh.leader, found, 3, 1, "{}")
-
-
-async def test_shaped_rewards_reach_the_filter_the_batch_and_the_history(store: TrajectoryStore) -> None:
-    mesh = await begin(store, filter_zero_variance=True)
-    kept, dropped = await admit(mesh), await admit(mesh)
-    await complete(mesh, 1.0, 1.0, 1.0, 0.0)
-    first, second = await store.rounds.undecided()
-    await store.rounds.close(mesh.leader, first, [1.0, -0.25])
-    await store.rounds.close(mesh.leader, second, [0.0, 0.0])
-    assert (await store.mesh.counts()).drops == {"filtered_all_wrong": 1}
-    assert await batch_of(mesh, kept) == [(f"{kept}.0", 5, 1.0), (f"{kept}.1", 5, -0.25)]
-    assert await store.prompt_records.read(["0", "1"]) == {
-        "0": PromptRecord(groups=1, members=2, solved=2, reward_sum=0.75, token_sum=10, longest=5, train_step=0),
-        "1": PromptRecord(groups=1, members=2, solved=1, reward_sum=0.0, token_sum=10, longest=5, train_step=0),
-    }
-    assert dropped not in (await read_truth(store)).groups
-    assert await mesh.score(f"{kept}.1", 1.0) == WriteStatus.DUPLICATE, "the worker's own reward again"
 
 
 async def test_a_trajectory_ends_at_its_kept_tokens_and_the_others_are_wasted(store: TrajectoryStore) -> None:

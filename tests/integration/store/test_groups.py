@@ -7,23 +7,11 @@ import pytest
 
 from rollmesh.errors import DataError
 from rollmesh.mesh import Cursor
-from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
+from rollmesh.store import Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .store_mesh import UNSCORABLE, Mesh, environment_segment, group, known, scored, segment
+from .store_mesh import UNSCORABLE, Mesh, group, scored, segment
 from .stored_keys import read_truth
-
-
-async def test_a_group_without_two_scores_dies_when_replacements_are_used_up(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    for value in (None, None, None, 1.0):
-        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
-    view = await store.mesh.view()
-    assert (view.open_groups, view.ready_groups, view.admitted_unconsumed) == (0, 0, 0)
-    drop = (await store.ledger.drops())[0]
-    assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "too_few_scored", 20)
-    assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
 
 
 async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
@@ -124,28 +112,6 @@ async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: Trajecto
     assert await store.ledger.forgotten_drops() == 0
     await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
     assert (await store.ledger.forgotten_drops(), await store.ledger.dropped_groups()) == (2, {"e0-2": "stale"})
-
-
-async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_is_trained(
-    store: TrajectoryStore,
-) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    await mesh.complete(first, None)
-    name = second.trajectory.trajectory_id
-    await mesh.append(name, 0, 3)
-    said = [environment_segment(4)]
-    item = Append(trajectory_id=name, token_offset=3, segments=said, **await known(store, name, 3))
-    await store.trajectories.append(mesh.session, [item])
-    for _ in range(2):
-        await store.trajectories.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
-    assert await mesh.score(first.trajectory.trajectory_id, None) == WriteStatus.DUPLICATE
-    assert (await store.mesh.counts()).dropped_tokens == {"unscorable": 5, "dead": 7}
-    assert await mesh.complete_all() == 2
-    await mesh.train(1, ["e0-0"])
-    counts = await store.mesh.counts()
-    assert (counts.drops, counts.dropped_tokens) == ({}, {"unscorable": 5, "dead": 7})
 
 
 async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:

@@ -29,21 +29,6 @@ async def test_the_pool_is_never_exceeded_by_workers_that_lease_at_once(store: T
     assert (await store.mesh.view()).leased == 7
 
 
-async def test_partials_of_the_oldest_group_are_leased_before_new_work(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(3)
-    first = await store.trajectories.lease(mesh.session, 5)
-    assert [t.trajectory.trajectory_id for t in first] == ["e0-0.0", "e0-0.1", "e0-1.0", "e0-1.1", "e0-2.0"]
-    assert all(t.lease_new and t.attempt == 1 for t in first)
-    for trajectory_id in ("e0-2.0", "e0-1.0"):
-        assert await mesh.append(trajectory_id, 0, 4) == WriteStatus.SAVED
-    await store.trajectories.release(mesh.session, ["e0-2.0", "e0-1.0", "e0-0.1"], ReleaseReason.DRAINED)
-    again = await store.trajectories.lease(mesh.session, 4)
-    assert [t.trajectory.trajectory_id for t in again] == ["e0-1.0", "e0-2.0", "e0-0.1", "e0-2.1"]
-    assert again[0].trajectory.response_ids.tolist() == [0, 1, 2, 3]
-    assert not again[0].lease_new
-
-
 async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
@@ -259,22 +244,6 @@ async def two_versions(store: TrajectoryStore, groups: int = 1, needed: int = 2)
     await store.policies.announce(mesh.trainer, policy(1))
     await mesh.admit(groups, needed)
     return mesh
-
-
-async def test_a_group_is_as_old_as_its_first_token_although_nothing_is_saved(store: TrajectoryStore) -> None:
-    mesh = await two_versions(store)
-    await store.trajectories.lease(mesh.session, 2)
-    assert await age(mesh) == {"e0-0": None}
-    assert await begin(mesh, 1, "e0-0.0") == [WriteStatus.SAVED]
-    assert await age(mesh) == {"e0-0": 1}
-    assert await begin(mesh, 0, "e0-0.1") == [WriteStatus.SAVED]
-    assert await begin(mesh, 1, "e0-0.1") == [WriteStatus.SAVED]
-    assert await age(mesh) == {"e0-0": 0}
-    assert (await store.mesh.view()).unclaimed_by_step == ((0, 1),)
-    for trajectory_id, version in (("e0-0.0", 1), ("e0-0.1", 0)):
-        assert await mesh.finish(trajectory_id, 0, 5, version) == 1
-        assert await mesh.score(trajectory_id, 1.0) == 1
-    assert [g.min_train_step for g in (await store.mesh.view()).ready] == [0]
 
 
 async def test_a_first_token_is_reported_by_the_holder_and_of_an_announced_version_only(

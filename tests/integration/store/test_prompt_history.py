@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.errors import Conflict
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome, PromptRecord
 from rollmesh.store import TrajectoryStore
@@ -98,42 +97,6 @@ async def test_a_run_that_does_not_ask_keeps_no_history(store: TrajectoryStore) 
     assert await store.prompt_records.unsaved(mesh.trainer, 1) == []
     keys = [store.connection.keys.single(name) for name in ("history", "outcomes")]
     assert await store.connection.command("EXISTS", *keys) == 0
-
-
-async def test_each_outcome_is_in_one_batch_file(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, keeps_history=True)
-    await admit(mesh, (0, 0), (0, 1))
-    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
-    first = await store.prompt_records.unsaved(mesh.trainer, 1)
-    assert first == [PromptOutcome("e0-0", "0", 2, 1, 500_000, 10, 6, 0)]
-    await end(mesh, "e0-1", (1, 0.0), (1, 1.0))
-    with pytest.raises(Conflict, match="file 2 cannot follow"):
-        await store.prompt_records.unsaved(mesh.trainer, 2)
-    before = await history(store)
-    for _ in range(2):
-        await mesh.save_outcomes(1, first)
-    assert [o.group_id for o in await store.prompt_records.unsaved(mesh.trainer, 2)] == ["e0-1"]
-    assert await history(store) == before
-
-
-async def test_an_evicted_group_counts_as_a_group_of_its_prompt_without_members(store: TrajectoryStore) -> None:
-    """One of e0-0 is scored, e0-1 is ready; a retry counts nothing again, and the batch file has the outcome."""
-    mesh = await Mesh.start(store, keeps_history=True)
-    await admit(mesh, (0, 0), (0, 1))
-    await end(mesh, "e0-0", (4, 1.0))
-    await end(mesh, "e0-1", (4, 1.0), (6, 0.0))
-    assert [await store.leadership.evict(mesh.leader, ["e0-0", "e0-1"], "stale") for _ in range(2)] == [2, 0]
-    found = await history(store)
-    assert {i: (r.groups, r.members, r.solved, r.token_sum) for i, r in found.items()} == {
-        "0": (1, 0, 0, 0),
-        "1": (1, 2, 1, 10),
-    }
-    file = await store.prompt_records.unsaved(mesh.trainer, 1)
-    assert file[0] == PromptOutcome("e0-0", "0", 0, 0, 0, 0, 0, 0)
-    await mesh.save_outcomes(1, file)
-    await forget_everything(store)
-    await reassert(mesh, [file])
-    assert await history(store) == found
 
 
 async def reassert(mesh: Mesh, outcomes: list[list[PromptOutcome]]) -> None:

@@ -90,34 +90,6 @@ async def test_nothing_is_reaped_within_one_ttl_of_a_recovery(store: TrajectoryS
     assert await store.leadership.reap(mesh.leader) == 2
 
 
-async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(3)
-    await store.trajectories.lease(mesh.session, 3)  # e0-0.0, e0-0.1, e0-1.0
-    await mesh.append("e0-0.0", 0, 4)
-    await mesh.finish("e0-1.0", 0, 2)
-    other = await store.sessions.open("other")
-    await store.trajectories.lease(other, 1)  # e0-1.1
-    await other_server(store)
-    # It believes in more tokens than were saved, in two leases that were lost, and has forgotten e0-0.1.
-    stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-1.1": 0, "e0-2.0": 5, "e0-9.0": 1}
-    answers = await store.sessions.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
-    assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in answers] == [
-        ("e0-0.0", True, 4),
-        ("e0-1.0", True, 2),
-        ("e0-1.1", False, 0),
-        ("e0-2.0", True, 0),
-        ("e0-9.0", False, 0),
-    ]
-    assert await mesh.append("e0-0.0", 4, 5) == WriteStatus.SAVED
-    assert await mesh.append("e0-2.0", 0, 5) == WriteStatus.SAVED
-    view = await store.mesh.view()
-    assert (view.leased, view.pending) == (3, 2)
-    stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-2.0": 5}
-    again = await store.sessions.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
-    assert [(a.kept, a.saved_token_count) for a in again] == [(True, 9), (True, 2), (True, 5)]
-
-
 async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

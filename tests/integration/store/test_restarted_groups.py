@@ -113,28 +113,6 @@ async def test_a_group_that_is_evicted_during_its_reset_counts_as_drawn_whatever
     assert await store.leadership.evict(mesh.leader, ["e0-2"], "stale") == 0, "a retry counts nothing again"
 
 
-async def test_groups_set_aside_wait_until_they_are_recalled_oldest_first(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await train_one_step(mesh)
-    await mesh.admit(3)
-    await store.trajectories.lease(mesh.session, 6)
-    for index in (4, 2, 3):
-        await mesh.append(f"e0-{index}.0", 0, 2)
-        assert await store.restarted.set_aside(mesh.leader, [f"e0-{index}"]) == 1
-    view = await store.mesh.view()
-    assert (view.aside_groups, view.open_groups, view.admitted_unconsumed, view.pending) == (3, 0, 0, 0)
-    assert view.aside == ("e0-2", "e0-3", "e0-4")
-    assert await store.trajectories.lease(mesh.session, 6) == []
-    assert set(await store.mesh.live_groups()) == {"e0-2", "e0-3", "e0-4"}
-    assert [await store.restarted.recall(mesh.leader, 2, 2) for _ in range(2)] == [2, 0]
-    view = await store.mesh.view()
-    assert (view.aside_groups, view.recalled_groups, view.open_groups, view.pending) == (1, 2, 2, 4)
-    assert await store.restarted.recall(mesh.leader, 2, 3) == 1, "a leader that died in between is continued"
-    assert await mesh.complete_all(version=1) == 6
-    await store.leadership.cut(mesh.leader, 2, ["e0-2", "e0-3"])
-    assert (await store.mesh.view()).recalled_groups == 0, "the long round ends with its cut"
-
-
 async def test_a_batch_file_takes_its_group_out_of_what_is_aside(store: TrajectoryStore) -> None:
     """Redis came back from before the recall: the trainer has trained the group that the queue has aside."""
     mesh = await Mesh.start(store, max_staleness=0)

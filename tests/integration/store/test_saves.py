@@ -18,29 +18,8 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.saving import Saver
 from rollmesh.worker.worker_session import WorkerSession
 
-from .store_mesh import Forgetful, Mesh, dump, environment_segment, group, known, policy, segment
+from .store_mesh import Forgetful, Mesh, dump, environment_segment, group, policy, segment
 from .stored_keys import read_truth
-
-
-async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
-    assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.SAVED
-    assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.SAVED
-    assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.DUPLICATE
-    same = await known(store, "e0-0.0", 4)
-    other = Append(trajectory_id="e0-0.0", token_offset=4, segments=[segment(2, start=77)], **same)
-    refused = (await store.trajectories.append(mesh.session, [other]))[0]
-    assert (refused.status, refused.saved_token_count) == (WriteStatus.REFUSED, 6)
-    assert await mesh.append("e0-0.0", 9, 2) == WriteStatus.REFUSED
-    assert await mesh.finish("e0-0.0", 6, 1) == WriteStatus.SAVED
-    assert await mesh.finish("e0-0.0", 6, 1) == WriteStatus.DUPLICATE
-    assert await mesh.finish("e0-0.0", 6, 2) == WriteStatus.REFUSED
-    assert await mesh.score("e0-0.0", 1.0) == WriteStatus.SAVED
-    assert await mesh.score("e0-0.0", 1.0) == WriteStatus.DUPLICATE
-    assert await mesh.score("e0-0.0", 0.5) == WriteStatus.REFUSED
-    assert (await read_truth(store)).members["e0-0.0"].tokens == 7
 
 
 async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError
-from rollmesh.store import Append, Finish, ReleaseReason, Score, TokenDigest, TrajectoryStore, WriteStatus
+from rollmesh.store import Append, Finish, Score, TokenDigest, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, Segment
 
 from .store_mesh import Mesh, digest_of, held, scored, segment
@@ -60,20 +60,6 @@ async def append(
     return (await store.trajectories.append(session, [item]))[0].status
 
 
-async def test_tokens_saved_before_a_stall_are_never_joined_to_those_of_a_later_beginning(
-    store: TrajectoryStore,
-) -> None:
-    _, other = await stalled(store)
-    assert await store.trajectories.restart(other, [NAME]) == [1]
-    assert await append(store, other, [], THEIRS, incarnation=1) is WriteStatus.SAVED
-    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
-    awake = await store.sessions.open("A")
-    answers = await store.sessions.reregister(awake, [held(NAME, OURS)])
-    assert [(a.kept, a.saved_token_count) for a in answers] == [(False, 0)]
-    assert await append(store, awake, [segment(60)], segment(40, start=60)) is WriteStatus.LOST
-    assert await saved(store) == THEIRS.token_ids.tolist()
-
-
 @pytest.mark.parametrize(
     ("before", "incarnation"),
     [(segment(60), 1), (THEIRS, 0), (segment(60), 0)],
@@ -99,30 +85,6 @@ async def test_a_write_that_follows_other_tokens_is_refused(
         assert (await store.trajectories.finish(other, [finish]))[0].status is WriteStatus.REFUSED
     assert await saved(store) == THEIRS.token_ids.tolist()
     assert (await read_truth(store)).members[NAME].state == "leased"
-
-
-async def test_a_worker_that_wakes_keeps_its_unchanged_trajectories(store: TrajectoryStore) -> None:
-    _, other = await stalled(store)
-    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
-    awake = await store.sessions.open("A")
-    answers = await store.sessions.reregister(awake, [held(NAME, OURS, segment(20, start=100))])
-    assert [(a.kept, a.saved_token_count) for a in answers] == [(True, 100)]
-    assert await append(store, awake, [OURS], segment(20, start=100)) is WriteStatus.SAVED
-    assert await saved(store) == list(range(120))
-
-
-async def test_a_redis_older_than_a_restart_does_not_take_its_later_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
-    await append(store, mesh.session, [], OURS)
-    # The worker began again, and has saved 120 other tokens since; Redis comes back from before that.
-    await other_server(store)
-    answers = await store.sessions.reregister(mesh.session, [held(NAME, segment(120, start=5_000), incarnation=1)])
-    assert [a.kept for a in answers] == [False]
-    truth = await read_truth(store)
-    assert (truth.problems, truth.members[NAME].state) == ([], "partial")
-    assert await saved(store) == OURS.token_ids.tolist()
 
 
 async def test_a_redis_that_forgot_saves_keeps_those_that_begin_the_worker_s_own(store: TrajectoryStore) -> None:

@@ -14,6 +14,16 @@ from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import Prompt
 
+LONGEST_EXPRESSION = 200
+"""Limit in characters."""
+DEEPEST_EXPRESSION = 50
+"""Limit of nested operations."""
+LARGEST_EXPONENT = 1_000
+LARGEST_BITS = 4_096
+"""Limit for the numerator and the denominator of any intermediate value."""
+_ALPHABET = re.compile(r"[0-9eE+\-*/%^().\s]*")
+_EXPONENT = re.compile(r"[eE]([+-]?\d+)$")
+
 
 class CalculatorEnvironment:
     """Evaluator of the last closed ``<calc>...</calc>`` of each turn; stateless, so replayable and idempotent."""
@@ -51,18 +61,6 @@ class CalculatorEnvironment:
 
     async def aclose(self) -> None:
         """Do nothing: the calculator holds no resources."""
-
-
-LONGEST_EXPRESSION = 200
-"""Limit in characters."""
-DEEPEST_EXPRESSION = 50
-"""Limit of nested operations."""
-LARGEST_EXPONENT = 1_000
-LARGEST_BITS = 4_096
-"""Limit for the numerator and the denominator of any intermediate value."""
-
-_ALPHABET = re.compile(r"[0-9eE+\-*/%^().\s]*")
-_EXPONENT = re.compile(r"[eE]([+-]?\d+)$")
 
 
 class ArithmeticRejected(ValueError):

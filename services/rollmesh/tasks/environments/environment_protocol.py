@@ -16,6 +16,9 @@ from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import LARGEST_REWARD, Prompt
 from rollmesh.user_code import call_target, load_target
 
+BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment"}
+"""Environments by their name in the run file, as ``module:Class``, imported when they are used."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReply:
@@ -88,10 +91,6 @@ class SnapshotEnvironment(Environment, Protocol):
 
     def restore(self, state: bytes) -> None:
         """Continue from a snapshot; called after ``reset``, instead of the turns that the snapshot covers."""
-
-
-BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment"}
-"""Environments by their name in the run file, as ``module:Class``, imported when they are used."""
 
 
 def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -17,6 +17,34 @@ from pathlib import Path
 
 from rollmesh.tasks.sandbox import kernel
 
+WORKING_FOLDER = "/tmp"
+"""Only folder that code can write to."""
+_SYSTEM_PATHS = (
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/nix/store",
+)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {
+    "/dev/shm": WORKING_FOLDER,
+    "/var/tmp": WORKING_FOLDER,
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
+_READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+_MOST_FILES = 4096
+
 
 def interpreter_folders() -> list[Path]:
     """Return the folders that this interpreter loads code from.
@@ -74,36 +102,6 @@ def _cover(blocked: Path, wanted: list[Path]) -> None:
         os.umask(umask)
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-WORKING_FOLDER = "/tmp"
-"""Only folder that code can write to."""
-
-_SYSTEM_PATHS = (
-    "/bin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/usr/bin",
-    "/usr/lib",
-    "/usr/lib32",
-    "/usr/lib64",
-    "/usr/local/lib",
-    "/usr/share/zoneinfo",
-    "/etc/ld.so.cache",
-    "/nix/store",
-)
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-_LINKS = {
-    "/dev/shm": WORKING_FOLDER,
-    "/var/tmp": WORKING_FOLDER,
-    "/dev/fd": "/proc/self/fd",
-    "/dev/stdin": "/proc/self/fd/0",
-    "/dev/stdout": "/proc/self/fd/1",
-    "/dev/stderr": "/proc/self/fd/2",
-}
-_READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
-_MOST_FILES = 4096
 
 
 def seal(folder: str, scratch_bytes: int) -> None:

@@ -43,6 +43,15 @@ _PR_SET_SECCOMP = 22
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _PR_SET_NO_NEW_PRIVS = 38
+_CLONE_THREAD = 0x1_0000
+_CLONE_NEW_ANYTHING = 0x7E02_0080  # every CLONE_NEW* flag
+_FOREIGN_NUMBERS = 0x4000_0000
+"""Lowest number of the x32 calls of an x86-64 kernel."""
+# Rejected: unshare setns mount umount2 pivot_root chroot memfd_create shmget msgget semget add_key request_key keyctl
+# bpf perf_event_open userfaultfd ptrace process_vm_readv process_vm_writev; the rest have one number everywhere:
+# io_uring_setup open_tree move_mount fsopen fsmount mount_setattr memfd_secret.
+_COMMON = (425, 428, 429, 430, 432, 442, 447)
+_CLONE3 = 435
 
 
 def unshare(flags: int) -> None:
@@ -144,14 +153,9 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-_CLONE_THREAD = 0x1_0000
-_CLONE_NEW_ANYTHING = 0x7E02_0080  # every CLONE_NEW* flag
-
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _KILL, _ERROR = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-_FOREIGN_NUMBERS = 0x4000_0000
-"""Lowest number of the x32 calls of an x86-64 kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +166,6 @@ class _Architecture:
     rejected: tuple[int, ...]
 
 
-# Rejected: unshare setns mount umount2 pivot_root chroot memfd_create shmget msgget semget add_key request_key keyctl
-# bpf perf_event_open userfaultfd ptrace process_vm_readv process_vm_writev; the rest have one number everywhere:
-# io_uring_setup open_tree move_mount fsopen fsmount mount_setattr memfd_secret.
-_COMMON = (425, 428, 429, 430, 432, 442, 447)
-_CLONE3 = 435
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "x86_64": _Architecture(
         audit_number=0xC000_003E,

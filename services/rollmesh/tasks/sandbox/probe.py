@@ -58,6 +58,15 @@ seen["children"] = children
 print(json.dumps(seen), flush=True)
 os._exit(0)
 """
+_UNRESTRICTED = {
+    "own_network": "connect to the network, to the ports of this run on loopback too",
+    "own_processes": "see the processes of this machine and signal those of its uid",
+    "own_files": "read every file and use every folder and socket that its uid or all users may",
+    "own_scratch": "fill the disk of its working folder",
+    "memory_limited": "use all memory",
+    "memory_limited_together": "start processes, each with its own memory limit",
+    "processes_limited": "start any number of processes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +93,6 @@ class SandboxLevel:
         if not self.available:
             return []
         return [words for name, words in _UNRESTRICTED.items() if not getattr(self, name)]
-
-
-_UNRESTRICTED = {
-    "own_network": "connect to the network, to the ports of this run on loopback too",
-    "own_processes": "see the processes of this machine and signal those of its uid",
-    "own_files": "read every file and use every folder and socket that its uid or all users may",
-    "own_scratch": "fill the disk of its working folder",
-    "memory_limited": "use all memory",
-    "memory_limited_together": "start processes, each with its own memory limit",
-    "processes_limited": "start any number of processes",
-}
 
 
 def probe_sandbox() -> SandboxLevel:

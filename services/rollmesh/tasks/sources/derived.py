@@ -19,7 +19,6 @@ from rollmesh.tasks.sources.source_protocol import (
     RowSource,
     SourceRows,
     SourceSettings,
-    Split,
     open_source,
 )
 from rollmesh.text import Tokenizer
@@ -27,15 +26,9 @@ from rollmesh.types import Prompt
 
 TRAIN_EPOCH = 10_000
 """Prompts of an epoch of the train split, so that every weight is exact to 1e-4."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPart:
-    """One part of a mixture; its name is the domain of its prompts."""
-
-    name: str
-    weight: float
-    source: RowSource
+_TEXT = "_prompt"
+_PLAIN_TEXT = "_plain_prompt"
+"""Metadata key of the prompt's text without special tokens, if the token ids do not contain the whole prompt."""
 
 
 class MixturePrompts:
@@ -44,9 +37,12 @@ class MixturePrompts:
     An epoch of the eval split has as many distinct prompts as the weights allow.
     """
 
-    def __init__(self, parts: Sequence[OpenPart], split: Split) -> None:
-        self._parts = parts
-        self._counts = _train_counts(parts) if split == "train" else _eval_counts(parts)
+    def __init__(self, source: MixtureSource, settings: SourceSettings) -> None:
+        """Open the parts. Raises DataError and ConfigError as each of them does."""
+        self._parts = source.parts
+        self._sources = [open_source(part.source, settings) for part in source.parts]
+        weights, sizes = [part.weight for part in source.parts], [opened.epoch_size for opened in self._sources]
+        self._counts = _train_counts(weights) if settings.split == "train" else _eval_counts(weights, sizes)
         self._places, self._ranks = interleaved(self._counts)
 
     @property
@@ -56,19 +52,19 @@ class MixturePrompts:
 
     @property
     def content(self) -> str:
-        contents = [(part.name, part.source.content) for part in self._parts]
+        contents = [(part.name, opened.content) for part, opened in zip(self._parts, self._sources, strict=True)]
         return "; ".join(f"{name}: {content}" for name, content in contents if content)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         if epoch < 0 or not 0 <= index < len(self._places):
             raise IndexError(f"mixture: no position (epoch {epoch}, index {index})")
         place = int(self._places[index])
-        part = self._parts[place]
         position = epoch * self._counts[place] + int(self._ranks[index])
-        return _of_part(part, part.source.prompt(*divmod(position, part.source.epoch_size)))
+        opened = self._sources[place]
+        return self._named(place, opened.prompt(*divmod(position, opened.epoch_size)))
 
     def rows(self) -> SourceRows:
-        rows = [(part, part.source.rows()) for part in self._parts]
+        rows = [(part, opened.rows()) for part, opened in zip(self._parts, self._sources, strict=True)]
         return SourceRows(
             names=[f"{part.name}/{name}" for part, found in rows for name in found.names],
             domains=[part.name for part, found in rows for _ in found.names],
@@ -78,39 +74,33 @@ class MixturePrompts:
 
     def drawn(self, row: int, epoch: int, index: int) -> Prompt:
         place = bisect_right(self._first_rows, row) - 1
-        part = self._parts[place]
-        return _of_part(part, part.source.drawn(row - self._first_rows[place], epoch, index))
+        return self._named(place, self._sources[place].drawn(row - self._first_rows[place], epoch, index))
+
+    def _named(self, place: int, prompt: Prompt) -> Prompt:
+        """Return a prompt of a part, whose name is its domain."""
+        name = self._parts[place].name
+        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", domain=name)
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        sizes = [len(part.source.rows().names) for part in self._parts]
+        sizes = [len(opened.rows().names) for opened in self._sources]
         return [0, *accumulate(sizes[:-1])]
 
 
-def open_mixture(source: MixtureSource, settings: SourceSettings) -> MixturePrompts:
-    """Open the parts of a mixture."""
-    parts = [OpenPart(name=p.name, weight=p.weight, source=open_source(p.source, settings)) for p in source.parts]
-    return MixturePrompts(parts, settings.split)
-
-
-def _of_part(part: OpenPart, prompt: Prompt) -> Prompt:
-    return replace(prompt, prompt_id=f"{part.name}/{prompt.prompt_id}", domain=part.name)
-
-
-def _train_counts(parts: Sequence[OpenPart]) -> list[int]:
+def _train_counts(weights: Sequence[float]) -> list[int]:
     """Return the prompts of each part in an epoch: shares rounded down, the rest to the largest remainders."""
-    shares = [part.weight * TRAIN_EPOCH for part in parts]
+    shares = [weight * TRAIN_EPOCH for weight in weights]
     counts = [max(1, int(share)) for share in shares]
-    by_remainder = sorted(range(len(parts)), key=lambda at: int(shares[at]) - shares[at])
+    by_remainder = sorted(range(len(shares)), key=lambda at: int(shares[at]) - shares[at])
     for at in by_remainder[: max(0, TRAIN_EPOCH - sum(counts))]:
         counts[at] += 1
     return counts
 
 
-def _eval_counts(parts: Sequence[OpenPart]) -> list[int]:
+def _eval_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """Return the prompts of each part, at least one: the shares of the largest epoch without a repeated prompt."""
-    size = min(TRAIN_EPOCH, min(part.source.epoch_size / part.weight for part in parts))
-    return [min(part.source.epoch_size, max(1, round(part.weight * size))) for part in parts]
+    most = min(TRAIN_EPOCH, min(size / weight for size, weight in zip(sizes, weights, strict=True)))
+    return [min(size, max(1, round(weight * most))) for size, weight in zip(sizes, weights, strict=True)]
 
 
 def interleaved(counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -138,11 +128,6 @@ class RepeatedPrompts:
 
     def prompt(self, epoch: int, index: int) -> Prompt:
         return self._source.prompt(epoch, index // self._times)
-
-
-_TEXT = "_prompt"
-_PLAIN_TEXT = "_plain_prompt"
-"""Metadata key of the prompt's text without special tokens, if the token ids do not contain the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

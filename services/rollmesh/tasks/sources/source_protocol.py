@@ -17,6 +17,18 @@ Split = Literal["train", "eval"]
 
 OnChecked = Callable[[int, int], None]
 """Callback while a source is opened: rows checked so far and rows in total. It may raise to stop the check."""
+SOURCES: Mapping[str, str] = {
+    "countdown": "countdown:CountdownPrompts",
+    "jsonl": "sources.tables:open_table",
+    "parquet": "sources.tables:open_table",
+    "reasoning_gym": "reasoning_gym:ReasoningGymPrompts",
+    "python": "sources.tables:open_python",
+    "mixture": "sources.derived:MixturePrompts",
+}
+"""``module:function`` of (section of the source, settings) by the ``type`` of the section, below ``rollmesh.tasks``.
+
+``config.data`` declares the fields and traits of each section.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +99,6 @@ class RowSource(PromptSource, Protocol):
 
         Raises DataError as ``prompt`` does.
         """
-
-
-SOURCES: Mapping[str, str] = {
-    "countdown": "countdown:CountdownPrompts",
-    "jsonl": "sources.tables:open_table",
-    "parquet": "sources.tables:open_table",
-    "reasoning_gym": "reasoning_gym:ReasoningGymPrompts",
-    "python": "sources.tables:open_python",
-    "mixture": "sources.derived:open_mixture",
-}
-"""``module:function`` of (section of the source, settings) by the ``type`` of the section, below ``rollmesh.tasks``.
-
-``config.data`` declares the fields and traits of each section.
-"""
 
 
 def open_source(source: SourceSection, settings: SourceSettings) -> RowSource:

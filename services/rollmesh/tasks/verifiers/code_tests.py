@@ -14,6 +14,9 @@ from typing import Any
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.verifiers.code_asserts import AssertTest, split_asserts
 
+_DECIMAL = re.compile(r"(?<![\w.+-])[+-]?(?:\d+\.\d*|\.?\d+)(?:[eE][+-]?\d{1,3})?(?![\w.])", re.ASCII)
+"""A decimal number that is no part of a word."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
@@ -155,8 +158,6 @@ def _lines(value: Any, where: str) -> str:
     return value
 
 
-_DECIMAL = re.compile(r"(?<![\w.+-])[+-]?(?:\d+\.\d*|\.?\d+)(?:[eE][+-]?\d{1,3})?(?![\w.])", re.ASCII)
-"""A decimal number that is no part of a word."""
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(map(read_value, items)),
     "set": lambda items: set(map(read_value, items)),

@@ -24,6 +24,27 @@ DEEPEST_NESTING = 32
 
 _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\\(.*\\\)|(?<!\\)\\\[.*\\\]", re.DOTALL)
 """Formula within a text; the ``$`` of a price, ``\\$5``, delimits none."""
+NOISE = 1e-12
+"""Relative error of calculations with binary floating point."""
+_MOST_ZEROS = 400
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.\\}^])(?:(?:[0-9]+\.[0-9]+|1)[eE][-+]?[0-9]{1,2}|[0-9]+[eE](?:[-+][0-9]{2}|[0-9]{1,2}))(?!\w|\.[0-9])"
+)
+"""Number as programs print it."""
+_MAYBE_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])[0-9]+[eE][-+][0-9](?!\w|\.[0-9])")
+"""``2e-6``, which may also mean 2e - 6."""
+_Spelling = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_LABEL = re.compile(
+    r"\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}?(?:\\[ ,;:]|\\q?quad|[~\s}])*(?=[^\s}])"
+)
+"""Letter of a choice before its value: ``\\textbf{(B)}\\ 6``."""
+_BASED = re.compile(
+    r"(?:\(\s*([0-9A-Z]+)\s*\)|\\text\s*\{\s*([0-9A-Z]+)\s*\}|\b([0-9A-Z]*[0-9]))\s*_\s*"
+    r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*\(?(\w+)\)?\s*\}|([0-9]+))"
+)
+"""Numeral with a base: ``2010_7``, ``(2010)_{7}``, ``2010_{\\text{seven}}``; math-verify leaves bases out."""
+_BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_equal_by_decimals = grader.sympy_numeric_eq
 
 
 class MathVerifier:
@@ -87,17 +108,6 @@ def _nesting(text: str) -> int:
     return deepest
 
 
-NOISE = 1e-12
-"""Relative error of calculations with binary floating point."""
-_MOST_ZEROS = 400
-
-_SCIENTIFIC = re.compile(
-    r"(?<![\w.\\}^])(?:(?:[0-9]+\.[0-9]+|1)[eE][-+]?[0-9]{1,2}|[0-9]+[eE](?:[-+][0-9]{2}|[0-9]{1,2}))(?!\w|\.[0-9])"
-)
-"""Number as programs print it."""
-_MAYBE_SCIENTIFIC = re.compile(r"(?<![\w.\\}^])[0-9]+[eE][-+][0-9](?!\w|\.[0-9])")
-"""``2e-6``, which may also mean 2e - 6."""
-_Spelling = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 _SPELLINGS: tuple[_Spelling, ...] = (
     (re.compile(r"\\\$|[\u20ac\u00a3\u00a5\u20b9]"), ""),
     # 1 000 and 1\,000, of which it reads a product with 0
@@ -124,16 +134,6 @@ _SPELLINGS: tuple[_Spelling, ...] = (
     (re.compile(r"(?<=[^.\s\\])(?<!\\right)[.,;]\s*$"), ""),
 )
 """Spellings that math-verify does not read, or takes for something else, and what replaces them, in order."""
-_LABEL = re.compile(
-    r"\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}?(?:\\[ ,;:]|\\q?quad|[~\s}])*(?=[^\s}])"
-)
-"""Letter of a choice before its value: ``\\textbf{(B)}\\ 6``."""
-_BASED = re.compile(
-    r"(?:\(\s*([0-9A-Z]+)\s*\)|\\text\s*\{\s*([0-9A-Z]+)\s*\}|\b([0-9A-Z]*[0-9]))\s*_\s*"
-    r"(?:\{?\s*\\text\s*\{\s*(?:base)?\s*(\w+)\s*\}\s*\}?|\{\s*\(?(\w+)\)?\s*\}|([0-9]+))"
-)
-"""Numeral with a base: ``2010_7``, ``(2010)_{7}``, ``2010_{\\text{seven}}``; math-verify leaves bases out."""
-_BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 # The package warns on every call that its time-out is off; the process pool enforces the time-out instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -225,9 +225,6 @@ def _is_false(expression: Any, float_rounding: int) -> bool:
     relations = expression._unsorted_args if isinstance(expression, grader.And) else [expression]
     numbers = [side for relation in relations for side in relation.args if side.is_number]
     return any(not grader.sympy_expr_eq(numbers[0], number, float_rounding, 15) for number in numbers)
-
-
-_equal_by_decimals = grader.sympy_numeric_eq
 
 
 def _numbers_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:

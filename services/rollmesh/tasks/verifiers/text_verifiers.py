@@ -20,6 +20,14 @@ from rollmesh.tasks.verifiers.extraction import (
     references,
 )
 
+_NEAR_ZERO = Fraction(1, 10**9)
+_NO_PRONOUN = r"(?!I[ \t]+[a-z])"
+"""Excludes the pronoun I, a letter I before a word."""
+_NO_ARTICLE = r"(?!(?<![a-z][ \t])A[ \t]+(?!(?:is|was|as|and|or|but|because|since)\b)[a-z])"
+"""Excludes the article A, which begins a sentence and precedes a noun."""
+_OPENING = r"""(?:[\s*_$"'\u201c\u2018(\[{:]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"""
+"""Marks of Markdown, TeX and quotations before a letter."""
+
 
 class ExactVerifier:
     """Reward 1 if the extracted answer equals a reference (runs of spaces count as one), else 0."""
@@ -40,9 +48,6 @@ class ExactVerifier:
     def _normal(self, text: str) -> str:
         words = " ".join(text.split())
         return words.casefold() if self._ignore_case else words
-
-
-_NEAR_ZERO = Fraction(1, 10**9)
 
 
 class NumericVerifier:
@@ -93,14 +98,6 @@ def _number(text: str) -> Fraction | None:
         return None
     numerator, slash, denominator = found.replace(",", "").replace(" ", "").partition("/")
     return Fraction(numerator) / (Fraction(denominator) if slash else 1)
-
-
-_NO_PRONOUN = r"(?!I[ \t]+[a-z])"
-"""Excludes the pronoun I, a letter I before a word."""
-_NO_ARTICLE = r"(?!(?<![a-z][ \t])A[ \t]+(?!(?:is|was|as|and|or|but|because|since)\b)[a-z])"
-"""Excludes the article A, which begins a sentence and precedes a noun."""
-_OPENING = r"""(?:[\s*_$"'\u201c\u2018(\[{:]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"""
-"""Marks of Markdown, TeX and quotations before a letter."""
 
 
 class ChoiceVerifier:
