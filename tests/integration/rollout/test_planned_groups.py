@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
-
 from rollmesh.curriculum.planners import OwnPlanner, Round
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.shapers import Closing
@@ -102,46 +100,6 @@ async def test_groups_of_two_rounds_are_trained_with_the_members_of_both(store: 
     counts = await store.mesh.counts()
     assert counts.totals["groups_extended_total"] >= 1
     assert counts.dropped_tokens["shortened"] >= sum(t.cut_token_count for t in trained)
-
-
-async def test_replicas_that_stop_between_rounds_launch_nothing_twice_and_lose_nothing(
-    store: TrajectoryStore,
-) -> None:
-    """Every other replica is stopped and drains while groups wait for a decision or run their second round."""
-    steps = 6
-    plan = schedule(train_steps=steps)
-    slow = ScriptedGenerator("a", slots=64, seconds_per_token=0.001)
-    cluster, trainer = await start(store, plan, slow, **ROUNDS)
-    for step in range(1, steps + 1):
-        async with running(store, cluster, ScriptedReward(), plan, index=step, rounds=rules(plan)) as replica:
-            training = asyncio.create_task(trainer.train(step))
-            before = (await store.mesh.counts()).totals.get("groups_extended_total", 0)
-            async with asyncio.timeout(120):
-                while not training.done() and before == (
-                    (await store.mesh.counts()).totals.get("groups_extended_total", 0)
-                ):
-                    await asyncio.sleep(0.005)
-            if step % 2:
-                # It drains and resigns; replicas that cannot are killed in test_killed_between_rounds.py.
-                replica.task.cancel()
-                await asyncio.wait({replica.task})
-                async with running(store, cluster, ScriptedReward(), plan, index=100 + step, rounds=rules(plan)):
-                    check_rounds(await training)
-            else:
-                check_rounds(await training)
-    assert len(set(all_groups(trainer))) == len(all_groups(trainer)) == 2 * steps
-    counts = await store.mesh.counts()
-    trained = [t for batch in trainer.batches for group in batch.groups for t in group.trajectories]
-    assert counts.totals["round_members_total"] == 2 * counts.totals["groups_extended_total"]
-    assert counts.totals.get("replacements_total", 0) == 0 and counts.dead_letters == 0
-    assert set(counts.drops) <= {"run_complete"}
-    records = await store.prompt_records.read([t.prompt.prompt_id for t in trained])
-    for group in (group for batch in trainer.batches for group in batch.groups):
-        record, members = records[group.trajectories[0].prompt.prompt_id], group.trajectories
-        assert (record.groups, record.members) == (1, len(members))
-        assert record.reward_sum == pytest.approx(sum(t.shaped_reward for t in members))
-        assert record.solved == sum(t.outcome is not None and t.outcome.value > 0 for t in members)
-        assert record.token_sum == sum(t.response_token_count + t.cut_token_count for t in members)
 
 
 async def test_a_planner_that_fails_stops_the_run_and_its_group_waits(store: TrajectoryStore) -> None:

@@ -88,20 +88,6 @@ async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) 
         await reached(working)
 
 
-async def test_a_desired_state_that_someone_else_changed_is_written_again(store) -> None:
-    """Without any recovery: the leader compares with the view, not with what it wrote last."""
-    plan = schedule("copris")
-
-    async def working() -> bool:
-        desired = await store.leadership.desired()
-        return desired.pool_size == plan.pool_size and not desired.paused
-
-    async with leading(store, plan):
-        await reached(working)
-        await store.connection.command("HSET", store.connection.keys.single("desired"), "paused", 1, "pool_size", 1)
-        await reached(working)
-
-
 async def test_an_automatic_pool_falls_to_what_the_generators_report_that_their_caches_hold(store) -> None:
     """The caches hold less than one group, which is the least."""
     plan = schedule("copris", pool_size="auto")
@@ -188,24 +174,6 @@ async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) 
             ("HSET", keys.single("meta"), "run_id", "another"),
         )
         await reached(asked)
-
-
-async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> None:
-    """Heartbeats share the loop: a table that takes longer to check than a session lives would cost every session."""
-    opening, awake = threading.Event(), threading.Event()
-
-    def open_prompts(*_: object) -> PromptSource:
-        opening.set()
-        assert awake.wait(20.0), "nothing else was done while the prompts were opened"
-        return ScriptedPrompts()
-
-    async def admitted() -> bool:
-        return (await store.mesh.view()).open_groups > 0
-
-    async with leading(store, schedule("copris"), open_prompts=open_prompts):
-        await reached(opening.is_set)
-        awake.set()
-        await reached(admitted)
 
 
 class Rows(ScriptedPrompts):

@@ -4,11 +4,9 @@ import asyncio
 
 import pytest
 
-from rollmesh.worker.active_trajectory import ActiveTrajectory
-
 from ...kit.waiting import reached
 from .replicas import running, schedule
-from .scenes import all_groups, check_batch, start
+from .scenes import check_batch, start
 from .scripted import ScriptedGenerator, ScriptedReward
 
 
@@ -19,24 +17,6 @@ async def store_is_empty(store):
 
 async def paused(store):
     return (await store.leadership.desired()).paused
-
-
-@pytest.mark.parametrize("preset", ["sync", "one_step_off", "copris", "copris_paper", "areal"])
-async def test_every_preset_trains_its_steps_and_every_group_ends(store, preset):
-    plan = schedule(preset, train_steps=4)
-    cluster, trainer = await start(
-        store, plan, ScriptedGenerator("a", seconds_per_token=0.001), ScriptedGenerator("b", seconds_per_token=0.002)
-    )
-    async with running(store, cluster, ScriptedReward(), plan) as run:
-        for step in range(1, 5):
-            check_batch(await trainer.train(step), plan)
-        await reached(lambda: store_is_empty(store))
-        assert run.value("rollmesh_rollout_leader") == 1
-    groups = all_groups(trainer)
-    assert len(groups) == len(set(groups)) == 8
-    counts = await store.mesh.counts()
-    assert set(counts.drops) <= {"run_complete"}
-    assert counts.dead_letters == 0
 
 
 async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store):
@@ -189,32 +169,3 @@ async def test_the_lead_passes_on_when_the_leader_resigns(store):
             check_batch(await trainer.train(2), plan)
             check_batch(await trainer.train(3), plan)
             assert two.value("rollmesh_rollout_leader") == 1
-
-
-async def test_a_worker_does_not_walk_over_all_its_leases_at_every_poll(store, monkeypatch):
-    plan = schedule("sync", train_steps=1, groups_per_batch=16)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", slots=64, hang=True))
-    walked, looks, finished, desired = 0, 0, ActiveTrajectory.finished, store.leadership.desired
-
-    def counted(held):
-        nonlocal walked
-        walked += 1
-        return finished.fget(held)
-
-    async def looked():
-        nonlocal looks
-        looks += 1
-        return await desired()
-
-    async def everything_is_leased():
-        return (await store.mesh.view()).leased == plan.pool_size
-
-    # A short grace: the drain waits for the hanging calls until they are cut off.
-    async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
-        await reached(everything_is_leased)
-        await reached(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
-        monkeypatch.setattr(ActiveTrajectory, "finished", property(counted))
-        monkeypatch.setattr(store.leadership, "desired", looked)
-        await reached(lambda: looks >= 8)
-        assert walked < plan.pool_size
-        monkeypatch.undo()

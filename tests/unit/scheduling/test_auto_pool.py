@@ -47,11 +47,6 @@ def test_groups_that_are_ready_within_an_update_get_a_margin_only():
     assert trainer_groups(AUTO, seen(4.5, 6.0)) == 16 + 16 + 3 + 2
 
 
-def test_before_both_times_are_measured_groups_count_as_fast():
-    assert trainer_groups(AUTO, seen(None, None)) == trainer_groups(AUTO, seen(None, 5.0)) == 34
-    assert trainer_groups(AUTO, seen(50.0, None)) == 34
-
-
 TIMES = st.none() | st.floats(0, 1e9)
 
 
@@ -137,12 +132,6 @@ def test_nothing_changes_before_the_last_change_has_shown_and_a_clock_set_back_d
     assert after(400, trouble, now=900.0, finished_lengths={28: 5}) == CachePool(size=300, since=900.0, preemptions=1)
 
 
-def test_a_bound_that_has_not_settled_still_follows_longer_answers_down():
-    before = CachePool(size=5000, since=1000.0, preemptions=0)
-    look = seen(pool=before, engines=IDLE, now=1001.0, finished_lengths={28: 5})
-    assert cache_pool(AUTO, look) == replace(before, size=int(0.9 * 100_000 / (69.3 + 1)))
-
-
 def test_the_bound_recovers_from_its_floor_once_preemptions_end():
     look = seen(engines=IDLE, finished_lengths={28: 5}, pool=CachePool(size=2000, since=0.0, preemptions=0))
     preemptions = 0
@@ -175,12 +164,6 @@ def test_the_bound_stays_while_no_generator_serves():
     assert (cache_pool(AUTO, look), pool_size(AUTO, look)) == (before, 24)
 
 
-def test_a_fixed_pool_depends_on_nothing():
-    fixed = schedule(groups_per_batch=B, group_size=N, max_staleness=4, pool_size=192)
-    look = seen(9.0, 1.0, engines=replace(IDLE, preemptions=9), finished_lengths={40: 9})
-    assert (pool_size(fixed, look), cache_pool(fixed, look), trainer_groups(fixed, look)) == (192, None, 80)
-
-
 def test_ready_groups_and_the_batch_in_the_trainer_take_the_place_of_new_ones():
     """The trainer can consume 35 groups in time: 16 are in it and 10 are ready."""
     ready = [group(index) for index in range(10)]
@@ -203,10 +186,3 @@ def test_groups_wait_for_the_policy_of_the_last_update():
 def test_waves_and_barriers_refuse_an_automatic_pool(preset):
     with pytest.raises(ConfigError, match=f"pool_size=auto: schedule.preset={preset} .* take copris, areal, pipeline"):
         schedule(preset, pool_size="auto", groups_per_batch=8)
-
-
-@pytest.mark.parametrize("preset", ["copris", "areal", "pipeline", "roll", "dart"])
-def test_the_other_presets_take_it_up_to_their_window(preset):
-    auto = schedule(preset, groups_per_batch=8, group_size=4, pool_size="auto")
-    assert auto.auto_pool
-    assert auto.pool_size == auto.window_groups * 4

@@ -2,7 +2,6 @@
 
 import math
 import random
-import timeit
 
 import pytest
 
@@ -120,14 +119,3 @@ def test_a_view_lists_the_first_the_stalest_and_the_shortest_groups_whatever_hap
     # More than a view lists, of each kind.
     assert min(most[GroupState.OPEN], most[GroupState.READY]) > 2 * model.limits.groups_per_batch
     assert model.trained_step and (mask or most[GroupState.ASIDE])
-
-
-def test_a_view_without_single_groups_costs_the_same_with_64000_trajectories_in_flight():
-    def seconds(trajectories):
-        model = queue(group_size=16)
-        for index in range(trajectories // 16):
-            model.admit(f"e0-{index}", 16)
-        assert len(model.lease("worker", trajectories)) == trajectories == model.view(groups=False).leased
-        return min(timeit.repeat(lambda: model.view(groups=False), number=20, repeat=20))
-
-    assert seconds(64_000) < 5 * seconds(64)

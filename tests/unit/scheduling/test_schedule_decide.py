@@ -1,5 +1,3 @@
-import time
-import timeit
 from dataclasses import replace
 
 import pytest
@@ -223,17 +221,6 @@ def test_nothing_is_cut_or_blocked_while_a_rollback_drops_the_abandoned_branch()
     assert decisions.cut is None and not decisions.blocked and "rollback" in decisions.desired.waiting_for
 
 
-def test_a_decision_costs_the_same_at_every_batch_size_while_nothing_can_be_cut():
-    def seconds(batch):
-        rules = schedule(groups_per_batch=batch, group_size=16)
-        ready = [group(index, 3) for index in range(batch - 1)]
-        opened = [group(batch + index, 3) for index in range(batch)]
-        seen = unlisted(at_step(3, ready=ready, opened=opened))
-        return min(timeit.repeat(lambda: decide(rules, seen), number=100, repeat=30, timer=time.process_time))
-
-    assert seconds(2048) < 3 * seconds(16)
-
-
 @pytest.mark.parametrize("on_stale", ["pace", "evict"])
 def test_groups_over_the_bound_are_evicted_as_stale_and_never_cut(on_stale):
     seen = at_step(3, ready=[group(0, 0), group(5, 3), group(6, 3)], opened=[group(1, 0), group(2, 1)])
@@ -352,8 +339,3 @@ def test_new_trajectories_start_on_weights_that_even_the_last_batch_can_still_tr
     decisions = decide(schedule("copris", max_staleness=4), seen)
     assert decisions.admit_groups == 1
     assert decisions.desired.start_at_version == floor
-
-
-def test_the_version_floor_counts_back_from_the_newest_version_not_from_the_train_step():
-    seen = at_step(5, policy_version=9)
-    assert decide(schedule("sync"), seen).desired.start_at_version == 9

@@ -1,4 +1,7 @@
+import functools
+
 import pytest
+import yaml
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
@@ -43,10 +46,6 @@ def test_overrides_replace_the_defaults_of_the_preset():
     assert resolved.train_steps == 3
     assert resolved.pool_groups == 5
     assert resolved.window_groups == 12
-
-
-BATCH_RELATIVE = {"algorithm": {"advantage": "reinforce_pp"}}
-NO_EVALUATION = {"before_and_after": False, "every_versions": 0}
 
 
 def test_parts_need_a_batch_that_is_known_before_its_cut():
@@ -95,134 +94,94 @@ def test_spare_groups_shrink_to_a_small_window_unless_they_are_set():
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "message"),
+    ("settings", "message"),
     [
-        (
-            "copris",
-            {"window_groups": 3},
-            "=3 is below schedule.groups_per_batch=4.*raise it to at least 4",
-        ),
-        (
-            "copris",
-            {"window_groups": 21},
-            r"=21 is above .*= \(4 \+ 1\) \* 4 = 20.*set at most 20",
-        ),
-        (
-            "copris",
-            {"spare_groups": 1},
-            "=1: schedule.preset=copris opens no waves.*april, flexmarl, kimi, one_step_off, rollpacker, "
-            "sorted, sorted_partial, streamrl, sync, ulorl",
-        ),
-        ("areal", {"wave_batches": 2}, "wave_batches=2: schedule.preset=areal opens no waves"),
-        ("sync", {"wave_batches": 2}, r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups.* lower wave_batches;"),
-        ("sync", {"spare_groups": 1}, "lower spare_groups; schedule.preset=sync opens no more groups at once$"),
-        ("sync", {"pool_size": 9}, "lower pool_size; schedule.preset=sync opens no more groups at once$"),
-        ("sync", {"window_groups": 5}, "set at most 4, or take another on_stale$"),
-        ("one_step_off", {"window_groups": 7, "spare_groups": 4}, "lower spare_groups, or raise window_groups$"),
-        ("rollpacker", {"spare_groups": 4}, "lower spare_groups, or raise window_groups$"),
-        ("april", {"window_groups": 4, "spare_groups": 1}, "spare_groups, or raise window_groups or max_staleness$"),
-        ("copris", {"spare_members": 1, "pool_size": 61}, r"pool_size=61 is above .* = 20 \* \(2 \+ 1\) = 60"),
-        ("sorted", {"pool_size": 99}, r"window_groups \* \(members of a group \+ spare_members\) = 16 \* \(1 \+ 0\)"),
+        ("copris window_groups=3", "=3 is below schedule.groups_per_batch=4.*raise it to at least 4"),
+        ("copris window_groups=21", r"=21 is above .*= \(4 \+ 1\) \* 4 = 20.*set at most 20"),
+        ("copris spare_groups=1", "=1: schedule.preset=copris opens no waves.*april, flexmarl, kimi, one_step_off"),
+        ("areal wave_batches=2", "wave_batches=2: schedule.preset=areal opens no waves"),
+        ("sync wave_batches=2", r"= 2 \* 4 \+ 0 = 8 is above the window of 4 groups.* lower wave_batches;"),
+        ("sync spare_groups=1", "lower spare_groups; schedule.preset=sync opens no more groups at once$"),
+        ("sync pool_size=9", "lower pool_size; schedule.preset=sync opens no more groups at once$"),
+        ("sync window_groups=5", "set at most 4, or take another on_stale$"),
+        ("one_step_off window_groups=7 spare_groups=4", "lower spare_groups, or raise window_groups$"),
+        ("rollpacker spare_groups=4", "lower spare_groups, or raise window_groups$"),
+        ("april window_groups=4 spare_groups=1", "spare_groups, or raise window_groups or max_staleness$"),
+        ("copris spare_members=1 pool_size=61", r"pool_size=61 is above .* = 20 \* \(2 \+ 1\) = 60"),
+        ("sorted pool_size=99", r"window_groups \* \(members of a group \+ spare_members\) = 16 \* \(1 \+ 0\)"),
     ],
 )
-def test_values_that_contradict_each_other_are_refused_with_the_remedy(preset, overrides, message):
+def test_values_that_contradict_each_other_are_refused_with_the_remedy(settings, message):
+    preset, *items = settings.split()
     with pytest.raises(ConfigError, match=message):
-        schedule(preset, groups_per_batch=4, **overrides)
+        schedule(preset, groups_per_batch=4, **{name: int(value) for name, value in (i.split("=") for i in items)})
+
+
+AGENT = "rollout.program=agent evaluation.before_and_after=false evaluation.every_versions=0"
+BATCH = "trainer.algorithm.advantage=reinforce_pp"
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("preset", "settings", "message"),
     [
-        ({"schedule": {"preset": "sync"}, "generator": {"reload_every_versions": 2}}, "no effect; lower it$"),
-        ({"schedule": {"preset": "sync", "part_groups": 5}}, "=5 does not divide schedule.groups_per_batch=16"),
+        ("sync", "generator.reload_every_versions=2", "no effect; lower it$"),
+        ("sync", "schedule.part_groups=5", "=5 does not divide schedule.groups_per_batch=16"),
         (
-            {"schedule": {"preset": "flexmarl"}, "trainer": {"minibatches": 2}},
-            "part_groups=4 accumulates .* set trainer.minibatches=1 or part_groups=0",
+            "flexmarl",
+            "trainer.minibatches=2",
+            "=4 accumulates .* set trainer.minibatches=1 or part_groups=0",
         ),
         (
-            {
-                "schedule": {"preset": "flexmarl"},
-                "model": {"adapter": {"dropout": 0.1}},
-                "generator": {"on_new_version": "next_slice"},
-            },
+            "flexmarl",
+            'model.adapter={"dropout":0.1} generator.on_new_version=next_slice',
             "part_groups=4 with model.adapter.dropout=0.1: .* set model.adapter.dropout=0 or part_groups=0",
         ),
+        ("april", "schedule.part_groups=4", "april may cut other groups.*without spare groups"),
+        ("streamrl", "checkpoints.state_every_steps=2", "part_groups=2 with .*state_every_steps=1 or part_groups=0"),
+        ("april", "schedule.on_stale=set_aside", "on_stale=set_aside with max_staleness=5.*set max_staleness=0"),
+        ("rollpacker", "schedule.on_stale=restart", "on_stale=restart with spare_groups=4.*set spare_groups=0"),
+        ("rollpacker", AGENT, "spare_members=2: with rollout.program=agent the mesh cannot cut off .* set 0"),
+        ("copris", "schedule.segment_tokens=63", "=63: .* from rollout.partial_save_tokens=64 to .*=512, or 0"),
+        ("sync", "schedule.on_stale=restart", r"=restart with .*=sync: .* a preset with both \(rollpacker, sorted\)"),
         (
-            {"schedule": {"preset": "april", "part_groups": 4}},
-            "april may cut other groups.*without spare groups",
-        ),
-        (
-            {"schedule": {"preset": "streamrl"}, "checkpoints": {"state_every_steps": 2}},
-            "part_groups=2 with checkpoints.state_every_steps=2.*state_every_steps=1 or part_groups=0",
-        ),
-        (
-            {"schedule": {"preset": "april", "on_stale": "set_aside"}},
-            "on_stale=set_aside with max_staleness=5.*set max_staleness=0",
-        ),
-        (
-            {"schedule": {"preset": "rollpacker", "on_stale": "restart"}},
-            "on_stale=restart with spare_groups=4.*set spare_groups=0",
-        ),
-        (
-            {"schedule": {"preset": "rollpacker"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
-            "spare_members=2: with rollout.program=agent the mesh cannot cut off .* set 0",
-        ),
-        (
-            {"schedule": {"segment_tokens": 63}},
-            "segment_tokens=63: .* from rollout.partial_save_tokens=64 to rollout.max_new_tokens=512, or 0",
-        ),
-        (
-            {"schedule": {"preset": "sync", "on_stale": "restart"}},
-            r"on_stale=restart with schedule.preset=sync: .* take a preset with both \(rollpacker, sorted\)",
-        ),
-        (
-            {"schedule": {"segment_tokens": 64}, "generator": {"reload_every_versions": 2}},
+            "copris",
+            "schedule.segment_tokens=64 generator.reload_every_versions=2",
             "segment_tokens=64 with generator.reload_every_versions=2: .* set generator.reload_every_versions=1",
         ),
         (
-            {"schedule": {"segment_tokens": 64, "pool_size": "auto"}},
+            "copris",
+            "schedule.segment_tokens=64 schedule.pool_size=auto",
             "pool_size=auto with schedule.segment_tokens=64: .* set schedule.pool_size to a number or null",
         ),
-        ({"schedule": {"preset": "kimi", "segment_tokens": 513}}, "segment_tokens=513: .* to .*=512, or 0"),
+        ("kimi", "schedule.segment_tokens=513", "segment_tokens=513: .* to .*=512, or 0"),
+        ("ulorl", AGENT, "segment_tokens=null and rollout.program=agent: .* set schedule.segment_tokens=0"),
         (
-            {"schedule": {"preset": "ulorl"}, "rollout": {"program": "agent"}, "evaluation": NO_EVALUATION},
-            "segment_tokens=null and rollout.program=agent: .* set schedule.segment_tokens=0",
-        ),
-        (
-            {"schedule": {"preset": "sorted"}},
+            "sorted",
+            "trainer.algorithm.advantage=grpo",
             r"advantage=grpo compares .* with schedule.harvest=trajectory \(schedule.preset=sorted\) a group has one; "
             "set trainer.algorithm.advantage=reinforce_pp, or schedule.harvest=group",
         ),
+        ("sorted", f"schedule.filter_zero_variance=true {BATCH}", "=true would drop every group: .* set false"),
         (
-            {"schedule": {"preset": "sorted", "filter_zero_variance": True}, "trainer": BATCH_RELATIVE},
-            "filter_zero_variance=true would drop every group: .* set false",
-        ),
-        (
-            {"schedule": {"group_size": 1, "filter_zero_variance": True}, "trainer": BATCH_RELATIVE},
+            "copris",
+            f"schedule.group_size=1 schedule.filter_zero_variance=true {BATCH}",
             "filter_zero_variance=true would drop every group: with schedule.group_size=1 .* or a larger",
         ),
+        ("sorted", f"schedule.groups_per_batch=1 {BATCH}", "groups_per_batch=1 .* raise schedule.groups_per_batch"),
+        ("sorted", f"{AGENT} {BATCH}", "=agent: the sessions of outside agents .* set schedule.harvest=group"),
         (
-            {"schedule": {"preset": "sorted", "groups_per_batch": 1}, "trainer": BATCH_RELATIVE},
-            "groups_per_batch=1 .* raise schedule.groups_per_batch",
-        ),
-        (
-            {
-                "schedule": {"preset": "sorted"},
-                "trainer": BATCH_RELATIVE,
-                "rollout": {"program": "agent"},
-                "evaluation": NO_EVALUATION,
-            },
-            "with rollout.program=agent: the sessions of outside agents .* set schedule.harvest=group",
-        ),
-        (
-            {"schedule": {"preset": "flexmarl"}, "trainer": BATCH_RELATIVE},
-            "part_groups=4: trainer.algorithm.advantage=reinforce_pp is known only for the whole batch",
+            "flexmarl",
+            BATCH,
+            "=4: trainer.algorithm.advantage=reinforce_pp is known only for the whole batch",
         ),
     ],
 )
-def test_settings_of_other_sections_that_contradict_the_schedule_are_refused(sections, message):
+def test_settings_of_other_sections_that_contradict_the_schedule_are_refused(preset, settings, message):
     values = RUN.model_dump(mode="json")
-    values = {name: values.get(name) | sections[name] if name in sections else values[name] for name in values}
+    for item in f"schedule.preset={preset} {settings}".split(" "):
+        path, _, text = item.partition("=")
+        *sections, field = path.split(".")
+        functools.reduce(lambda node, name: node[name], sections, values)[field] = yaml.safe_load(text)
     with pytest.raises(ConfigError, match=message):
         Schedule.from_config(RunConfig.model_validate(values))
 
