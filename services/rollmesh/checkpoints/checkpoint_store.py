@@ -24,12 +24,7 @@ from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, ReplayDraw, StepSettings, StoredBatch, training_batch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.manifest import (
-    BaseReference,
-    CanarySequence,
-    Manifest,
-    WeightDelta,
-)
+from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,

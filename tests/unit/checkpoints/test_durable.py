@@ -1,14 +1,21 @@
-"""Removal of folders that another process still uses."""
+"""Secrets, locations and folders of a store."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmesh.checkpoints.durable import remove_tree
+from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret, seal, sealed
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -64,3 +71,89 @@ def test_files_that_another_process_has_deleted_are_no_error(folder: Path, monke
 def test_a_folder_that_is_gone_already_is_no_error(tmp_path: Path) -> None:
     remove_tree(tmp_path / "gone", first=["COMMITTED"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_services_of_a_run_find_the_same_secret_in_any_order(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: run_secret(tmp_path), range(32)))
+    assert len(found) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [SECRET_FILE]
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+
+
+def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: lineage(tmp_path), range(32)))
+    assert len(found) == 1
+    assert [(p.name, stat.S_IMODE(p.stat().st_mode)) for p in tmp_path.iterdir()] == [(LINEAGE_FILE, 0o600)]
+
+
+def test_a_file_whose_content_is_still_written_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / LINEAGE_FILE
+    file.touch()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lineage, tmp_path)
+        file.write_text("0123456789abcdef" * 4)
+        assert waiting.result(60) == "0123456789abcdef" * 4
+
+
+def test_a_checkpoint_store_keeps_its_lineage_and_another_one_has_its_own(tmp_path: Path) -> None:
+    assert lineage(tmp_path / "a") == lineage(tmp_path / "a")
+    assert lineage(tmp_path / "a") != lineage(tmp_path / "b")
+
+
+def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / SECRET_FILE).write_text("short")
+    with pytest.raises(CheckpointError, match="at least 32"):
+        run_secret(tmp_path)
+
+
+def test_a_seal_fits_its_secret_and_its_data_only() -> None:
+    tag = seal(b"k", b"data")
+    assert sealed(b"k", b"data", tag)
+    assert not sealed(b"K", b"data", tag)
+    assert not sealed(b"k", b"date", tag)
+    assert not sealed(b"k", b"data", "\xff" + tag[1:])
+
+
+def run_in(folder: Path, **sections: Any) -> RunConfig:
+    data = {"name": "pods", "folder": str(folder), "model": {"path": "recipe:countdown"}, **sections}
+    return RunConfig.model_validate(data)
+
+
+def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_path: Path) -> None:
+    network = {"shared_folder": False}
+    shared = str(tmp_path / "shared")
+
+    with pytest.raises(ConfigError, match=r"checkpoints\.folder .*ROLLMESH_CHECKPOINTS__FOLDER"):
+        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
+    with pytest.raises(ConfigError, match=r"checkpoints\.secret .*ROLLMESH_CHECKPOINTS__SECRET"):
+        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"folder": shared}))
+    assert not (tmp_path / "secret").exists()
+
+    sections = {"network": network, "checkpoints": {"folder": shared, "secret": "s" * 32}}
+    assert str(open_checkpoints(run_in(tmp_path, **sections)).root) == shared
+
+
+def test_a_folder_that_nobody_can_create_is_a_wrong_setting_and_no_crash_to_retry(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/proc/rollmesh/checkpoints"):
+        open_checkpoints(run_in(tmp_path, checkpoints={"folder": "/proc/rollmesh/checkpoints"}))
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"folder": "ftp://host/x"}, "checkpoints.folder=ftp://host/x: expected a folder, or one of s3://, gs://"),
+        ({"object_store": {"endpoint_url": "http://a"}}, "checkpoints.object_store is for object stores only"),
+        ({"folder": "s3://b", "object_store": {"secret": "x"}}, "credentials do not belong in a run file"),
+    ],
+)
+def test_a_location_that_cannot_be_is_refused_with_the_reason(
+    tmp_path: Path, section: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        run_in(tmp_path, checkpoints=section)

@@ -13,16 +13,7 @@ from rollmesh.trainer.learner.distributed import pick_device
 from rollmesh.trainer.learner.method_binding import bind_advantage, bind_masks, loss_recipe, step_recipe
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, trajectory_columns
 from rollmesh.trainer.learner.train_step import apply_masks, token_columns
-from rollmesh.types import (
-    Batch,
-    FinishReason,
-    Group,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    Trajectory,
-)
+from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 from rollmesh.user_code import own_code
 
 

@@ -48,49 +48,40 @@ class PolicyVersions:
 
     def load(self, version: int) -> FrozenPolicy | None:
         """Load a version: a second model, or the values of its adapter. None on every rank if any cannot load it."""
-        if self._model.adapter is None:
-            model = self._read_model(version)
-            found = self._on_every_rank(model is not None)
-            return FrozenModel(model, self._compute) if model is not None and found else None
-        if version == BASE_VERSION:
+        if self._model.adapter is not None and version == BASE_VERSION:
             return AdapterOff(self._model)
-        return self._read_adapter(version)
-
-    def _read_model(self, version: int) -> PolicyModel | None:
-        folder = self._find(version)
-        if folder is None:
-            return None
-        dtype = next(self._model.parameters()).dtype
+        folder = None if self._folder is None else self._folder(version)
         try:
-            return load_policy_model(folder, dtype=dtype, device=self._compute.device)
-        except CheckpointError as error:
-            _log_missing(version, error)
-            return None
-
-    def _read_adapter(self, version: int) -> FrozenAdapter | None:
-        folder = self._find(version)
-        if not self._on_every_rank(folder is not None) or folder is None:
-            return None
-        adapter = FrozenAdapter(self._model)
-        try:
+            if self._model.adapter is None:
+                return self._read_model(folder)
+            if not self._on_every_rank(folder is not None) or folder is None:
+                return None
+            adapter = FrozenAdapter(self._model)
             load_weights(folder, adapter.tensors)  # fails on all ranks together
+            return adapter
         except CheckpointError as error:
-            _log_missing(version, error)
+            # Pruned between the look-up and the read: the source falls back and counts the tokens.
+            log = structlog.get_logger(component="old_logprob_scores")
+            log.warning("policy_not_loaded", policy_version=version, message=str(error))
             return None
-        return adapter
 
-    def _find(self, version: int) -> Path | None:
-        return None if self._folder is None else self._folder(version)
+    def _read_model(self, folder: Path | None) -> FrozenModel | None:
+        """Read full weights; the ranks agree before the error of one is raised."""
+        model, failed = None, None
+        try:
+            if folder is not None:
+                dtype = next(self._model.parameters()).dtype
+                model = load_policy_model(folder, dtype=dtype, device=self._compute.device)
+        except CheckpointError as error:
+            failed = error
+        found = self._on_every_rank(model is not None)
+        if failed is not None:
+            raise failed
+        return FrozenModel(model, self._compute) if model is not None and found else None
 
     def _on_every_rank(self, found: bool) -> bool:
         ranks = sum_over_ranks(torch.tensor([float(found)]), self._compute.world)
         return int(ranks) == self._compute.world.size
-
-
-def _log_missing(version: int, error: CheckpointError) -> None:
-    """Log a version that was pruned between the look-up and the read; the source falls back and counts the tokens."""
-    log = structlog.get_logger(component="old_logprob_scores")
-    log.warning("policy_not_loaded", policy_version=version, message=str(error))
 
 
 class FrozenPolicy(Protocol):

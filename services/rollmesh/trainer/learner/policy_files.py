@@ -67,18 +67,16 @@ class PolicyOutput:
             # Published once: its memory is not kept.
             weights = WeightCopy(self._dtype).take(self._model.base_parameters(), world)
             return PolicyCopy(weights=weights, write=partial(self._write_full, weights), score=None)
-        weights = self._weights.take(self._model.trained_parameters(), world)
-        write = self._write_full if self._model.adapter is None else self._write_adapter
-        return PolicyCopy(weights=weights, write=partial(write, weights), score=self._score_with(weights))
-
-    def _score_with(self, weights: Mapping[str, Tensor]) -> ScoreSequences | None:
         trained = self._model.trained_parameters()
+        weights = self._weights.take(trained, world)
+        write = self._write_full if self._model.adapter is None else self._write_adapter
+        score: ScoreSequences | None = None
         same_dtype = all(parameter.dtype == self._dtype for parameter in trained.values())
-        if self._compute.world.size > 1 or self._compute.device.type != "cpu" or not same_dtype:
-            return None
-        if self._scorer is None:
-            self._scorer = _second_model(self._model, weights)
-        return partial(score_sequences, self._scorer, self._compute, temperature=1.0)
+        if world.size == 1 and self._compute.device.type == "cpu" and same_dtype:
+            if self._scorer is None:
+                self._scorer = _second_model(self._model, weights)
+            score = partial(score_sequences, self._scorer, self._compute, temperature=1.0)
+        return PolicyCopy(weights=weights, write=partial(write, weights), score=score)
 
     def _write_full(self, weights: Mapping[str, Tensor], folder: Path) -> Mapping[str, str]:
         return write_policy_folder(folder, weights, self._dtype, self._source, self._model.config)
@@ -146,8 +144,14 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]
     if len(shards) == 1:
         return {WEIGHT_FILE: write_weight_file(folder / WEIGHT_FILE, tensors)}
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+    def write_shard(name: str, tensors: Mapping[str, Tensor]) -> str:
+        digest = write_weight_file(folder / name, tensors)
+        sync_file(folder / name)  # while other shards are written
+        return digest
+
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
-        digests = list(pool.map(lambda name, shard: _write_shard(folder / name, shard), names, shards))
+        digests = list(pool.map(write_shard, names, shards))
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
@@ -170,13 +174,6 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield shard
 
 
-def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write one shard and flush it to the device, while other shards are written; return its sha256."""
-    digest = write_weight_file(path, tensors)
-    sync_file(path)
-    return digest
-
-
 def write_weight_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write contiguous CPU tensors to a safetensors file; return its sha256 (hex)."""
     digest = hashlib.sha256()
@@ -189,15 +186,10 @@ def write_weight_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """Yield the content of the file; tensors are not copied."""
-    yield _header(tensors)
-    for tensor in tensors.values():
-        data = tensor.view(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), _BLOCK_BYTES):
-            yield data[start : start + _BLOCK_BYTES]
+    """Yield the content of the file; tensors are not copied.
 
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    It is the length of the header (8 bytes, little-endian), the header (JSON, padded to 8 bytes), and the tensors.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -206,7 +198,11 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
         start = end
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors.values():
+        data = tensor.view(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]
 
 
 _REPLACED_FILES = (

@@ -146,7 +146,12 @@ class ModelSource:
                 halve_base(model.causal_lm)
             model.adapter = self.adapter.model_copy(update={"target": tuple(model.adapter_file["target_modules"])})
         if gradient_checkpointing:
-            _enable_checkpointing(model.causal_lm)
+            causal_lm: Any = model.causal_lm
+            options = {"use_reentrant": False}
+            if hasattr(causal_lm, "activation_checkpointing_enable"):
+                causal_lm.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+            else:  # the name before transformers 5.20
+                causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         return model
 
 
@@ -165,15 +170,23 @@ def load_policy_model(
     mixes packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
     length), is not causal, or routes tokens to experts.
     """
-    _reject_adapter(folder)
+    if (folder / ADAPTER_CONFIG_FILE).is_file():  # transformers would load it above a base of its own choice
+        raise CheckpointError(
+            f"{folder}: contains an adapter ({ADAPTER_CONFIG_FILE}) where full weights are expected; "
+            "merge it into its base with peft's merge_and_unload, and name the merged folder"
+        )
     register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         reject_quantised(config.to_dict(), "model.path")
         _reject_experts(config)
-        _reject_lengths(config, longest)
-        _disable_dropout(config)
+        if (limit := length_limit(config)) is not None and longest > limit.tokens:
+            raise limit.error("generator.max_context_tokens", longest)
+        for field, value in config.to_dict().items():
+            # On-policy ratios are 1 only if train mode computes the same as the sampler.
+            if "drop" in field and isinstance(value, float):
+                setattr(config, field, 0.0)
         # Mismatched sizes are accepted here and rejected by name below; transformers would print a table.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -196,18 +209,11 @@ def load_policy_model(
         raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
     causal_lm: PreTrainedModel = loaded[0]
     _reject_other_weights(folder, loaded[1])
-    _describe_head(causal_lm)
+    head = output_head(causal_lm)
+    if head is not None:  # what is in memory: transformers unties a head of its own, whatever config says
+        causal_lm.config.tie_word_embeddings = head.weight is causal_lm.get_input_embeddings().weight
     nn.Module.to(causal_lm, device)
     return PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
-
-
-def _reject_adapter(folder: Path) -> None:
-    """Raise CheckpointError for an adapter: transformers would load it above a base of its own choice."""
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{folder}: contains an adapter ({ADAPTER_CONFIG_FILE}) where full weights are expected; "
-            "merge it into its base with peft's merge_and_unload, and name the merged folder"
-        )
 
 
 def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
@@ -239,21 +245,6 @@ def _reject_non_finite(folder: Path, causal_lm: PreTrainedModel) -> None:
         )
 
 
-def _describe_head(causal_lm: PreTrainedModel) -> None:
-    """Set ``tie_word_embeddings`` to what is in memory: transformers unties a head of its own, whatever config says."""
-    head, embedding = output_head(causal_lm), causal_lm.get_input_embeddings()
-    if head is not None:
-        causal_lm.config.tie_word_embeddings = head.weight is embedding.weight
-
-
-def _enable_checkpointing(causal_lm: Any) -> None:
-    options = {"use_reentrant": False}
-    if hasattr(causal_lm, "activation_checkpointing_enable"):
-        causal_lm.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # the name before transformers 5.20
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
 def _reject_experts(config: PretrainedConfig) -> None:
     for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         experts = getattr(config, field, None)
@@ -262,19 +253,6 @@ def _reject_experts(config: PretrainedConfig) -> None:
                 f"model.path: {config.model_type} routes tokens to {experts} experts ({field}); ratio losses need the "
                 "sampler's routing replayed, which is not supported"
             )
-
-
-def _reject_lengths(config: PretrainedConfig, longest: int) -> None:
-    limit = length_limit(config)
-    if limit is not None and longest > limit.tokens:
-        raise limit.error("generator.max_context_tokens", longest)
-
-
-def _disable_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout to 0: on-policy ratios are 1 only if train mode computes the same as the sampler."""
-    for field, value in config.to_dict().items():
-        if "drop" in field and isinstance(value, float):
-            setattr(config, field, 0.0)
 
 
 LOGIT_ELEMENTS = 1 << 24

@@ -161,7 +161,8 @@ class PolicyTrainer:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
         plan = self._plan(train_step_of_version, settings)
         flat = plan.flatten(batch)
-        self._set_hyperparameters(plan)
+        recipe, rate = plan.recipe, plan.settings.learning_rate
+        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
         if not self._parts.fit(batch, plan.settings):
             self.forget_parts()  # they were accumulated under other settings, or are of another batch
         self._begin_pass(plan)
@@ -180,10 +181,6 @@ class PolicyTrainer:
         """Return the plan of the next step, with the run file's settings unless others are given."""
         step = self.train_step + 1
         return StepPlan.of(step, settings or self.settings(step), train_step_of_version)
-
-    def _set_hyperparameters(self, plan: StepPlan) -> None:
-        recipe, rate = plan.recipe, plan.settings.learning_rate
-        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
 
     def _begin_pass(self, plan: StepPlan) -> None:
         """Begin the average that the step needs, or drop one that it does not, and seed the adapter's dropout.

@@ -189,7 +189,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
     tokens = int(mask.sum())
     original = int(batch.policy_mask.sum())
     in_loss = np.unique(batch.sequence_index[mask])
-    lengths = batch.response_lengths
+    lengths, domains = batch.response_lengths, np.array(batch.group_domains)[batch.group_index]
     right, wrong = _uniform_groups(batch)
     verdicts = batch.outcome_values[~np.isnan(batch.outcome_values)]
     return BatchStats(
@@ -204,7 +204,9 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         masked_tokens={mask: int(column.sum()) for mask, column in batch.masked_by.items()},
         reward_mean=float(batch.rewards.mean()),
         reward_std=float(batch.rewards.std()),
-        reward_by_domain=_reward_by_domain(batch),
+        reward_by_domain={
+            name: float(batch.rewards[domains == name].mean()) for name in sorted({*domains.tolist()} - {""})
+        },
         outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
         advantage_abs_mean=float(np.abs(batch.advantages).mean()),
         all_right_groups=right,
@@ -218,11 +220,6 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         response_length_mean=float(lengths.mean()),
         response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
     )
-
-
-def _reward_by_domain(batch: TrainBatch) -> dict[str, float]:
-    domains = np.array(batch.group_domains)[batch.group_index]
-    return {name: float(batch.rewards[domains == name].mean()) for name in sorted(set(domains.tolist()) - {""})}
 
 
 def policy_stats(

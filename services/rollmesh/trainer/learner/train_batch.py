@@ -164,7 +164,8 @@ def build_train_batch(
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
         rewards=rewards,
-        outcome_values=np.array([_verdict(t) for _, t in members], np.float64),
+        # None, which is no verdict, becomes NaN.
+        outcome_values=np.array([t.outcome and t.outcome.verdict for _, t in members], np.float64),
         advantages=np.full(len(members), np.nan),
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
         sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
@@ -214,22 +215,19 @@ def split_minibatches(batch: TrainBatch, count: int) -> list[Int64Array]:
     return [minibatch for minibatch in minibatches if len(minibatch)]
 
 
-def _verdict(trajectory: Trajectory) -> float:
-    verdict = None if trajectory.outcome is None else trajectory.outcome.verdict
-    return np.nan if verdict is None else verdict
-
-
 def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], current: int) -> dict[str, Any]:
     prompt = trajectory.prompt.token_ids
     if len(prompt) == 0:
         raise DataError(f"trajectory {trajectory.trajectory_id}: the prompt is empty")
     count = len(prompt) + trajectory.response_token_count
-    token_ids = np.concatenate([prompt, trajectory.response_ids]).astype(np.int32, copy=False)
-    behavior = np.zeros(count, np.float32)
-    versions = np.full(count, NO_VERSION, np.int32)
-    staleness = np.zeros(count, np.int32)
-    pure = np.zeros(count, np.bool_)
-    temperatures = np.ones(count, np.float32)
+    columns = {
+        "token_ids": np.concatenate([prompt, trajectory.response_ids]).astype(np.int32, copy=False),
+        "behavior_logprobs": np.zeros(count, np.float32),
+        "versions": np.full(count, NO_VERSION, np.int32),
+        "staleness": np.zeros(count, np.int32),
+        "pure": np.zeros(count, np.bool_),
+        "temperatures": np.ones(count, np.float32),
+    }
     start = len(prompt)
     for segment in trajectory.segments:
         span = slice(start, start + len(segment))
@@ -245,16 +243,9 @@ def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], c
             raise DataError(f"{where}: the policy version is unknown")
         if not segment.temperature > 0:
             raise DataError(f"{where}: temperature={segment.temperature} must be positive for training")
-        behavior[span] = segment.behavior_logprobs
-        versions[span] = segment.policy_version
-        staleness[span] = current - train_step_of_version[segment.policy_version]
-        pure[span] = segment.pure
-        temperatures[span] = segment.temperature
-    return {
-        "token_ids": token_ids,
-        "behavior_logprobs": behavior,
-        "versions": versions,
-        "staleness": staleness,
-        "pure": pure,
-        "temperatures": temperatures,
-    }
+        columns["behavior_logprobs"][span] = segment.behavior_logprobs
+        columns["versions"][span] = segment.policy_version
+        columns["staleness"][span] = current - train_step_of_version[segment.policy_version]
+        columns["pure"][span] = segment.pure
+        columns["temperatures"][span] = segment.temperature
+    return columns

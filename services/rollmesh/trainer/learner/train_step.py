@@ -28,13 +28,7 @@ from rollmesh.trainer.learner.forward_backward import (
     accumulate_gradient,
     judge_tokens,
 )
-from rollmesh.trainer.learner.method_binding import (
-    BoundAdvantage,
-    BoundMask,
-    bind_advantage,
-    bind_masks,
-    loss_recipe,
-)
+from rollmesh.trainer.learner.method_binding import BoundAdvantage, BoundMask, bind_advantage, bind_masks, loss_recipe
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, current_version
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_state import apply_update

@@ -130,15 +130,13 @@ Decode = Callable[[Int32Array], str]
 
 def decoder(folder: Path) -> Decode:
     """Return a function from token ids to text with the model's tokenizer; without one, to the ids as text."""
-    if not (folder / "tokenizer.json").is_file():
-        return lambda ids: " ".join(map(str, ids.tolist()))
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
     def decode(ids: Int32Array) -> str:
-        try:
-            return tokenizer.decode(ids, special_tokens=True)
-        except DataError:
-            return " ".join(map(str, ids.tolist()))
+        with suppress(DataError):
+            if tokenizer is not None:
+                return tokenizer.decode(ids, special_tokens=True)
+        return " ".join(map(str, ids.tolist()))
 
     return decode
 
@@ -153,23 +151,21 @@ def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[st
     for i in range(count):
         members = batch.groups[i * len(batch.groups) // count].trajectories
         chosen.append(members[(batch.train_step + i) % len(members)])
-    return [_sample(batch.train_step, t, decode) for t in chosen]
-
-
-def _sample(train_step: int, trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
-    outcome = trajectory.outcome
-    return {
-        "train_step": train_step,
-        "trajectory_id": trajectory.trajectory_id,
-        "prompt": decode(trajectory.prompt.token_ids),
-        "completion": decode(trajectory.response_ids),
-        "token_count": trajectory.response_token_count,
-        "finish_reason": None if trajectory.finish_reason is None else str(trajectory.finish_reason),
-        "outcome": None if outcome is None else str(outcome.kind),
-        "reward": None if outcome is None else outcome.verdict,
-        "shaped_reward": trajectory.shaped_reward,
-        "policy_versions": list(trajectory.policy_versions),
-    }
+    return [
+        {
+            "train_step": batch.train_step,
+            "trajectory_id": t.trajectory_id,
+            "prompt": decode(t.prompt.token_ids),
+            "completion": decode(t.response_ids),
+            "token_count": t.response_token_count,
+            "finish_reason": t.finish_reason and str(t.finish_reason),
+            "outcome": t.outcome and str(t.outcome.kind),
+            "reward": t.outcome and t.outcome.verdict,
+            "shaped_reward": t.shaped_reward,
+            "policy_versions": list(t.policy_versions),
+        }
+        for t in chosen
+    ]
 
 
 class Tracker(Protocol):
@@ -211,16 +207,19 @@ class _OptionalTracker:
         self._log = get_logger("trackers")
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        try:
+        with self._logged(train_step=train_step):
             self._tracker.log(train_step, numbers)
-        except Exception as error:  # any error of the tracker's client
-            self._log.error("tracker_failed", tracker=self._name, train_step=train_step, message=repr(error))
 
     def close(self) -> None:
-        try:
+        with self._logged():
             self._tracker.close()
+
+    @contextmanager
+    def _logged(self, **fields: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # any error of the tracker's client
-            self._log.error("tracker_failed", tracker=self._name, message=repr(error))
+            self._log.error("tracker_failed", tracker=self._name, message=repr(error), **fields)
 
 
 class TensorBoardTracker:

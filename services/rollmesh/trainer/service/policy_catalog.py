@@ -142,21 +142,16 @@ def _config_error(version: int, problem: str) -> ConfigError:
 
 def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
     """Return the versions that must not be pruned: the run file's reference, and those of replayed steps."""
-    found = {algorithm.kl_reference_version} if needs_reference(algorithm) else set()
+    found: set[int | None] = {algorithm.kl_reference_version} if needs_reference(algorithm) else set()
     for step in checkpoints.batch_steps():
-        if step > committed_step:
-            found |= _reference_of_step(checkpoints, step)
-    return frozenset(found)
-
-
-def _reference_of_step(checkpoints: CheckpointStore, train_step: int) -> set[int]:
-    try:
-        version = checkpoints.batch_footer(train_step).settings.kl_reference_version
-    except CheckpointError as error:
-        if error.outside:  # the reference of this step would be pruned
-            raise
-        return set()  # the training loop rejects or rewrites the file when it reaches this step
-    return set() if version is None else {version}
+        try:
+            if step > committed_step:
+                found.add(checkpoints.batch_footer(step).settings.kl_reference_version)
+        except CheckpointError as error:
+            if error.outside:  # the reference of this step would be pruned
+                raise
+            # The training loop rejects or rewrites the file when it reaches this step.
+    return frozenset(version for version in found if version is not None)
 
 
 def model_folder(config: RunConfig, checkpoints: CheckpointStore) -> Path:

@@ -40,18 +40,25 @@ class RollbackRunner:
         After an error, the next start of the trainer carries it out.
         """
         request = await self.pending()
-        if request is None or await self._replaying():
+        if request is None:
+            return
+        steps = await self._rank.retried("list_batch_files", self._rank.checkpoints.batch_steps)
+        if steps and steps[-1] > self._rank.ranks.trainer.train_step:
             return
         await self.unless_abandoned(self._publisher.announced())
         refusal = None
         if request.request_id != self._rank.progress.rollback_id:
             refusal = await self._go_back(request, commit)
+        session, store, token = self._rank.session, self._rank.session.store, self._rank.session.token
         if refusal is None:
-            await self._publish(request)
+            version = await self._publisher.publish(self._rank.ranks.trainer.train_step)
+            dropped = await session.retry("rollback", lambda: store.training.roll_back(token))
+            self._log.info(
+                "rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped
+            )
         else:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(refusal))
-        token, rollbacks = self._rank.session.token, self._rank.session.store.rollbacks
-        await self._rank.session.retry("finish_rollback", lambda: rollbacks.finish(token, request))
+        await session.retry("finish_rollback", lambda: store.rollbacks.finish(token, request))
 
     async def unless_abandoned(self, publication: Awaitable[T]) -> T | None:
         """Await a call of the publisher; return None for a policy that has diverged and that a request abandons.
@@ -70,10 +77,6 @@ class RollbackRunner:
     async def pending(self) -> RollbackRequest | None:
         """Return the request that is not yet carried out; None without one."""
         return await self._rank.session.retry("rollback_request", self._rank.session.store.rollbacks.pending)
-
-    async def _replaying(self) -> bool:
-        steps = await self._rank.retried("list_batch_files", self._rank.checkpoints.batch_steps)
-        return bool(steps) and steps[-1] > self._rank.ranks.trainer.train_step
 
     async def _take_weights(self, version: int) -> CheckpointError | None:
         """Load the weights of a version; return the error of one that is not kept, which is no failure of the store."""
@@ -98,10 +101,3 @@ class RollbackRunner:
         self._rank.progress.nonfinite_updates_in_a_row = 0
         await commit()
         return None
-
-    async def _publish(self, request: RollbackRequest) -> None:
-        """Publish the restored weights and drop the unclaimed work."""
-        store, token = self._rank.session.store, self._rank.session.token
-        version = await self._publisher.publish(self._rank.ranks.trainer.train_step)
-        dropped = await self._rank.session.retry("rollback", lambda: store.training.roll_back(token))
-        self._log.info("rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped)

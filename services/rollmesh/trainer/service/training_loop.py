@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,12 +46,7 @@ from rollmesh.step_metrics import top_level_copies
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.records.run_log import StepRecords, Tracker, decoder, flatten, sample_completions
-from rollmesh.trainer.records.trainer_metrics import (
-    DECILES,
-    dropped_by_decile,
-    trained_by_decile,
-    trained_share,
-)
+from rollmesh.trainer.records.trainer_metrics import DECILES, dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch, ReplaySource
 from rollmesh.trainer.service.early_work import PartSource, StageEnds
 from rollmesh.trainer.service.leading_rank import LeadingRank
@@ -300,7 +295,7 @@ async def _seconds_of(work: Awaitable[object]) -> float:
 def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
     """Return the totals of tokens and groups over the mesh: goodput, drops, waste and trained lengths."""
     dropped = dropped_by_decile(counts.drop_deciles)
-    trained = progress.trained_groups_by_length_decile
+    trained, closed = progress.trained_groups_by_length_decile, counts.totals.get("groups_closed_total", 0)
     return {
         "goodput": progress.generated.goodput(progress.trained_token_total),
         "generated_token_total": progress.generated.total,
@@ -313,15 +308,10 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
         "wasted_tokens": dict(counts.dropped_tokens),
         "groups_begun_again_by_reason_and_length_decile": dict(counts.begun_again_deciles),
         "surplus_members_by_length_decile": [counts.surplus_deciles.get(str(d), 0) for d in range(DECILES)],
-        "rounds_per_group": _rounds_per_group(counts.totals),
+        # None without a closed group; the later rounds of open groups count too.
+        "rounds_per_group": 1 + counts.totals.get("groups_extended_total", 0) / closed if closed else None,
         "totals": dict(counts.totals),
     }
-
-
-def _rounds_per_group(totals: Mapping[str, int]) -> float | None:
-    """Return the mean rounds of closed groups; None without any. The later rounds of open groups count too."""
-    closed = totals.get("groups_closed_total", 0)
-    return 1 + totals.get("groups_extended_total", 0) / closed if closed else None
 
 
 def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Methods of a user's code: their options, and clear errors for what cannot be one."""
+"""Methods of the user's code and of the registry, bound with their options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from rollmesh.algorithms.losses import ClipReason, LossInput, loss_options
 from rollmesh.config.loss_methods import LOSSES, MaskConfig
-from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks
+from rollmesh.trainer.learner.method_binding import bind_advantage, bind_loss, bind_masks, loss_recipe, step_recipe
 from rollmesh.trainer.learner.train_batch import build_train_batch
 from rollmesh.trainer.learner.train_step import apply_masks
 from rollmesh.types import FinishReason
@@ -21,6 +21,7 @@ from rollmesh.types import FinishReason
 from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
 
 ROOT = Path(__file__).parents[4]
+
 OWN = """
 import torch
 
@@ -244,3 +245,25 @@ def test_a_mask_that_does_not_fit_the_tokens_is_refused(name: str, problem: str)
     masks = bind_masks(AlgorithmConfig(masks=(MaskConfig(name=f"own_methods:{name}"),)))
     with pytest.raises(DataError, match=rf"trainer.algorithm.masks.0.*own_methods:{name}.*{problem}"):
         apply_masks(flat, masks, torch.from_numpy(flat.behavior_logprobs.astype(np.float64)), None, None)
+
+
+def test_a_users_loss_has_the_defaults_of_ppo_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_losses.py").write_text("from rollmesh.algorithms.losses import ppo_clip as mine\n\n\nbound = 0.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    algorithm = AlgorithmConfig(loss="my_losses:mine")
+    recipe = step_recipe(TrainerConfig(algorithm=algorithm), max_token_staleness=None)
+    own, registered = loss_recipe(recipe.algorithm), loss_recipe(AlgorithmConfig())
+    assert (own.options, own.aggregation) == (registered.options, registered.aggregation)
+    for target, problem in (("my_losses:bound", "must be a plain function"), ("my_losses:other", "has no 'other'")):
+        with pytest.raises(ConfigError, match=f"trainer.algorithm.loss: .*{problem}"):
+            loss_recipe(AlgorithmConfig(loss=target))
+
+
+def test_a_recipe_records_the_defaults_of_every_method() -> None:
+    algorithm = AlgorithmConfig(
+        advantage="mc_grpo", loss="kimi", masks=(MaskConfig(name="icepop", options={"high": 2.0}),)
+    )
+    recorded = step_recipe(TrainerConfig(algorithm=algorithm), max_token_staleness=None).algorithm
+    assert recorded.advantage_options == {"adv_clip": 5.0} and recorded.loss_options == {"tau": 0.1}
+    assert recorded.masks[0].options == {"low": 0.5, "high": 2.0}
+    assert AlgorithmConfig.model_validate_json(recorded.model_dump_json()) == recorded

@@ -1,15 +1,28 @@
-"""Micro-batches hold every sequence once, within the budget, about equally full."""
+"""Packing: bins, rows, and log-probabilities equal to padded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig, OPTConfig, PretrainedConfig
 
 from rollmesh.algorithms.advantages import TrajectoryColumns
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.packing import balanced_bins, pack
+from rollmesh.trainer.learner.policy_model import score_tokens
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.train_batch import build_train_batch
+from rollmesh.types import Int32Array
 
-from ....kit.made_batches import VOCAB, random_batch
+from ....kit.made_batches import CONFIGS, SHAPE, VOCAB, random_batch
+from .conftest import ModelMaker
 
 
 def no_advantage(data: TrajectoryColumns) -> torch.Tensor:
@@ -64,3 +77,97 @@ def test_a_dummy_micro_batch_scores_nothing() -> None:
     batch = build_train_batch(random_batch(1), {0: 0}, no_advantage)
     micro = pack(batch, [], torch.device("cpu"))
     assert micro.token_count == 1 and len(micro.rows) == 0 and len(micro.token_index) == 0 and VOCAB > 0
+
+
+OTHERS: dict[str, PretrainedConfig] = {
+    "sliding window": MistralConfig(**SHAPE, sliding_window=4),
+    "soft-capped scores and logits": Gemma2Config(**SHAPE, head_dim=8, sliding_window=4, final_logit_softcapping=2.0),
+    "learned positions and dropout": GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    ),
+    "functional dropout": OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    ),
+}
+
+
+def ragged_sequences() -> list[Int32Array]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, n).astype(np.int32) for n in (5, 31, 2, 17, 9, 23)]
+
+
+def padded(folder: Path, sequences: list[Int32Array], temperature: float) -> list[np.ndarray]:
+    """Compute on right-padded input with the model's own attention, for comparison."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    longest = max(map(len, sequences))
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.from_numpy(sequence.astype(np.int64))
+        mask[row, : len(sequence)] = 1
+    with torch.no_grad():
+        scores = (model(input_ids=ids, attention_mask=mask).logits / temperature).log_softmax(-1)
+    picked = scores[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].numpy()
+    return [picked[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
+
+
+def alone(folder: Path, sequences: list[Int32Array]) -> Iterator[np.ndarray]:
+    """Each sequence by itself through the model's eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    for sequence in sequences:
+        ids = torch.from_numpy(sequence.astype(np.int64))[None]
+        with torch.no_grad():
+            scores = model(input_ids=ids).logits.log_softmax(-1)
+        yield scores[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_packed_logprobs_equal_padded_ones(make_model: ModelMaker, name: str, temperature: float) -> None:
+    folder, sequences = make_model(name), ragged_sequences()
+    trainer = PolicyTrainer.from_folder(folder, TrainerConfig(tokens_per_microbatch=48))
+    for got, expected in zip(
+        trainer.logprobs(sequences, temperature), padded(folder, sequences, temperature), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_other_architectures_are_packed_exactly_too(make_model: ModelMaker, name: str) -> None:
+    folder, sequences = make_model(config=OTHERS[name]), ragged_sequences()
+    trainer = PolicyTrainer.from_folder(folder, TrainerConfig(tokens_per_microbatch=48), compute_dtype=torch.float64)
+    for got, expected in zip(trainer.logprobs(sequences), alone(folder, sequences), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_chunked_logits_give_the_same_values_and_gradient() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(8, VOCAB).double()
+    hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, VOCAB, (23,))
+    temperatures = torch.rand(23) + 0.5
+    results = []
+    for limit in (1 << 20, 5 * VOCAB):
+        logprobs, entropy = score_tokens(hidden, head, targets, temperatures, VOCAB, entropy=True, limit=limit)
+        gradients = torch.autograd.grad((logprobs * torch.arange(23)).sum(), [hidden, *head.parameters()])
+        results.append([logprobs, entropy, *gradients])
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(whole, chunked, rtol=1e-12, atol=1e-12)
+
+
+def test_entropy_and_logprob_are_those_of_the_tempered_distribution() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, VOCAB, dtype=torch.float64)
+    targets, temperatures = torch.arange(6), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 0.1])
+    logprobs, entropy = score_tokens(logits, nn.Identity(), targets, temperatures, VOCAB, entropy=True)
+    for row in range(6):
+        p = torch.exp(logits[row] / temperatures[row].double())
+        p = p / p.sum()
+        assert float(logprobs[row]) == pytest.approx(float(p[row].log()), abs=1e-9)
+        assert float(entropy[row]) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-9)

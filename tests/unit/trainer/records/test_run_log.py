@@ -1,11 +1,26 @@
-"""metrics.jsonl and samples.jsonl: each train step once, whatever died."""
+"""Reports, samples and trackers: a line a step after any restart, and samples that say what was asked and paid."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-from rollmesh.trainer.records.run_log import StepRecords, append_lines
+import numpy as np
+import pytest
+
+from rollmesh.config import RunConfig
+from rollmesh.config.load import validate_run_config
+from rollmesh.errors import ConfigError
+from rollmesh.trainer.records.run_log import (
+    StepRecords,
+    append_lines,
+    build_trackers,
+    decoder,
+    flatten,
+    sample_completions,
+)
+from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 
 
 def steps(file: Path) -> list[int]:
@@ -66,3 +81,94 @@ def test_the_newest_reports_are_ascending_readable_and_not_of_later_steps(tmp_pa
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     append_lines(tmp_path / "x.jsonl", [{"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -0.0}}])
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": 0.0}}
+
+
+def batch(step: int, groups: int = 4, members: int = 3) -> Batch:
+    return Batch(
+        train_step=step,
+        groups=tuple(
+            Group(
+                group_id=f"e0-{g}",
+                admission_index=g,
+                trajectories=tuple(_trajectory(f"e0-{g}", m) for m in range(members)),
+            )
+            for g in range(groups)
+        ),
+    )
+
+
+def _trajectory(group_id: str, member: int) -> Trajectory:
+    ids = np.array([1, 2, 3], np.int32)
+    return Trajectory(
+        trajectory_id=f"{group_id}.{member}",
+        group_id=group_id,
+        member_index=member,
+        prompt=Prompt(prompt_id=group_id, token_ids=np.array([7], np.int32), verifier="exact"),
+        segments=(
+            Segment(token_ids=ids, behavior_logprobs=-np.ones(3, np.float32), policy_version=4, kv_min_version=4),
+        ),
+        finish_reason=FinishReason.STOP,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=0.5),
+        shaped_reward=0.25,
+    )
+
+
+def test_samples_come_from_different_groups_and_from_other_members_each_step(tmp_path: Path) -> None:
+    decode = decoder(tmp_path)
+    first, second = (sample_completions(batch(step), 2, decode) for step in (1, 2))
+    assert [s["trajectory_id"].split(".")[0] for s in first] == ["e0-0", "e0-2"]
+    assert {s["trajectory_id"] for s in first}.isdisjoint(s["trajectory_id"] for s in second)
+
+
+def test_a_sample_says_what_was_asked_answered_and_paid(tmp_path: Path) -> None:
+    (sample,) = sample_completions(batch(3), 1, decoder(tmp_path))
+    assert sample == {
+        "train_step": 3,
+        "trajectory_id": "e0-0.0",
+        "prompt": "7",
+        "completion": "1 2 3",
+        "token_count": 3,
+        "finish_reason": "stop",
+        "outcome": "scored",
+        "reward": 0.5,
+        "shaped_reward": 0.25,
+        "policy_versions": [4],
+    }
+
+
+def test_no_samples_are_taken_when_none_are_asked_for(tmp_path: Path) -> None:
+    assert sample_completions(batch(1), 0, decoder(tmp_path)) == []
+
+
+def test_every_group_gives_one_sample_when_more_are_asked_for(tmp_path: Path) -> None:
+    found = sample_completions(batch(1, groups=2), 9, decoder(tmp_path))
+    assert [s["trajectory_id"].split(".")[0] for s in found] == ["e0-0", "e0-1"]
+
+
+def config(folder: Path, *trackers: str) -> RunConfig:
+    data = {
+        "name": "run",
+        "folder": str(folder),
+        "model": {"path": "model"},
+        "telemetry": {"trackers": list(trackers)},
+    }
+    return validate_run_config(data, "made")
+
+
+def test_nested_numbers_get_one_name_each() -> None:
+    record = {"loss": 1, "batch": {"reward": {"mean": 0.5}, "text": "x"}, "ok": True, "many": [1, 2], "none": None}
+    assert flatten(record) == {"loss": 1.0, "batch/reward/mean": 0.5}
+
+
+def test_no_tracker_is_built_unless_asked_for(tmp_path: Path) -> None:
+    assert build_trackers(config(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("torch.utils.tensorboard.writer", "torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"rollmesh\[{name}\]"):
+        build_trackers(config(tmp_path, name))

@@ -1,7 +1,8 @@
-"""What a trainer continues with at its start, and updates that were not made, counted over train steps."""
+"""The newest state, the initial model, and the progress that a state saves."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from transformers import Qwen2Config
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
+from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.train_step import trailing_skipped
+from rollmesh.trainer.main import build_ranks
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
@@ -164,3 +168,11 @@ def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_wi
     assert progress.nonfinite_updates_in_a_row == 4
     progress.count_updates(1, trailing_skipped([True, False]))
     assert progress.nonfinite_updates_in_a_row == 1
+
+
+def test_a_torn_initial_model_is_named_with_its_field(tmp_path: Path) -> None:
+    torn = shutil.copytree(resolve_model("recipe:countdown"), tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:1000])
+    config = RunConfig.model_validate({"name": "torn", "folder": str(tmp_path / "run"), "model": {"path": str(torn)}})
+    with pytest.raises(ConfigError, match=f"model.path={torn}: .* not a loadable causal LM"):
+        build_ranks(config, open_checkpoints(config))

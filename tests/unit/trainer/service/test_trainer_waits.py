@@ -1,9 +1,10 @@
-"""Waiting for room on the disk."""
+"""Writes that wait for the disk or the store, and the torch thread."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.tasks import Backoff
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.ranks import TorchExecutor
 from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
@@ -152,3 +154,19 @@ async def test_a_trainer_that_waits_before_its_start_is_not_ready_when_the_wait_
     await retry.run("load_state", load)
     assert tries == ["", "disk full: load_state: disk full"]
     assert health.waits.text() == "" and health.ready() == (False, "starting")
+
+
+def test_a_loop_is_alive_while_torch_computes_however_long_and_stalls_an_hour_after_it() -> None:
+    now = 0.0
+    health, end = Health(clock=lambda: now), threading.Event()
+    with TorchExecutor() as executor:
+        health.watch("train", 3600.0, executor.busy)
+        step = executor.submit(end.wait)
+        now = 7200.0
+        assert health.stalled() == {}
+        end.set()
+        step.result(60)
+        executor.submit(lambda: None).result(60)
+    assert not executor.busy()
+    now = 10_801.0
+    assert health.stalled() == {"train": 3601.0}
