@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,17 @@ import numpy as np
 from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.segments import slice_segment
-from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
+from rollmesh.store import (
+    Append,
+    EmbeddedServer,
+    Finish,
+    HeldTokens,
+    LeasedTrajectory,
+    NewGroup,
+    Score,
+    TokenDigest,
+    TrajectoryStore,
+)
 from rollmesh.store.scripts import UploadExpired
 from rollmesh.types import Batch, FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
 
@@ -105,6 +116,21 @@ async def known(store: TrajectoryStore, trajectory_id: str, offset: int) -> dict
     }
 
 
+def earlier_state(server: EmbeddedServer) -> Callable[[], None]:
+    """Return a function that kills the server, which then comes back with the state that it has now."""
+    files, earlier = server.folder / "appendonlydir", server.folder / "earlier"
+    shutil.rmtree(earlier, ignore_errors=True)
+    shutil.copytree(files, earlier)
+
+    def come_back() -> None:
+        server.kill()
+        shutil.rmtree(files)
+        shutil.copytree(earlier, files)
+        server.start()
+
+    return come_back
+
+
 UNSCORABLE = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broke")
 
 
@@ -118,14 +144,22 @@ class Mesh:
     session: str
 
     @classmethod
-    async def start(cls, store: TrajectoryStore, pool_size: int = 64, **changes: object) -> Mesh:
+    async def start(
+        cls, store: TrajectoryStore, pool_size: int = 64, *, groups: int = 0, leased: int = 0, **changes: object
+    ) -> Mesh:
+        """Begin a run with so many groups, of whose trajectories the worker has leased so many."""
         await store.limits.init_run(limits(**changes))
         leader = await store.leadership.acquire("leader")
         assert leader is not None
         trainer = await store.training.open_session("trainer")
         await store.policies.announce(trainer, policy(0))
         await store.leadership.set_desired(leader, Desired(pool_size=pool_size))
-        return cls(store, leader, trainer, await store.sessions.open("worker"))
+        mesh = cls(store, leader, trainer, await store.sessions.open("worker"))
+        if groups:
+            await mesh.admit(groups)
+        if leased:
+            await store.trajectories.lease(mesh.session, leased)
+        return mesh
 
     async def admit(self, count: int, needed: int = 2, spare: int = 0) -> int:
         before = await self.store.leadership.cursor()

@@ -15,8 +15,7 @@ from .stored_keys import read_truth
 
 
 async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=2)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, max_attempts=2, groups=1)
     for attempt in (1, 2):
         leased = (await store.trajectories.lease(mesh.session, 1))[0]
         assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
@@ -44,9 +43,7 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
 
 
 async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     assert await store.trajectories.fail(mesh.session, [("e0-0.0", "made")]) == 1
     new = await store.dead_letters.replay("e0-0.0")
     assert await store.leadership.admit_replays(mesh.leader, 1) == 1
@@ -60,9 +57,7 @@ async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(stor
 
 
 async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=2)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, max_attempts=2, groups=1, leased=2)
     await mesh.append("e0-0.1", 0, 4)
     await mesh.finish("e0-0.0", 0, 3)
     await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
@@ -78,8 +73,7 @@ async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_le
 
 
 async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_attempts=1)
-    await mesh.admit(4)
+    mesh = await Mesh.start(store, max_attempts=1, groups=4)
     ids = await mesh.lease_ids(8)
     for trajectory_id in ids[:5]:
         await mesh.finish(trajectory_id, 0, 3)
@@ -93,9 +87,7 @@ async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: Tr
 
 
 async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, 4)
     assert await store.trajectories.fail(mesh.session, [("e0-0.0", "environment gone")]) == 1
     letter = await store.dead_letters.get("e0-0.0")
@@ -105,9 +97,7 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
 
 
 async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     for at, name in enumerate(("e0-0.0", "e0-0.1")):
         await store.trajectories.fail(mesh.session, [(name, f"failure {at}")])
         # Two failures of one millisecond have no order.
@@ -117,9 +107,7 @@ async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> No
 
 
 async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, 4)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "the oldest")])
     keys, command = store.connection.keys, store.connection.command
@@ -146,9 +134,7 @@ async def train_one(mesh: Mesh, step: int, group_id: str) -> None:
 
 async def test_no_two_replays_have_one_name_even_when_the_first_is_long_trained(store: TrajectoryStore) -> None:
     """The audit knows groups by name: batch files remember a name for ever, tombstones for some steps."""
-    mesh = await Mesh.start(store, max_staleness=1000)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, max_staleness=1000, groups=1, leased=2)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke"), ("e0-0.1", "broke")])
     first = await store.dead_letters.replay("e0-0.0")
     assert await store.leadership.admit_replays(mesh.leader, 1) == 1
@@ -176,9 +162,7 @@ async def test_a_redis_that_lost_everything_learns_the_names_of_replays_from_bat
 
 
 async def test_a_waiting_replay_is_opened_by_the_leader_without_its_letter(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0, groups=2, leased=1)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
     group_id = await store.dead_letters.replay("e0-0.0")
     assert (await store.mesh.view()).admitted_unconsumed == 2
@@ -198,8 +182,7 @@ async def test_a_waiting_replay_is_opened_by_the_leader_without_its_letter(store
 
 
 async def test_replays_sent_again_after_a_lost_reply_open_once(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     leased = await mesh.lease_ids(2)
     await store.trajectories.fail(mesh.session, [(trajectory_id, "broke") for trajectory_id in leased])
     first, second = [await store.dead_letters.replay(trajectory_id) for trajectory_id in leased]
@@ -217,9 +200,7 @@ async def opened(store: TrajectoryStore) -> list[str]:
 
 async def test_a_waiting_replay_that_a_batch_file_names_is_not_opened_again(store: TrajectoryStore) -> None:
     """Redis came back as it was while the replay waited."""
-    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0, groups=2, leased=1)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
     group_id = await store.dead_letters.replay("e0-0.0")
     await store.training.reassert(mesh.trainer, 1, 1, [(1, [group_id])], [], Cursor())

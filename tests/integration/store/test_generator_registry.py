@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 
 import pytest
 
@@ -14,7 +13,7 @@ from rollmesh.types import GeneratorRecord, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generator_pool import GeneratorPool
 
-from .store_mesh import Mesh, policy, prompt, segment
+from .store_mesh import Mesh, earlier_state, policy, prompt, segment
 
 TTL = 600.0
 
@@ -106,16 +105,12 @@ async def test_a_redis_that_came_back_in_an_earlier_state_is_read_again(own_serv
         ):
             await store.generators.register(record("a"), TTL)
             await store.generators.register(record("gone later"), TTL)
-            files, earlier = server.folder / "appendonlydir", server.folder / "earlier"
-            shutil.copytree(files, earlier)
+            come_back = earlier_state(server)
             await store.generators.deregister("gone later")
             await store.generators.register(record("forgotten"), TTL)
             await store.generators.register(record("a", version=5), TTL)
             assert sorted(await by_name(store)) == ["a", "forgotten"]
-            await asyncio.to_thread(server.kill)
-            shutil.rmtree(files)
-            shutil.copytree(earlier, files)
-            await asyncio.to_thread(server.start)
+            await asyncio.to_thread(come_back)
             assert await by_name(store) == await by_name(fresh)
             await fresh.generators.register(record("a", version=6), TTL)
             assert await by_name(store) == await by_name(fresh)

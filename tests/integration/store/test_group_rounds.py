@@ -161,8 +161,7 @@ async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: Trajecto
 
 
 async def test_groups_of_a_run_without_rounds_have_no_field_and_no_key_more(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     assert await fields_of(store, "e0-0") == {*("index", "needed", "launched", "scored", "terminal", "admitted_at")}
     first, second = await lease(mesh)
     assert (first.plan, second.plan) == ({}, {})

@@ -15,8 +15,7 @@ from .stored_keys import read_truth
 
 
 async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, filter_zero_variance=True)
-    await mesh.admit(4)
+    mesh = await Mesh.start(store, filter_zero_variance=True, groups=4)
     values = [1.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.5, 0.5]
     for leased, value in zip(await store.trajectories.lease(mesh.session, 8), values, strict=True):
         await mesh.complete(leased, value)
@@ -33,9 +32,7 @@ async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: T
 
 
 async def test_a_fixed_value_for_a_time_out_scores_the_trajectory(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     for trajectory_id in ("e0-0.0", "e0-0.1"):
         await mesh.finish(trajectory_id, 0, 2)
     outcome = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
@@ -56,9 +53,7 @@ async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: Tr
 
 
 async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 4)
+    mesh = await Mesh.start(store, groups=2, leased=4)
     await mesh.append("e0-0.0", 0, 6)
     assert await store.leadership.evict(mesh.leader, ["e0-0", "e0-0", "unknown"], "straggler") == 1
     assert await store.leadership.evict(mesh.leader, ["e0-0"], "straggler") == 0
@@ -71,8 +66,7 @@ async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(s
 
 
 async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(12)
+    mesh = await Mesh.start(store, groups=12)
     leased = await store.trajectories.lease(mesh.session, 24)
     for at, item in enumerate(leased[:20]):
         await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
@@ -122,9 +116,7 @@ async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:
 
 
 async def test_the_shortest_groups_are_listed_although_many_were_admitted_before_them(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=1)
-    await mesh.admit(6)
-    await store.trajectories.lease(mesh.session, 12)
+    mesh = await Mesh.start(store, groups_per_batch=1, groups=6, leased=12)
     for index in range(6):
         await finish_group(mesh, index, 20 - index, 20 - index)
     admitted = [g.group_id for g in (await store.mesh.view()).ready]
@@ -134,9 +126,7 @@ async def test_the_shortest_groups_are_listed_although_many_were_admitted_before
 
 
 async def test_a_reverted_cut_makes_its_groups_ready_with_their_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 8)
+    mesh = await Mesh.start(store, groups=2, leased=8)
     await finish_group(mesh, 0, 3, 4)
     await finish_group(mesh, 1, 8, 1)
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])

@@ -28,8 +28,7 @@ async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> lis
 
 async def populated(store: TrajectoryStore) -> Mesh:
     """Six groups of two: two cut, one ready, one with a leased and a partial one, one half scored, one pending."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(3)
+    mesh = await Mesh.start(store, groups=3)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await mesh.admit(3)
@@ -59,8 +58,7 @@ async def test_pages_of_any_size_together_are_the_whole_queue(store: TrajectoryS
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 500])
 async def test_trajectories_that_rest_since_the_same_step_are_all_listed(store: TrajectoryStore, limit: int) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(5)
+    mesh = await Mesh.start(store, groups=5)
     ids = await mesh.lease_ids(10)
     for version, half in enumerate((ids[:5], ids[5:])):
         if version:
@@ -75,8 +73,7 @@ async def test_a_page_that_reads_no_more_records_continues_at_the_first_one_left
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_RECORDS_PER_PAGE", 3)
-    mesh = await Mesh.start(store)
-    await mesh.admit(6)
+    mesh = await Mesh.start(store, groups=6)
     ids = await mesh.lease_ids(12)
     await store.trajectories.release(mesh.session, [i for i in ids if i != "e0-4.1"], ReleaseReason.DRAINED)
     assert [mark.trajectory_id for mark in await read_all(store, "leased", 5)] == ["e0-4.1"]
@@ -95,9 +92,7 @@ async def test_a_row_tells_what_the_queue_knows(store: TrajectoryStore) -> None:
 
 
 async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     await mesh.append("e0-0.0", 0, 4)
     await store.policies.announce(mesh.trainer, policy(1, 0))
     await mesh.append("e0-0.0", 4, 4, 1)
@@ -136,8 +131,7 @@ async def test_a_cursor_of_nowhere_is_refused(store: TrajectoryStore, wrong: str
 
 
 async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, pool_size=400)
-    await mesh.admit(200)
+    mesh = await Mesh.start(store, pool_size=400, groups=200)
     for _ in range(7):
         await store.trajectories.lease(mesh.session, 64)
     cursors = {mesh.session: 0}
@@ -152,8 +146,7 @@ async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore
 
 
 async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await store.leadership.evict(mesh.leader, ["e0-1"], "stale")
     assert await store.inspection.gone_at("e0-1") == 0
     assert await store.inspection.gone_at("e0-0") is None
@@ -163,9 +156,7 @@ async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
 async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_breaks_nothing(
     store: TrajectoryStore,
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     items = [
         Append(trajectory_id=i, token_offset=0, segments=[segment(3)], generator=name)
         for i, name in (("e0-0.0", "0f3a"), ("e0-0.1", "two words"))
@@ -243,8 +234,7 @@ async def test_a_rest_and_a_cut_off_are_told_and_a_cut_off_trajectory_has_no_tok
 
 
 async def test_the_newest_drop_of_a_group_is_found_on_any_page_of_the_ledger(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(5)
+    mesh = await Mesh.start(store, groups=5)
     for index, reason in enumerate(["stale", "straggler_timeout", "stale", "run_complete"]):
         await store.leadership.evict(mesh.leader, [f"e0-{index}"], reason)
     drops = [await store.ledger.newest_drop(f"e0-{index}", page=2) for index in range(5)]
@@ -266,8 +256,7 @@ async def output_bytes(store: TrajectoryStore) -> int:
 
 
 async def test_a_stage_end_reads_only_the_tokens_that_came_since_the_last_one(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     names = await mesh.lease_ids(4)
     for name in names[:3]:
         for offset in range(0, 10 * CHUNK, CHUNK):
@@ -297,9 +286,7 @@ async def test_a_stage_end_reads_only_the_tokens_that_came_since_the_last_one(st
 async def test_a_trajectory_that_began_again_is_read_whole_though_it_is_as_long_as_before(
     store: TrajectoryStore,
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     await mesh.append("e0-0.0", 0, 8)
     await mesh.append("e0-0.0", 8, 4)
     seen = await store.unclaimed.read({})
@@ -316,9 +303,7 @@ async def test_a_trajectory_that_began_again_is_read_whole_though_it_is_as_long_
 
 
 async def test_linked_chunks_are_read_once_too(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     large = INLINE_LIMIT_BYTES // 4
     await mesh.append("e0-0.0", 0, large)
     seen = await store.unclaimed.read({})
@@ -330,8 +315,7 @@ async def test_linked_chunks_are_read_once_too(store: TrajectoryStore) -> None:
 
 
 async def test_a_group_that_leaves_the_queue_is_not_unclaimed_any_more(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await mesh.complete_all()
     seen = await store.unclaimed.read({})
     assert len(seen) == 4

@@ -134,9 +134,7 @@ async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore
 
 
 async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 4)
+    mesh = await Mesh.start(store, groups=2, leased=4)
     await mesh.append("e0-0.0", 0, 4)
     await mesh.finish("e0-0.1", 0, 4)
     await store.connection.command("ZADD", store.connection.keys.single("sessions"), "XX", 1, mesh.session)
@@ -197,9 +195,7 @@ async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: Tra
 
 async def test_a_leader_that_renews_an_expired_lease_waits_one_ttl_before_it_reaps(store: TrajectoryStore) -> None:
     """Its workers lost Redis with it, and have not sent a heartbeat yet."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 4)
+    mesh = await Mesh.start(store, groups=2, leased=4)
     await expire(store, mesh.session)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "leader_until", 1)
     assert await store.leadership.renew(mesh.leader)
@@ -260,8 +256,7 @@ async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore)
 
 async def test_who_leads_after_a_failure_counts_from_zero(store: TrajectoryStore) -> None:
     """Or a run that ended for its filtered groups could never be continued, whatever was mended."""
-    mesh = await Mesh.start(store, filter_zero_variance=True)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, filter_zero_variance=True, groups=1)
     for leased in await store.trajectories.lease(mesh.session, 2):
         await mesh.complete(leased, 1.0)
     await store.leadership.resign(mesh.leader)
@@ -298,8 +293,7 @@ async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: Traject
 
 
 async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=1000)
-    await mesh.admit(4)
+    mesh = await Mesh.start(store, max_staleness=1000, groups=4)
     await mesh.complete_all()
     for step in range(1, 4):
         await store.leadership.cut(mesh.leader, step, [f"e0-{step - 1}"])

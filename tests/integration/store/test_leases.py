@@ -21,8 +21,7 @@ from .store_mesh import Mesh, copy_of_keys, environment_segment, group, limits, 
 
 
 async def test_the_pool_is_never_exceeded_by_workers_that_lease_at_once(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, pool_size=7)
-    await mesh.admit(10)
+    await Mesh.start(store, pool_size=7, groups=10)
     sessions = [await store.sessions.open(f"w{i}") for i in range(5)]
     leased = await asyncio.gather(*(store.trajectories.lease(s, 4) for s in sessions))
     assert sum(map(len, leased)) == 7
@@ -30,9 +29,7 @@ async def test_the_pool_is_never_exceeded_by_workers_that_lease_at_once(store: T
 
 
 async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, 4)
     await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.RESTED)
     await store.connection.command("ZADD", store.connection.keys.single("resting"), 0, "e0-7.0", 0, "e0-0.9")
@@ -44,8 +41,7 @@ async def test_a_resting_id_without_a_record_is_forgotten_by_the_next_lease(stor
 async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     commands = store.connection.commands
 
     async def away(calls: object) -> list[object]:
@@ -63,8 +59,7 @@ async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
 async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_holds(
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     commands = store.connection.commands
 
     async def away(calls: object) -> list[object]:
@@ -83,8 +78,7 @@ async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_hold
 async def test_every_client_leases_the_prompt_that_was_admitted(
     store: TrajectoryStore, another_client: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     mine = (await store.trajectories.lease(mesh.session, 1))[0].trajectory
     theirs = (await another_client.trajectories.lease(mesh.session, 1))[0].trajectory
     assert (mine.group_id, theirs.group_id) == ("e0-0", "e0-0")
@@ -96,8 +90,7 @@ async def test_every_client_leases_the_prompt_that_was_admitted(
 async def test_a_group_that_was_skipped_keeps_the_prompt_that_is_in_the_queue(
     store: TrajectoryStore, another_client: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
     changed = NewGroup(
         group_id="e0-0",
@@ -162,9 +155,7 @@ async def test_an_empty_prompt_is_refused_before_anything_is_admitted(store: Tra
 async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_lease(
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[environment_segment(30_000)])
     await store.trajectories.append(mesh.session, [item])
     await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
@@ -180,8 +171,7 @@ async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_l
 
 
 async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     await store.settings.set_user_paused(True)
     assert await store.trajectories.lease(mesh.session, 1) == []
     assert (await store.mesh.view()).user_paused
@@ -201,8 +191,7 @@ async def test_a_second_start_must_bring_the_same_limits(store: TrajectoryStore)
 
 
 async def test_the_time_of_the_first_lease_stays_with_the_trajectory(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     before = time.time()
     first = {t.trajectory.trajectory_id: t.first_lease_time for t in await store.trajectories.lease(mesh.session, 2)}
     assert len(first) == 2
@@ -216,8 +205,7 @@ async def test_the_time_of_the_first_lease_stays_with_the_trajectory(store: Traj
 
 
 async def test_a_finished_trajectory_whose_worker_died_still_knows_its_first_lease(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     first = await store.trajectories.lease(mesh.session, 1)
     await mesh.finish(first[0].trajectory.trajectory_id, 0, 4)
     await store.sessions.close(mesh.session)

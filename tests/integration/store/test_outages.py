@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from rollmesh.store.redis_connection import StoreCallMetrics
 from rollmesh.types import GeneratorRecord
 from rollmesh.worker.worker_session import WorkerSession
 
-from .store_mesh import Mesh, policy
+from .store_mesh import Mesh, earlier_state, policy
 
 
 async def test_a_cancelled_caller_always_ends(store: TrajectoryStore) -> None:
@@ -170,8 +168,7 @@ async def soon(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def test_a_clock_that_was_set_back_does_not_hold_up_reaping(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL, groups=2)
     assert len(await store.trajectories.lease(mesh.session, 4)) == 4
     await set_back(store)
 
@@ -183,8 +180,7 @@ async def test_a_clock_that_was_set_back_does_not_hold_up_reaping(store: Traject
 
 
 async def test_a_clock_that_was_set_back_does_not_hold_up_the_end_of_a_recovery(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL, groups=2)
     assert len(await store.trajectories.lease(mesh.session, 4)) == 4
     await store.training.close_session(mesh.trainer)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
@@ -233,38 +229,22 @@ TTL = 60.0
 """Seconds of a session, and so of a recovery, that no machine that stalls exceeds."""
 
 
-def as_it_is_now(server: EmbeddedServer, tmp_path: Path) -> Callable[[], None]:
-    """Return a function that kills the server, which then comes back with the state that it has now."""
-    files, older = server.folder / "appendonlydir", tmp_path / "older"
-    shutil.copytree(files, older)
-
-    def come_back() -> None:
-        server.kill()
-        shutil.rmtree(files)
-        shutil.copytree(older, files)
-        server.start()
-
-    return come_back
-
-
 @pytest.mark.parametrize("at", ["second group", "payload"])
 async def test_a_claim_during_which_redis_comes_back_returns_no_mix_of_two_states(
     durable_server: EmbeddedServer,
     durable_store: TrajectoryStore,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     at: str,
 ) -> None:
     monkeypatch.setattr("rollmesh.store.limits.MAX_KEYS_PER_SCRIPT", 1)  # a call for each group
     monkeypatch.setattr("rollmesh.store.training._TOKENS_PER_CLAIM", 4 if at == "payload" else 1 << 15)
-    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL)
-    await mesh.admit(2)
+    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, groups=2)
     leased = await durable_store.trajectories.lease(mesh.session, 64)
     for item in leased[:-1]:
         await mesh.complete(item, float(item.trajectory.member_index))
     last = leased[-1].trajectory.trajectory_id
     await mesh.append(last, 0, 3)
-    come_back = as_it_is_now(durable_server, tmp_path)
+    come_back = earlier_state(durable_server)
     await mesh.finish(last, 3, 2)
     await mesh.score(last, 1.0)
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
@@ -289,13 +269,12 @@ async def test_a_claim_during_which_redis_comes_back_returns_no_mix_of_two_state
 
 
 async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_again(
-    durable_server: EmbeddedServer, durable_store: TrajectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would count the steps as trained, and their groups, which it still has as ready, would be cut again."""
-    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL)
-    await mesh.admit(3)
+    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, groups=3)
     await mesh.complete_all()
-    come_back = as_it_is_now(durable_server, tmp_path)
+    come_back = earlier_state(durable_server)
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     batch = await durable_store.training.claim(mesh.trainer, 1, 1)
     assert batch is not None
@@ -319,12 +298,11 @@ async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_agai
 
 
 async def test_a_redis_that_comes_back_before_it_has_the_outcomes_of_a_batch_file_takes_them_with_the_file(
-    durable_server: EmbeddedServer, durable_store: TrajectoryStore, tmp_path: Path
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
     """Else it would take the groups, which it has as open, for ones that end again, and count them nowhere."""
-    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, keeps_history=True)
-    await mesh.admit(2)
-    come_back = as_it_is_now(durable_server, tmp_path)
+    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, keeps_history=True, groups=2)
+    come_back = earlier_state(durable_server)
     await mesh.complete_all()
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await durable_store.training.claim(mesh.trainer, 1, 1)

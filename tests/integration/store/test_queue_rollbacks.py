@@ -14,8 +14,7 @@ from .store_mesh import Mesh, limits, policy
 
 
 async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(6)
+    mesh = await Mesh.start(store, groups=6)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     # The first calls of a rollback whose trainer dies: it takes the cut back, then drops a group.
@@ -36,8 +35,7 @@ async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollb
 
 async def test_two_rollbacks_at_once_both_come_to_an_end(store: TrajectoryStore) -> None:
     """The trainer re-asserts what a restored Redis has forgotten while it carries out a request."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(6)
+    mesh = await Mesh.start(store, groups=6)
     left = {"first": 1, "second": 1}
     for nonce in itertools.islice(itertools.cycle(left), 40):
         if left[nonce]:
@@ -47,8 +45,7 @@ async def test_two_rollbacks_at_once_both_come_to_an_end(store: TrajectoryStore)
 
 
 async def test_the_last_call_of_a_rollback_sent_again_drops_nothing(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [1, 0]
     await mesh.admit(2)
     await mesh.complete_all()

@@ -35,8 +35,7 @@ async def ends_one_ttl_after(store: TrajectoryStore, field: str, earliest: float
 async def test_a_restart_stops_admission_cuts_and_leases_until_the_trainer_has_re_asserted(
     store: TrajectoryStore,
 ) -> None:
-    mesh = await Mesh.start(store, session_ttl_seconds=TTL)
-    await mesh.admit(3)
+    mesh = await Mesh.start(store, session_ttl_seconds=TTL, groups=3)
     leased = await store.trajectories.lease(mesh.session, 4)
     for item in leased:
         await mesh.complete(item, float(item.trajectory.member_index))
@@ -72,9 +71,7 @@ async def test_a_recovery_waits_for_the_trainer_unless_it_has_left(store: Trajec
 
 
 async def test_nothing_is_reaped_within_one_ttl_of_a_recovery(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, session_ttl_seconds=TTL)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, session_ttl_seconds=TTL, groups=1, leased=2)
     await other_server(store)
     await store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
     keys = store.connection.keys
@@ -91,8 +88,7 @@ async def test_nothing_is_reaped_within_one_ttl_of_a_recovery(store: TrajectoryS
 
 
 async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     with pytest.raises(SessionLost):
         await store.sessions.reregister("f" * 32, [held("e0-0.0")])
     await other_server(store)
@@ -148,8 +144,7 @@ async def test_batch_files_win_over_whatever_redis_restored(store: TrajectorySto
 
 async def test_no_leader_finds_groups_of_a_batch_file_while_it_is_re_asserted(store: TrajectoryStore) -> None:
     """A trainer that died between its batch file and the confirmation starts again: no recovery holds leaders off."""
-    mesh = await Mesh.start(store, max_staleness=0)
-    await mesh.admit(3)
+    mesh = await Mesh.start(store, max_staleness=0, groups=3)
     await mesh.complete_all()
     ids = ["e0-0", "e0-1"]
     await store.leadership.cut(mesh.leader, 1, ids)
@@ -167,8 +162,7 @@ async def test_no_leader_finds_groups_of_a_batch_file_while_it_is_re_asserted(st
 async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is_told_again(
     store: TrajectoryStore,
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await store.training.reassert(mesh.trainer, 1, 1, [(1, ["e0-0", "e0-1"])], [], Cursor(index=2))
     known = (await store.training.state()).trained_step
     later = [(2, ["e0-2", "e0-3"])]
@@ -180,8 +174,7 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
 
 
 async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await mesh.complete_all()
     assert await store.leadership.evict(mesh.leader, ["e0-0"], "stale") == 1
     for _ in range(2):
@@ -194,8 +187,7 @@ async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: Traject
 
 
 async def test_a_batch_file_that_was_written_after_another_cut_is_refused(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(4)
+    mesh = await Mesh.start(store, groups=4)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await store.training.claim(mesh.trainer, 1, 1.0)
@@ -228,8 +220,7 @@ async def test_a_trainer_session_that_was_lost_is_adopted_and_a_fenced_one_is_no
 async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(durable_store, groups=2)
     await mesh.complete_all()
     await durable_store.recovery.mark_clean_shutdown()
     before = await durable_store.recovery.server_run_id()
@@ -259,9 +250,7 @@ async def test_an_announced_stop_has_no_effect_once_a_trainer_works_again(
 async def test_a_call_waits_for_an_unreachable_server_and_finds_its_work(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store)
-    await mesh.admit(1)
-    await durable_store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(durable_store, groups=1, leased=2)
     await asyncio.to_thread(durable_server.kill)
     waiting = asyncio.create_task(mesh.append("e0-0.0", 0, 4))
     claiming = asyncio.create_task(durable_store.training.claim(mesh.trainer, 1, 1.0))
@@ -275,8 +264,7 @@ async def test_a_call_waits_for_an_unreachable_server_and_finds_its_work(
 async def test_redis_reaching_maxmemory_loses_nothing(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store)
-    await mesh.admit(3)
+    mesh = await Mesh.start(durable_store, groups=3)
     leased = await durable_store.trajectories.lease(mesh.session, 4)
     await mesh.complete(leased[0], 0.0)
     await mesh.append("e0-0.1", 0, 4)
@@ -311,8 +299,7 @@ async def test_redis_reaching_maxmemory_loses_nothing(
 async def test_every_service_can_restart_while_redis_is_full_and_the_trainer_then_frees_memory(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store)
-    await mesh.admit(4)
+    mesh = await Mesh.start(durable_store, groups=4)
     await mesh.complete_all()
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await durable_store.training.claim(mesh.trainer, 1, 1.0)

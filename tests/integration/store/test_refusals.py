@@ -55,9 +55,7 @@ async def test_nothing_is_asserted_again_of_a_run_that_redis_does_not_know(store
 
 
 async def test_a_rollout_of_many_saves_begins_again_and_goes(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     for trajectory_id in ("e0-0.0", "e0-0.1"):
         await mesh.append(trajectory_id, 0, 3)
     key = store.connection.keys.of("trajectory", "e0-0.1")
@@ -72,9 +70,7 @@ async def test_a_rollout_of_many_saves_begins_again_and_goes(store: TrajectorySt
 
 
 async def test_a_turn_of_many_segments_is_saved_whole(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     items = [
         Finish(trajectory_id=i, token_offset=0, segments=[segment(1)] * number, finish_reason=FinishReason.STOP)
         for i, number in (("e0-0.0", 1), ("e0-0.1", MANY))

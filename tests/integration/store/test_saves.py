@@ -23,9 +23,7 @@ from .stored_keys import read_truth
 
 
 async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    await Mesh.start(store, groups=1, leased=1)
     stranger = await store.sessions.open("stranger")
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(2)])
     assert (await store.trajectories.append(stranger, [item]))[0].status == WriteStatus.LOST
@@ -36,9 +34,7 @@ async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -
 
 
 async def test_tokens_of_an_unannounced_version_leave_the_whole_call_without_effect(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     items = [
         Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(2)]),
         Append(trajectory_id="e0-0.1", token_offset=0, segments=[segment(2, version=9)]),
@@ -97,8 +93,7 @@ async def test_large_segments_and_prompts_survive_outside_the_inline_limit(
 
 
 async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     first = [t.trajectory.traceparent for t in await store.trajectories.lease(mesh.session, 2)]
     assert len(set(first)) == 2
     assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", trace) for trace in first)
@@ -114,9 +109,7 @@ async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectorySt
 
 
 async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, 3)
     for snapshot in (b"older", b"newer\x00"):
         assert await store.trajectories.keep_snapshot(mesh.session, "e0-0.0", snapshot)
@@ -141,8 +134,7 @@ async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: 
 
 async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(store: TrajectoryStore) -> None:
     """The group began again during a step of the environment, and the same worker has leased the trajectory again."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     session = WorkerSession(store.sessions, "worker", 1.0, RolloutMetrics(Metrics("rollout")))
     await session.open()
     mesh.session = session.current
@@ -163,8 +155,7 @@ BIG = 30_000
 
 
 async def two_leased(store: TrajectoryStore) -> Mesh:
-    mesh = await Mesh.start(store, pool_size=4)
-    await mesh.admit(3)
+    mesh = await Mesh.start(store, pool_size=4, groups=3)
     assert len(await store.trajectories.lease(mesh.session, 2)) == 2
     return mesh
 

@@ -266,9 +266,7 @@ async def test_dead_letters_keep_to_a_share_of_the_memory(small_store: Trajector
 
 async def test_a_letter_that_is_larger_than_its_share_stays_until_the_next_one(small_store: TrajectoryStore) -> None:
     store = small_store
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
+    mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, (1 << 26) // 16 // 8)
     await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
     assert [letter.trajectory_id for letter in await store.dead_letters.newest()] == ["e0-0.0"]

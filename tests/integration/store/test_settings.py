@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -12,7 +11,7 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
-from .store_mesh import Mesh, policy
+from .store_mesh import Mesh, earlier_state, policy
 
 Clients = tuple[TrajectoryStore, TrajectoryStore]
 
@@ -32,15 +31,7 @@ async def clients(durable_server: EmbeddedServer) -> AsyncIterator[Clients]:
 
 async def back_as_it_was_before(server: EmbeddedServer, write: Callable[[], Awaitable[object]]) -> None:
     """Make a write, and kill the server; it comes back without it, as after the loss of its file's tail."""
-
-    def come_back() -> None:
-        server.kill()
-        shutil.rmtree(files)
-        shutil.copytree(earlier, files)
-        server.start()
-
-    files, earlier = server.folder / "appendonlydir", server.folder / "earlier"
-    await asyncio.to_thread(shutil.copytree, files, earlier)
+    come_back = await asyncio.to_thread(earlier_state, server)
     await write()
     await asyncio.to_thread(come_back)
 
@@ -152,8 +143,7 @@ async def test_an_operators_pause_and_the_launchers_are_two_switches(clients: Cl
 
 
 async def test_nothing_is_leased_while_the_launcher_pauses(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     await store.settings.set_launcher_paused(True)
     assert await store.trajectories.lease(mesh.session, 1) == []
     await store.settings.set_launcher_paused(False)

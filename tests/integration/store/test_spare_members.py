@@ -44,8 +44,7 @@ async def test_the_last_needed_score_cuts_off_members_in_every_state(store: Traj
 
 
 async def test_a_group_without_spare_members_waits_for_its_forks(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, most_members=3)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, most_members=3, groups=1)
     first, second = await store.trajectories.lease(mesh.session, 2)
     await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     refused = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "b")
@@ -56,8 +55,7 @@ async def test_a_group_without_spare_members_waits_for_its_forks(store: Trajecto
 
 
 async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     first, second = await store.trajectories.lease(mesh.session, 2)
     fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     assert fork.status is ForkStatus.FORKED and fork.leased is not None
@@ -83,8 +81,7 @@ async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: Trajec
 async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
     store: TrajectoryStore, returned: str
 ) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     (first, _) = await store.trajectories.lease(mesh.session, 2)
     fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     child = fork.leased.trajectory.trajectory_id
@@ -100,8 +97,7 @@ async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_sam
 
 
 async def test_a_member_that_another_worker_has_leased_meanwhile_is_not_given_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
+    mesh = await Mesh.start(store, groups=1)
     (first, _) = await store.trajectories.lease(mesh.session, 2)
     fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
     await store.trajectories.release(mesh.session, [fork.leased.trajectory.trajectory_id], ReleaseReason.FAILED)
@@ -111,8 +107,7 @@ async def test_a_member_that_another_worker_has_leased_meanwhile_is_not_given_ag
 
 
 async def test_a_fork_is_refused_where_nothing_may_be_leased(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, pool_size=3)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, pool_size=3, groups=2)
     leased = await store.trajectories.lease(mesh.session, 3)
     name = leased[0].trajectory.trajectory_id
     assert (await store.trajectories.fork(mesh.session, name, "a")).status is ForkStatus.POOL_FULL
@@ -130,8 +125,7 @@ async def test_a_fork_is_refused_where_nothing_may_be_leased(store: TrajectorySt
 
 
 async def test_a_lease_can_leave_new_work_alone(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     (first,) = await store.trajectories.lease(mesh.session, 1)
     assert await mesh.append(first.trajectory.trajectory_id, 0, 4) == 1
     await store.trajectories.release(mesh.session, [first.trajectory.trajectory_id], ReleaseReason.DRAINED)

@@ -36,9 +36,7 @@ async def expire(mesh: Mesh) -> None:
 
 async def stalled(store: TrajectoryStore) -> tuple[Mesh, str]:
     """Worker A has saved 100 tokens and stalled past its TTL; worker B has leased the trajectory."""
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     assert await append(store, mesh.session, [], OURS) is WriteStatus.SAVED
     await expire(mesh)
     other = await store.sessions.open("B")
@@ -88,9 +86,7 @@ async def test_a_write_that_follows_other_tokens_is_refused(
 
 
 async def test_a_redis_that_forgot_saves_keeps_those_that_begin_the_worker_s_own(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 1)
+    mesh = await Mesh.start(store, groups=1, leased=1)
     await append(store, mesh.session, [], segment(40))
     await other_server(store)
     # Of one save it has the first part only: whatever the worker's own cuts were.

@@ -16,8 +16,7 @@ from .store_mesh import Mesh, policy
 
 
 async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0)
-    await mesh.admit(3)
+    mesh = await Mesh.start(store, max_staleness=0, groups=3)
     await mesh.complete_all()
     with pytest.raises(Conflict, match="cut_step is 0"):
         await store.leadership.cut(mesh.leader, 2, ["e0-0"])
@@ -39,8 +38,7 @@ async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: Tr
 
 
 async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True, groups=2)
     await mesh.complete_all()
     for step, gid in ((1, "e0-0"), (2, "e0-1")):
         assert (await store.mesh.view()).ready[0].min_train_step == step - 1
@@ -48,8 +46,7 @@ async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: T
 
 
 async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await mesh.complete_all()
     assert await store.training.claim(mesh.trainer, 1, 0.02) is None
     waiting = asyncio.create_task(store.training.claim(mesh.trainer, 1, 10.0))
@@ -62,8 +59,7 @@ async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
 
 
 async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=4)
-    await mesh.admit(4)
+    mesh = await Mesh.start(store, groups_per_batch=4, groups=4)
     # The second is over what comes along with a claim, and has chunks of its own; the third uses up what is left.
     lengths = {"e0-0": (3, 3), "e0-1": (9000, 30_000), "e0-2": (16_000, 16_700), "e0-3": (50, 70)}
     for leased in await store.trajectories.lease(mesh.session, 8):
@@ -220,8 +216,7 @@ async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut
 
 
 async def test_an_update_that_another_trainer_finishes_has_no_time(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(2)
+    mesh = await Mesh.start(store, groups=2)
     await mesh.complete_all()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await set_back(store, store.connection.keys.single("meta"), "cut_at", 3600)
