@@ -1,4 +1,9 @@
-"""Confinement of worker processes: in the template before the first fork, and in each worker after its fork."""
+"""Confinement of worker processes, measured in one of them, and the reaper of what a killed template leaves behind.
+
+It begins in the template before the first fork, and ends in each worker after its fork. The measured level is a report,
+not a guarantee: no level is a security boundary. The workers of a killed template die with it, but not the processes
+that they started: the reaper finds these by uid if every worker has a separate one.
+"""
 
 from __future__ import annotations
 

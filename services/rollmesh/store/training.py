@@ -1,4 +1,4 @@
-"""Queue operations of the trainer: session, claim, batch file, trained, committed, re-assertion after a restart."""
+"""Queue operations of the trainer: session, claim, batch file, trained, committed, reports, re-assertion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectory queue of a run: one object per role, over a shared connection."""
+"""The trajectory queue of a run, one object per role over a shared connection, and how a service waits for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Calculator tool, the only built-in environment.
 
 The policy writes ``<calc>12 * 7</calc>`` and receives ``<result>84</result>``. A turn without a call ends the episode,
-and the verifier scores the whole response.
+and the verifier scores the whole response. The text is untrusted: its arithmetic is exact, bounded in size and time,
+without names, calls or attributes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Access to folders for a uid that may not enter the folders above them.
+"""Folders of the host that a confined process sees, in a mount namespace of its own.
 
-An interpreter installed below a private home (mode 700) cannot be started by any other uid. In a new mount namespace,
-an empty folder that contains only the wanted folders covers the private one. Needs root.
+``expose``: an interpreter installed below a private home (mode 700) cannot be started by any other uid, so an empty
+folder that contains only the wanted folders covers the private one. Needs root. ``seal``: a separate root folder has
+the interpreter's files, read-only, private scratch space, and nothing else: folders of runs, homes, data sets, sockets
+and world-readable files are not hidden one by one, they are absent. Needs the right to mount in the namespace.
 """
 
 from __future__ import annotations

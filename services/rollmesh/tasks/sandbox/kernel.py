@@ -1,4 +1,9 @@
-"""Linux calls that Python does not wrap; on other systems each raises OSError(ENOSYS)."""
+"""Linux calls that Python does not wrap; on other systems each raises OSError(ENOSYS).
+
+The filter of system calls rejects those that start processes, hold memory outside the address space, or create
+namespaces. A process that cannot start another one cannot use more memory than its own limit, threads included. Memory
+outside its address space (memory files, System V segments, a new tmpfs) is rejected too.
+"""
 
 from __future__ import annotations
 
