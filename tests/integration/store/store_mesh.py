@@ -145,9 +145,16 @@ class Mesh:
 
     @classmethod
     async def start(
-        cls, store: TrajectoryStore, pool_size: int = 64, *, groups: int = 0, leased: int = 0, **changes: object
+        cls,
+        store: TrajectoryStore,
+        pool_size: int = 64,
+        *,
+        groups: int = 0,
+        leased: int = 0,
+        completed: bool = False,
+        **changes: object,
     ) -> Mesh:
-        """Begin a run with so many groups, of whose trajectories the worker has leased so many."""
+        """Begin a run with so many groups; the worker has leased so many of their trajectories, or completed all."""
         await store.limits.init_run(limits(**changes))
         leader = await store.leadership.acquire("leader")
         assert leader is not None
@@ -159,6 +166,8 @@ class Mesh:
             await mesh.admit(groups)
         if leased:
             await store.trajectories.lease(mesh.session, leased)
+        if completed:
+            await mesh.complete_all()
         return mesh
 
     async def admit(self, count: int, needed: int = 2, spare: int = 0) -> int:

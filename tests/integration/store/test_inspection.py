@@ -28,8 +28,7 @@ async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> lis
 
 async def populated(store: TrajectoryStore) -> Mesh:
     """Six groups of two: two cut, one ready, one with a leased and a partial one, one half scored, one pending."""
-    mesh = await Mesh.start(store, groups=3)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=3, completed=True)
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await mesh.admit(3)
     leased = await store.trajectories.lease(mesh.session, 4)
@@ -315,8 +314,7 @@ async def test_linked_chunks_are_read_once_too(store: TrajectoryStore) -> None:
 
 
 async def test_a_group_that_leaves_the_queue_is_not_unclaimed_any_more(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=2, completed=True)
     seen = await store.unclaimed.read({})
     assert len(seen) == 4
     await store.leadership.cut(mesh.leader, 1, ["e0-0"])

@@ -293,8 +293,7 @@ async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: Traject
 
 
 async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=1000, groups=4)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, max_staleness=1000, groups=4, completed=True)
     for step in range(1, 4):
         await store.leadership.cut(mesh.leader, step, [f"e0-{step - 1}"])
         await store.training.claim(mesh.trainer, step, 1.0)

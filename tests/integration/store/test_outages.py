@@ -272,8 +272,7 @@ async def test_a_redis_that_dies_again_during_a_re_assertion_gets_all_of_it_agai
     durable_server: EmbeddedServer, durable_store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would count the steps as trained, and their groups, which it still has as ready, would be cut again."""
-    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, groups=3)
-    await mesh.complete_all()
+    mesh = await Mesh.start(durable_store, session_ttl_seconds=TTL, groups=3, completed=True)
     come_back = earlier_state(durable_server)
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     batch = await durable_store.training.claim(mesh.trainer, 1, 1)

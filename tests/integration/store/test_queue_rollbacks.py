@@ -14,8 +14,7 @@ from .store_mesh import Mesh, limits, policy
 
 
 async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=6)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=6, completed=True)
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     # The first calls of a rollback whose trainer dies: it takes the cut back, then drops a group.
     for answer in ([0, 1], [1, 1]):

@@ -144,8 +144,7 @@ async def test_batch_files_win_over_whatever_redis_restored(store: TrajectorySto
 
 async def test_no_leader_finds_groups_of_a_batch_file_while_it_is_re_asserted(store: TrajectoryStore) -> None:
     """A trainer that died between its batch file and the confirmation starts again: no recovery holds leaders off."""
-    mesh = await Mesh.start(store, max_staleness=0, groups=3)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, max_staleness=0, groups=3, completed=True)
     ids = ["e0-0", "e0-1"]
     await store.leadership.cut(mesh.leader, 1, ids)
     trainer = await store.training.open_session("restarted")
@@ -174,8 +173,7 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
 
 
 async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=2, completed=True)
     assert await store.leadership.evict(mesh.leader, ["e0-0"], "stale") == 1
     for _ in range(2):
         await store.training.reassert(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [policy(0)], Cursor(index=2))
@@ -187,8 +185,7 @@ async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: Traject
 
 
 async def test_a_batch_file_that_was_written_after_another_cut_is_refused(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=4)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=4, completed=True)
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await store.training.claim(mesh.trainer, 1, 1.0)
     # Redis came back without the cut, and the leader has cut other groups since.
@@ -220,8 +217,7 @@ async def test_a_trainer_session_that_was_lost_is_adopted_and_a_fenced_one_is_no
 async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store, groups=2)
-    await mesh.complete_all()
+    await Mesh.start(durable_store, groups=2, completed=True)
     await durable_store.recovery.mark_clean_shutdown()
     before = await durable_store.recovery.server_run_id()
     durable_server.stop()
@@ -299,8 +295,7 @@ async def test_redis_reaching_maxmemory_loses_nothing(
 async def test_every_service_can_restart_while_redis_is_full_and_the_trainer_then_frees_memory(
     durable_server: EmbeddedServer, durable_store: TrajectoryStore
 ) -> None:
-    mesh = await Mesh.start(durable_store, groups=4)
-    await mesh.complete_all()
+    mesh = await Mesh.start(durable_store, groups=4, completed=True)
     await durable_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await durable_store.training.claim(mesh.trainer, 1, 1.0)
     await durable_store.training.confirm_batch_file(mesh.trainer, 1, "d1")

@@ -16,8 +16,7 @@ from .store_mesh import Mesh, policy
 
 
 async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0, groups=3)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, max_staleness=0, groups=3, completed=True)
     with pytest.raises(Conflict, match="cut_step is 0"):
         await store.leadership.cut(mesh.leader, 2, ["e0-0"])
     with pytest.raises(Conflict, match="e0-9 is not ready"):
@@ -38,16 +37,14 @@ async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: Tr
 
 
 async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True, groups=2)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True, groups=2, completed=True)
     for step, gid in ((1, "e0-0"), (2, "e0-1")):
         assert (await store.mesh.view()).ready[0].min_train_step == step - 1
         await mesh.train(step, [gid])
 
 
 async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=2, completed=True)
     assert await store.training.claim(mesh.trainer, 1, 0.02) is None
     waiting = asyncio.create_task(store.training.claim(mesh.trainer, 1, 10.0))
     await asyncio.sleep(0)
@@ -216,8 +213,7 @@ async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut
 
 
 async def test_an_update_that_another_trainer_finishes_has_no_time(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2)
-    await mesh.complete_all()
+    mesh = await Mesh.start(store, groups=2, completed=True)
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await set_back(store, store.connection.keys.single("meta"), "cut_at", 3600)
     mesh.trainer = await store.training.open_session("restarted")
