@@ -34,7 +34,7 @@ from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.reward_client import RewardClient
 
 from ...kit.waiting import reached
-from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, endpoint_of, gate, make_config, running_service
+from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, gate, make_config, running_service
 
 SCORED = OutcomeKind.SCORED
 AT_ONCE = 8
@@ -313,19 +313,3 @@ async def _kill_in_the_middle(config_file: Path, folder: Path, client: RewardCli
             if process is not None:
                 process.kill()
                 process.wait()
-
-
-async def test_many_callers_get_their_own_outcomes(tmp_path: Path) -> None:
-    config = make_config(tmp_path, verifier="exact")
-    answers = Answers(config)
-    shutdown = asyncio.Event()
-    task = asyncio.create_task(serve(config, 3, shutdown))
-    endpoint = await endpoint_of(config, 3, task)
-    async with RewardClient(config) as one, RewardClient(config, addresses=lambda: [endpoint.grpc]) as other:
-        right, wrong = await asyncio.gather(
-            one.score([answers.trajectory("a", {"answer": "a"})] * 100),
-            other.score([answers.trajectory("b", {"answer": "a"})] * 100),
-        )
-    shutdown.set()
-    await task
-    assert ({o.value for o in right}, {o.value for o in wrong}) == ({1.0}, {0.0})
