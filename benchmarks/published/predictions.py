@@ -31,7 +31,7 @@ _TIE = 0.01
 _WITH_OWN_PASS = ("recompute", "current")
 """Old logprobs for which the published systems make a pass, also with one minibatch, where ours needs none."""
 _WEIGHT_SHARE = 0.5
-_SETTABLE = (
+("seed", *_TIMES) = (
     "seed",
     "switch_seconds",
     "step_fixed_seconds",
@@ -163,8 +163,8 @@ class Assumptions:
 def assumptions_with(settings: Sequence[str]) -> Assumptions:
     """Return the assumptions with other times, as ``name=value``. Raises ConfigError for another name or value."""
     for item in settings:
-        if item.partition("=")[0] not in _SETTABLE:
-            raise ConfigError(f"--with {item}: --fidelity takes {', '.join(_SETTABLE)}, for all rows")
+        if item.partition("=")[0] not in ("seed", *_TIMES):
+            raise ConfigError(f"--with {item}: --fidelity takes seed, {', '.join(_TIMES)}, for all rows")
     setup = parse_setup(settings)
     return Assumptions(times={name: getattr(setup, name) for name in setup.model_fields_set})
 

@@ -34,7 +34,7 @@ from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.policies import NewestPolicy
+from rollmesh.worker.known_policies import NewestPolicy
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_metrics import WorkerMetrics

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from rollmesh.config.rollout import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.rollout.evaluation_pins import Pin
-from rollmesh.rollout.prompts import check_content
+from rollmesh.rollout.prompt_supply import check_content
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger

@@ -15,7 +15,7 @@ from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.evidence import PoolEvidence, StartRanking
-from rollmesh.rollout.prompts import OpenPrompts, PromptDraws, check_content, open_prompts
+from rollmesh.rollout.prompt_supply import OpenPrompts, PromptDraws, check_content, open_prompts
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.round_decisions import RoundDecisions
 from rollmesh.rollout.run_failures import RefusedPolicies, commonest_reason

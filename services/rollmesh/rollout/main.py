@@ -14,7 +14,7 @@ from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.leader import MeshLeader
-from rollmesh.rollout.prompts import PromptDraws
+from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.runtime.addresses import instance_name

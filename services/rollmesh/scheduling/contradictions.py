@@ -43,24 +43,7 @@ def contradictions(
             f"start on versions that old, so it would have no effect; lower it{remedy}"
         )
     yield from _of_replay(config, bounds)
-    if on_stale in (OnStale.RESTART, OnStale.SET_ASIDE) and not (
-        preset.barrier and preset.admission is AdmissionRule.WAVE
-    ):
-        yield (
-            f"schedule.on_stale={on_stale} with schedule.preset={section.preset}: groups that begin again need waves "
-            "and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or evict, or "
-            "take a preset with both (rollpacker, sorted)"
-        )
-    if on_stale is OnStale.SET_ASIDE and bounds.max_staleness > 0:
-        yield (
-            f"schedule.on_stale=set_aside with max_staleness={bounds.max_staleness}: partial groups within the bound "
-            "stay open, so no long round would ever begin; set max_staleness=0 or another on_stale"
-        )
-    if on_stale is OnStale.RESTART and bounds.spare_groups:
-        yield (
-            f"schedule.on_stale=restart with spare_groups={bounds.spare_groups}: the wave would never wait for its "
-            "slowest groups, which would begin again until the end of the run; set spare_groups=0 or on_stale=set_aside"
-        )
+    yield from _of_begin_again(config, bounds, on_stale)
     if cut_order is CutOrder.SHORTEST and on_stale is OnStale.MASK_OLD_SEGMENTS:
         yield (
             "schedule.cut_order=shortest with schedule.on_stale=mask_old_segments: shorter groups could overtake a "
@@ -91,6 +74,30 @@ def contradictions(
     if config.curriculum.group_shaper != "none":
         yield from _of_shaper(config, bounds, harvest)
     yield from _of_budgets(config)
+
+
+def _of_begin_again(config: RunConfig, bounds: Bounds, on_stale: OnStale) -> Iterator[str]:
+    """Yield the contradictions of an on_stale under which groups begin again."""
+    section, preset = config.schedule, PRESETS[config.schedule.preset]
+    if on_stale not in (OnStale.RESTART, OnStale.SET_ASIDE):
+        return
+    if not (preset.barrier and preset.admission is AdmissionRule.WAVE):
+        able = sorted(n for n, p in PRESETS.items() if p.on_stale in (OnStale.RESTART, OnStale.SET_ASIDE))
+        yield (
+            f"schedule.on_stale={on_stale} with schedule.preset={section.preset}: groups that begin again need waves "
+            "and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or evict, or "
+            f"take a preset with both ({', '.join(able)})"
+        )
+    if on_stale is OnStale.SET_ASIDE and bounds.max_staleness > 0:
+        yield (
+            f"schedule.on_stale=set_aside with max_staleness={bounds.max_staleness}: partial groups within the bound "
+            "stay open, so no long round would ever begin; set max_staleness=0 or another on_stale"
+        )
+    if on_stale is OnStale.RESTART and bounds.spare_groups:
+        yield (
+            f"schedule.on_stale=restart with spare_groups={bounds.spare_groups}: the wave would never wait for its "
+            "slowest groups, which would begin again until the end of the run; set spare_groups=0 or on_stale=set_aside"
+        )
 
 
 def _of_segments(config: RunConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool, Interrupter
-from rollmesh.worker.policies import NewestPolicy, TrajectoryBudgets
+from rollmesh.worker.known_policies import NewestPolicy, TrajectoryBudgets
 from rollmesh.worker.program import Program
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver

@@ -25,7 +25,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
-from rollmesh.worker.policies import NewestPolicy
+from rollmesh.worker.known_policies import NewestPolicy
 from rollmesh.worker.worker_metrics import TrajectoryMetrics
 
 _LIMIT_SECONDS = 5.0

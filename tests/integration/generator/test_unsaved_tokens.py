@@ -18,7 +18,7 @@ from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.policies import NewestPolicy
+from rollmesh.worker.known_policies import NewestPolicy
 
 from .generator_run import VOCAB, GeneratorRun, prompt_ids
 

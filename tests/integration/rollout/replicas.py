@@ -16,7 +16,7 @@ from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.main import Replica
-from rollmesh.rollout.prompts import PromptDraws
+from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

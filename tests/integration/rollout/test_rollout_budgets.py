@@ -12,7 +12,7 @@ from rollmesh.errors import Conflict
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Prompt, Trajectory
-from rollmesh.worker.policies import TrajectoryBudgets
+from rollmesh.worker.known_policies import TrajectoryBudgets
 
 from ...kit.waiting import reached
 from .environment_episodes import TURN, CountingEnvironment, program_of

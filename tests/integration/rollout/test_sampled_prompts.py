@@ -17,7 +17,7 @@ from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import DataConfig
 from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
 from rollmesh.curriculum.samplers import load_sampler
-from rollmesh.rollout.prompts import PromptDraws
+from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import SourceRows, build_prompt_source
 from rollmesh.text import Tokenizer

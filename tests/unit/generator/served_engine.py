@@ -25,7 +25,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.policies import NewestPolicy
+from rollmesh.worker.known_policies import NewestPolicy
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from rollmesh.types import (
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generation_calls import Acknowledger, Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import FIRST_AVOID_SECONDS, GeneratorPool
-from rollmesh.worker.policies import NewestPolicy
+from rollmesh.worker.known_policies import NewestPolicy
 
 PROMPT = 3
 CONTEXT = 400
