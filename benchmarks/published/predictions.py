@@ -31,14 +31,7 @@ _TIE = 0.01
 _WITH_OWN_PASS = ("recompute", "current")
 """Old logprobs for which the published systems make a pass, also with one minibatch, where ours needs none."""
 _WEIGHT_SHARE = 0.5
-("seed", *_TIMES) = (
-    "seed",
-    "switch_seconds",
-    "step_fixed_seconds",
-    "storage_bytes_per_second",
-    "swap_seconds",
-    "reward_seconds",
-)
+_TIMES = ("switch_seconds", "step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +157,7 @@ def assumptions_with(settings: Sequence[str]) -> Assumptions:
     """Return the assumptions with other times, as ``name=value``. Raises ConfigError for another name or value."""
     for item in settings:
         if item.partition("=")[0] not in ("seed", *_TIMES):
-            raise ConfigError(f"--with {item}: --fidelity takes seed, {', '.join(_TIMES)}, for all rows")
+            raise ConfigError(f"--with {item}: the command takes seed, {', '.join(_TIMES)}, for all rows")
     setup = parse_setup(settings)
     return Assumptions(times={name: getattr(setup, name) for name in setup.model_fields_set})
 
