@@ -30,9 +30,11 @@ from rollmesh.checkpoints.durable import (
     confined,
     disk_full_error,
     full_disk,
+    is_folder_name,
     regular_files,
     remove_tree,
     sha256_of,
+    size_of,
     sync_folder,
 )
 from rollmesh.checkpoints.manifest import (
@@ -103,7 +105,10 @@ class BucketStore(CheckpointStore):
         """Pull a policy unless it is in the cache."""
         folder = confined(self.root, record.path)
         with self._pulled.locked(folder.name):
-            if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
+            cached = None
+            with contextlib.suppress(OSError):
+                cached = sha256_of(folder / MANIFEST_FILE)
+            if cached != record.manifest_digest:
                 self._pull_policy(record, folder)
         policy = super()._fetched(record)
         base = policy.manifest.base
@@ -143,7 +148,7 @@ class BucketStore(CheckpointStore):
         written = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE)}
         found = []
         for path in sorted(announced | written):
-            if not policies.is_folder_name(path.rpartition("/")[2]):
+            if not is_folder_name(path.rpartition("/")[2]):
                 continue
             data = None
             if path in written:
@@ -261,7 +266,7 @@ class BucketStore(CheckpointStore):
         for key in sizes:
             folder, _, name = key.rpartition("/")
             label = folder.rpartition("/")[2]
-            if name != COMMITTED_FILE or not policies.is_folder_name(label):
+            if name != COMMITTED_FILE or not is_folder_name(label):
                 continue
             with contextlib.suppress(FileNotFoundError):  # pruned in between
                 data = self.objects.read(key, _MAX_RECORD_BYTES)
@@ -279,7 +284,7 @@ class BucketStore(CheckpointStore):
 
     def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Pull the files of a state that are missing or of wrong size, and load it, which verifies them."""
-        self._pull_state(state, lambda file, path: _size(path) == file.size_bytes)
+        self._pull_state(state, lambda file, path: size_of(path) == file.size_bytes)
         try:
             return super().load_state(state, tensors)
         except CheckpointError:
@@ -293,7 +298,7 @@ class BucketStore(CheckpointStore):
         super().verify_state(state)
 
     def _pull_damaged(self, state: CommittedState) -> None:
-        self._pull_state(state, lambda file, path: _size(path) == file.size_bytes and sha256_of(path) == file.sha256)
+        self._pull_state(state, lambda file, path: size_of(path) == file.size_bytes and sha256_of(path) == file.sha256)
 
     def _pull_state(self, state: CommittedState, is_local: Callable[[ManifestFile, Path], bool]) -> None:
         path = f"{committed.FOLDER}/{state.folder.name}"
@@ -326,7 +331,7 @@ class BucketStore(CheckpointStore):
 
     def _folders(self, parent: str) -> list[str]:
         names = {key.split("/")[1] for key in self.objects.sizes(parent) if key.count("/") >= 2}
-        return sorted(name for name in names if policies.is_folder_name(name))
+        return sorted(name for name in names if is_folder_name(name))
 
     def _pull_policy(self, record: PolicyRecord, folder: Path) -> None:
         self._pulled.remove_unfinished(folder.name)
@@ -380,17 +385,3 @@ def _reject_several_nodes(url: str) -> None:
             f"checkpoints.folder={url}: a trainer over several nodes ({world} ranks, {local} here) requires a shared "
             "folder for its state; set checkpoints.folder to a shared folder, or run the trainer on one node"
         )
-
-
-def _digest(file: Path) -> str:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.lstat().st_size
-    except OSError:
-        return -1

@@ -126,14 +126,12 @@ class CheckpointStore:
         """Compare a policy's copy in a bucket with its record; ``open`` verifies the only copy of a folder."""
 
     def _with_base(self, policy: VerifiedPolicy) -> VerifiedPolicy:
-        base = policy.manifest.base
-        return policy if base is None else replace(policy, base=self._opened_base(base))
-
-    def _opened_base(self, base: BaseReference) -> VerifiedPolicy:
-        """Verify the base of an adapter, once for all adapters that this store opens above it."""
+        """Add the base of an adapter, which is verified once for all adapters that this store opens above it."""
+        if (base := policy.manifest.base) is None:
+            return policy
         if self._base is None or self._base[0] != base or not self._base[1].folder.is_dir():
             self._base = base, self._verified(base.record)
-        return self._base[1]
+        return replace(policy, base=self._base[1])
 
     def fetch(self, record: PolicyRecord, *, like: Manifest | None = None) -> FetchedPolicy:
         """Bring a published policy to this node, unless it is here, without verifying its files.

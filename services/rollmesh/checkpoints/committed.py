@@ -6,9 +6,7 @@ digest, and ``COMMITTED``, which is written last. A folder without it is not a s
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, write_new_file
+from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, session_folders, write_new_file
 from rollmesh.checkpoints.manifest import ManifestFile, check_files
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
@@ -24,8 +22,6 @@ from rollmesh.errors import CheckpointError
 
 FOLDER = "states"
 COMMITTED_FILE = "COMMITTED"
-
-_NAME = re.compile(r"^\d{8,}-[0-9A-Za-z]{1,64}$")
 
 
 class StateRecord(BaseModel):
@@ -64,17 +60,18 @@ class CommittedState:
         return self.record.train_step
 
 
-def commit(folder: Path, secret: bytes, record: StateRecord) -> None:
-    """Write ``COMMITTED``. All other files of the folder must be flushed before."""
-    sealed_record = record.model_copy(update={"hmac": seal(secret, record.signed_bytes())})
-    write_new_file(folder / COMMITTED_FILE, canonical(sealed_record.model_dump(mode="json")))
-
-
-def new_record(
-    *, train_step: int, rollback_count: int, session: str, files: list[list[ManifestFile]], extra: Mapping[str, Any]
-) -> StateRecord:
-    """Build the record of a state; rank r wrote ``files[r]``."""
-    return StateRecord(
+def commit(
+    folder: Path,
+    secret: bytes,
+    *,
+    train_step: int,
+    rollback_count: int,
+    session: str,
+    files: list[list[ManifestFile]],
+    extra: Mapping[str, Any],
+) -> None:
+    """Write ``COMMITTED``; rank r wrote ``files[r]``. All other files of the folder must be flushed before."""
+    record = StateRecord(
         train_step=train_step,
         rollback_count=rollback_count,
         session=session,
@@ -83,6 +80,8 @@ def new_record(
         extra=dict(extra),
         create_time=datetime.now(UTC),
     )
+    sealed_record = record.model_copy(update={"hmac": seal(secret, record.signed_bytes())})
+    write_new_file(folder / COMMITTED_FILE, canonical(sealed_record.model_dump(mode="json")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +94,11 @@ class JudgedStates:
     """Reason by folder name, for states with a torn or forged COMMITTED, a missing file, or a file of wrong size."""
 
 
-def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
-    """Return the states with a sound COMMITTED and files of the recorded sizes, newest first."""
-    return judge_states(root, secret).sound
-
-
 def judge_states(root: Path, secret: bytes) -> JudgedStates:
     """Separate sound states from unsound ones. A folder without COMMITTED is not a state."""
     sound: list[CommittedState] = []
     unsound: dict[str, str] = {}
-    for folder in _folders(root):
+    for folder in session_folders(root / FOLDER):
         try:
             path = folder / COMMITTED_FILE
             record = parse_record(path.read_bytes(), str(path), secret)
@@ -141,8 +135,8 @@ def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> 
 
     The ``keep_last`` newest committed states and the newest one of ``session`` stay.
     """
-    states = committed_states(root, secret)
-    folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in _folders(root)}
+    states = judge_states(root, secret).sound
+    folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in session_folders(root / FOLDER)}
     removed = [root / FOLDER / name for name in prunable(folders, states, keep_last=keep_last, session=session)]
     for folder in removed:
         remove_tree(folder, first=[COMMITTED_FILE])
@@ -165,14 +159,6 @@ def prunable(
         if name not in kept and int(step) <= newest and (finished or owner != session):
             removed.append(name)
     return removed
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    parent = root / FOLDER
-    if parent.exists():
-        for name in sorted(os.listdir(parent)):
-            if _NAME.match(name) and (parent / name).is_dir() and not (parent / name).is_symlink():
-                yield parent / name
 
 
 def parse_record(data: bytes, path: str, secret: bytes) -> StateRecord:

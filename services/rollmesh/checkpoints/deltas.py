@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import zstandard
 
-from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree, sync_file
+from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree, size_of, sync_file
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -63,7 +63,7 @@ class DeltaUploads:
 
     def _encoded(self, base: Path, before: ManifestFile | None, new: Path) -> ManifestFile | None:
         """Write one delta; return None if the base has no such file, is evicted, or is damaged here."""
-        if before is None or _size(base / before.path) != new.stat().st_size:
+        if before is None or size_of(base / before.path) != new.stat().st_size:
             return None
         name = f"{before.path}{SUFFIX}"
         target = confined(self._root / FOLDER, name)
@@ -86,13 +86,6 @@ class DeltaUploads:
         """Note that the bucket has this version, and delete its deltas here."""
         self._newest = record, manifest
         remove_tree(self._root / FOLDER)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

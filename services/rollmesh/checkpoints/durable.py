@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from rollmesh.checkpoints.reasons import Reason
@@ -17,6 +17,7 @@ from rollmesh.file_writes import writing
 
 _NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FOLDER_NAME = re.compile(r"^\d{8,}-[0-9A-Za-z]{1,64}$")
 _REMOVAL_ATTEMPTS = 10
 """Attempts to delete a folder while another process writes its few files."""
 _ERROR_TEXT = re.compile(r"(?:os error|code:|Errno) ?(\d+)")
@@ -55,6 +56,27 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+def is_folder_name(name: str) -> bool:
+    """Tell whether ``name`` is a valid name of a policy or state folder, ``<step>-<session>``."""
+    return _FOLDER_NAME.match(name) is not None
+
+
+def session_folders(parent: Path) -> Iterator[Path]:
+    """Yield the policy or state folders in a folder, sorted by name."""
+    for name in sorted(os.listdir(parent)) if parent.exists() else []:
+        folder = parent / name
+        if is_folder_name(name) and folder.is_dir() and not folder.is_symlink():
+            yield folder
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, not following links; -1 without a readable one."""
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
 
 
 def write_new_file(path: Path, data: bytes) -> None:

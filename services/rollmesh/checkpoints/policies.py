@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from rollmesh.checkpoints.durable import (
     confined,
     disk_full_error,
     full_disk,
+    is_folder_name,
     make_folder,
     regular_files,
     remove_tree,
+    session_folders,
     sync_folder,
     sync_tree,
     write_new_file,
@@ -48,8 +49,6 @@ ANNOUNCED_FILE = "ANNOUNCED"
 
 WriteFolder = Callable[[Path], Mapping[str, str] | None]
 """Function that fills an empty folder; may return the digests, by path, of files that it digested while writing."""
-
-_NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class PolicyDraft:
 def folder_name(train_step: int, session: str) -> str:
     """Return ``<step>-<session>``. Raises CheckpointError for a session that is not valid in a file name."""
     name = f"{train_step:08d}-{session}"
-    if not _NAME.match(name):
+    if not is_folder_name(name):
         raise CheckpointError(f"trainer session {session!r}: expected 1 to 64 letters and digits")
     return name
 
@@ -212,8 +211,9 @@ def link_latest(root: Path, record: PolicyRecord) -> None:
     disk.
     """
     link = root / LATEST_LINK
-    if _linked_version(link) >= record.policy_version:
-        return
+    with contextlib.suppress(OSError, CheckpointError):  # without a readable policy it is made anew
+        if parse_manifest((link / MANIFEST_FILE).read_bytes(), str(link)).policy_version >= record.policy_version:
+            return
     temporary = root / f".{LATEST_LINK}-{uuid.uuid4().hex}"
     try:
         temporary.symlink_to(record.path, target_is_directory=True)
@@ -226,17 +226,9 @@ def link_latest(root: Path, record: PolicyRecord) -> None:
         get_logger("checkpoints").warning("latest_not_linked", message=str(error))
 
 
-def _linked_version(link: Path) -> int:
-    """Return the version of the policy that ``latest`` names; -1 without a readable one."""
-    try:
-        return parse_manifest((link / MANIFEST_FILE).read_bytes(), str(link)).policy_version
-    except (OSError, CheckpointError):
-        return -1
-
-
 def found_manifests(root: Path) -> Iterator[FoundManifest]:
     """Yield every manifest below ``root``, and an entry for every announced folder without one."""
-    for folder in _folders(root):
+    for folder in session_folders(root / FOLDER):
         announced = (folder / ANNOUNCED_FILE).exists()
         data = None
         with contextlib.suppress(CheckpointError):
@@ -254,7 +246,7 @@ def prune(
     load. A folder without a record is deleted only if another session wrote it for a train step that is already
     published: it can never be announced. Returns the deleted paths.
     """
-    paths = [f"{FOLDER}/{folder.name}" for folder in _folders(root)]
+    paths = [f"{FOLDER}/{folder.name}" for folder in session_folders(root / FOLDER)]
     removed = prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
     for path in removed:
         remove_tree(root / path, first=[ANNOUNCED_FILE, MANIFEST_FILE])  # announced without a manifest means damage
@@ -283,20 +275,6 @@ def prunable(
         if path not in kept and (path in announced or orphan):
             removed.append(path)
     return removed
-
-
-def is_folder_name(name: str) -> bool:
-    """Tell whether ``name`` is a valid name of a policy or state folder."""
-    return _NAME.match(name) is not None
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    parent = root / FOLDER
-    if parent.exists():
-        for name in sorted(os.listdir(parent)):
-            folder = parent / name
-            if _NAME.match(name) and folder.is_dir() and not folder.is_symlink():
-                yield folder
 
 
 def _read_manifest(folder: Path) -> bytes:
@@ -328,11 +306,7 @@ def _manifest(
         parent=draft.parent,
         session=draft.session,
         files=manifest_files(folder, digests),
-        architecture=described.architecture,
-        dtype=described.dtype,
-        parameter_count=described.parameter_count,
-        tokenizer_sha256=described.tokenizer_sha256,
-        chat_template_sha256=described.chat_template_sha256,
+        **asdict(described),
         canary=list(canary),
         create_time=datetime.now(UTC),
     )

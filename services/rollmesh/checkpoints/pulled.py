@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rollmesh.checkpoints import policies
-from rollmesh.checkpoints.durable import make_folder, remove_tree
+from rollmesh.checkpoints.durable import is_folder_name, make_folder, remove_tree
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.runtime.locks import lock_file
 
@@ -53,13 +53,13 @@ class PulledFolders:
         for name in kept:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._locks / name)
-        used = {lock.name: _last_used(lock) for lock in self._locks.iterdir() if policies.is_folder_name(lock.name)}
+        used = {lock.name: _last_used(lock) for lock in self._locks.iterdir() if is_folder_name(lock.name)}
         newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._keep_policies]
         for each, when in used.items():
             if each not in (*kept, *newest) and time.time() - when > _IN_USE_SECONDS:
                 self._evict(each)
         temporary = (folder.name[1:].partition(".")[0] for folder in (self._root / policies.FOLDER).glob(".*"))
-        for each in set(filter(policies.is_folder_name, temporary)):
+        for each in set(filter(is_folder_name, temporary)):
             self._end_pull(each)
 
     def _end_pull(self, name: str) -> None:

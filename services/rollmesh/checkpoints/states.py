@@ -71,10 +71,15 @@ def save_state(
         with _together(folder):
             if rank == 0:
                 files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
-                record = committed.new_record(
-                    train_step=train_step, rollback_count=rollback_count, session=session, files=files, extra=extra
+                committed.commit(
+                    folder,
+                    secret,
+                    train_step=train_step,
+                    rollback_count=rollback_count,
+                    session=session,
+                    files=files,
+                    extra=extra,
                 )
-                committed.commit(folder, secret, record)
     except (Exception, CheckpointException) as error:
         if full_disk(error) or (isinstance(error, CheckpointError) and error.reason == Reason.DISK_FULL):
             failure = disk_full_error(folder, "a trainer state", error)
@@ -86,7 +91,7 @@ def save_state(
                 raise failed from error
             raise CheckpointError(f"{folder}: the trainer state cannot be saved: {error}") from error
         raise
-    for state in committed.committed_states(root, secret):
+    for state in committed.judge_states(root, secret).sound:
         if state.folder == folder:
             return state
     raise CheckpointError(
