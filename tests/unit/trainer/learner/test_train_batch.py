@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,47 +76,36 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
     assert flat.outcome_values[0] == 1.0 and np.isnan(flat.outcome_values[1]), "no verifier gave the second one"
 
 
-def test_an_unknown_version_is_named(rng: np.random.Generator) -> None:
-    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, version=9)])])
-    with pytest.raises(DataError, match=r"trajectory g0\.0, policy_version 9: the policy version is unknown"):
-        build_train_batch(batch, {0: 0}, grpo)
+@pytest.mark.parametrize(
+    ("segment", "problem"),
+    [
+        ({"version": 9}, r"g0\.0, policy_version 9: the policy version is unknown"),
+        ({"temperature": 0.0}, r"g0\.0.*temperature=0\.0 must be positive"),
+        ({"behavior_logprobs": None}, r"g0\.0.*behavior_logprobs must have one value per token"),
+        ({"behavior_logprobs": np.float32([-1, np.nan])}, r"g0\.0.*not finite"),
+    ],
+)
+def test_a_segment_that_cannot_be_trained_on_is_refused_by_name(
+    rng: np.random.Generator, segment: dict[str, Any], problem: str
+) -> None:
+    logprobs = {name: segment.pop(name) for name in ("behavior_logprobs",) if name in segment}
+    made = dataclasses.replace(policy_segment(rng, 2, **segment), **logprobs)
+    with pytest.raises(DataError, match=f"trajectory {problem}"):
+        build_train_batch(batch_of([trajectory("g0.0", [made])]), {0: 0}, grpo)
 
 
-def test_greedy_segments_are_refused(rng: np.random.Generator) -> None:
-    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, temperature=0.0)])])
-    with pytest.raises(DataError, match=r"g0\.0.*temperature=0\.0 must be positive"):
-        build_train_batch(batch, {0: 0}, grpo)
-
-
-def test_missing_logprobs_are_refused(rng: np.random.Generator) -> None:
-    segment = dataclasses.replace(policy_segment(rng, 2), behavior_logprobs=None)
-    with pytest.raises(DataError, match=r"g0\.0.*behavior_logprobs must have one value per token"):
-        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, grpo)
-
-
-def test_logprobs_that_are_not_finite_are_refused(rng: np.random.Generator) -> None:
-    segment = policy_segment(rng, 2)
-    segment = dataclasses.replace(segment, behavior_logprobs=np.float32([-1, np.nan]))
-    with pytest.raises(DataError, match=r"g0\.0.*not finite"):
-        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, grpo)
-
-
-def test_an_empty_prompt_is_refused(rng: np.random.Generator) -> None:
-    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2)], prompt=0)])
-    with pytest.raises(DataError, match=r"g0\.0: the prompt is empty"):
-        build_train_batch(batch, {0: 0}, grpo)
-
-
-def test_a_repeated_trajectory_is_refused(rng: np.random.Generator) -> None:
+def test_an_empty_prompt_a_repeated_trajectory_and_a_batch_without_a_reward_are_refused(
+    rng: np.random.Generator,
+) -> None:
     member = trajectory("g0.0", [policy_segment(rng, 2)])
-    with pytest.raises(DataError, match="occurs twice"):
-        build_train_batch(batch_of([member], [member]), {0: 0}, grpo)
-
-
-def test_a_batch_without_a_reward_is_refused(rng: np.random.Generator) -> None:
-    unscored = dataclasses.replace(trajectory("g0.0", [policy_segment(rng, 1)]), outcome=None)
-    with pytest.raises(DataError, match="none of its 1 trajectories has a reward"):
-        build_train_batch(batch_of([unscored]), {0: 0}, grpo)
+    unscored = dataclasses.replace(member, outcome=None)
+    for batch, problem in (
+        (batch_of([trajectory("g0.0", [policy_segment(rng, 2)], prompt=0)]), r"g0\.0: the prompt is empty"),
+        (batch_of([member], [member]), "occurs twice"),
+        (batch_of([unscored]), "none of its 1 trajectories has a reward"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            build_train_batch(batch, {0: 0}, grpo)
 
 
 def test_minibatches_split_whole_groups_in_order() -> None:

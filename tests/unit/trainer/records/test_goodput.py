@@ -1,4 +1,4 @@
-"""Goodput is a share of what the generators sampled over the life of the run, across restarts."""
+"""Work of the engines: goodput over the run and its restarts; re-prefill and idle slots between two steps."""
 
 import json
 import math
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rollmesh.checkpoints.committed import new_record
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.service.trainer_progress import EngineWork, GeneratedTokens, Progress
@@ -14,7 +13,7 @@ from rollmesh.trainer.service.training_loop import mesh_numbers
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 
-def generator(name: str, generated: int, prefill: int = 100) -> GeneratorRecord:
+def generator(name: str, generated: int = 0, **work: float) -> GeneratorRecord:
     return GeneratorRecord(
         instance_id=name,
         address=f"{name}:1",
@@ -24,8 +23,13 @@ def generator(name: str, generated: int, prefill: int = 100) -> GeneratorRecord:
         slot_count=8,
         kv_token_capacity=100,
         serving=True,
-        work=GeneratorWork(prefill_tokens=prefill, generated_tokens=generated),
+        work=GeneratorWork(generated_tokens=generated, **work),
     )
+
+
+def worked(name: str, prefill: int, again: int, running: float, slots: float) -> GeneratorRecord:
+    work = {"prefill_tokens": prefill, "reprefill_tokens": again, "running_slot_seconds": running}
+    return generator(name, slot_seconds=slots, **work)
 
 
 def counts(saved: int) -> StoreCounts:
@@ -46,8 +50,7 @@ def counts(saved: int) -> StoreCounts:
 
 def saved_and_loaded(progress: Progress) -> Progress:
     """As a trainer state holds it."""
-    record = new_record(train_step=1, rollback_count=0, session="a", files=[[]], extra=progress.to_extra())
-    return Progress.from_extra(json.loads(canonical(record.model_dump(mode="json")))["extra"])
+    return Progress.from_extra(json.loads(canonical(progress.to_extra())))
 
 
 def test_a_queue_that_came_back_empty_takes_nothing_from_the_goodput() -> None:
@@ -98,7 +101,7 @@ def test_a_goodput_that_cannot_be_known_is_none(records: list[GeneratorRecord], 
 
 def test_a_generator_that_has_done_nothing_yet_hides_nothing() -> None:
     generated = GeneratedTokens()
-    generated.add([generator("a", 10), generator("starting", 0, prefill=0)])
+    generated.add([generator("a", 10), generator("starting", 0)])
     assert generated.goodput(5) == 0.5
 
 
@@ -117,3 +120,36 @@ def test_a_trainer_that_started_again_forgets_the_longest_unseen_first_too() -> 
     progress.generated.add([generator("z", 1), generator("a", 2)])
     progress = saved_and_loaded(progress)
     assert list(progress.generated.seen.items()) == [("z", 1), ("a", 2)]
+
+
+def test_a_step_reports_what_the_engines_did_since_the_one_before() -> None:
+    work = EngineWork(GeneratedTokens())
+    work.begin([worked("a", 1000, 900, 80.0, 80.0)])
+    first = work.since_last([worked("a", 1100, 920, 82.0, 88.0), worked("b", 100, 20, 2.0, 8.0)])
+    assert (first["prefill_tokens"], first["reprefill_tokens"]) == (200, 40), "a new generator began at zero"
+    assert first["reprefill_share"] == 0.2
+    assert first["bubble_ratio"] == 0.75
+    second = work.since_last([worked("a", 1150, 930, 90.0, 96.0), worked("b", 150, 20, 10.0, 16.0)])
+    assert (second["reprefill_share"], second["bubble_ratio"]) == (0.1, 0.0)
+
+
+def test_a_generator_that_was_missing_for_a_step_is_not_counted_twice() -> None:
+    work = EngineWork(GeneratedTokens())
+    work.since_last([worked("a", 100, 10, 1.0, 8.0)])
+    assert work.since_last([])["prefill_tokens"] == 0
+    assert work.since_last([worked("a", 150, 20, 2.0, 16.0)])["prefill_tokens"] == 50
+
+
+def test_a_step_without_news_of_the_engines_has_no_shares() -> None:
+    work = EngineWork(GeneratedTokens())
+    work.begin([worked("a", 100, 10, 1.0, 8.0)])
+    nothing = work.since_last([worked("a", 100, 10, 1.0, 8.0)])
+    assert (nothing["reprefill_share"], nothing["bubble_ratio"]) == (None, None)
+
+
+def test_a_generator_that_died_before_the_step_ended_is_counted_up_to_its_last_report() -> None:
+    work = EngineWork(GeneratedTokens())
+    work.begin([worked("a", 100, 10, 1.0, 8.0)])
+    work.observe([worked("a", 150, 20, 5.0, 16.0)])
+    assert work.since_last([])["prefill_tokens"] == 50
+    assert work.since_last([])["prefill_tokens"] == 0

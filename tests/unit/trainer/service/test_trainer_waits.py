@@ -23,10 +23,15 @@ def full() -> CheckpointError:
     return CheckpointError("disk full", reason=Reason.DISK_FULL)
 
 
+def retry_of(health: Health | None = None, *, pause: float = 0.001, metrics: Metrics | None = None) -> Retry:
+    backoff = Backoff(first_seconds=pause)
+    return Retry(TrainerMetrics(metrics or Metrics("trainer")), health or Health(), asyncio.Event(), backoff, 3600.0)
+
+
 async def test_a_full_disk_is_waited_for_and_counted() -> None:
     metrics, health = Metrics("trainer"), Health()
     health.set_ready(True)
-    retry = Retry(TrainerMetrics(metrics), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
+    retry = retry_of(health, metrics=metrics)
     ready: list[bool] = []
 
     async def write() -> str:
@@ -45,7 +50,7 @@ async def test_a_trainer_that_waits_for_an_unreachable_store_is_alive_after_hour
     now = 0.0
     health = Health(clock=lambda: now)
     health.watch(LOOP_NAME, 3600.0)
-    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.0))
+    retry = retry_of(health, pause=0.0)
     stalled: list[dict[str, float]] = []
 
     async def write() -> None:
@@ -60,17 +65,15 @@ async def test_a_trainer_that_waits_for_an_unreachable_store_is_alive_after_hour
 
 
 async def test_any_other_failure_is_not_repeated() -> None:
-    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), backoff=Backoff(first_seconds=0.001))
-    calls = 0
+    calls: list[Exception] = []
 
     async def write() -> None:
-        nonlocal calls
-        calls += 1
-        raise CheckpointError("tampered", reason=Reason.TAMPERED)
+        calls.append(CheckpointError("tampered", reason=Reason.TAMPERED))
+        raise calls[-1]
 
     with pytest.raises(CheckpointError, match="tampered"):
-        await retry.run("publish", write)
-    assert calls == 1
+        await retry_of().run("publish", write)
+    assert len(calls) == 1
 
 
 async def test_an_error_of_the_file_system_is_counted_for_a_scrape_before_it_is_raised() -> None:
@@ -94,14 +97,13 @@ async def test_an_error_of_the_file_system_is_counted_for_a_scrape_before_it_is_
 
 async def test_files_that_a_newer_trainer_deletes_are_no_failure_of_the_store() -> None:
     metrics = Metrics("trainer")
-    retry = Retry(TrainerMetrics(metrics), Health(), asyncio.Event(), scrape_seconds=3600.0)
 
     async def write() -> None:
         raise FileNotFoundError("gone")
 
     async with asyncio.timeout(60):
         with pytest.raises(FileNotFoundError):
-            await retry.run("publish", write)
+            await retry_of(metrics=metrics).run("publish", write)
     assert b'rollmesh_trainer_checkpoint_failures_total{reason="io_error"} 0.0' in metrics.exposition()
 
 
@@ -120,7 +122,7 @@ async def test_shutdown_ends_the_wait() -> None:
 async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_meanwhile() -> None:
     health = Health()
     health.set_ready(True)
-    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
+    retry = retry_of(health)
     waits, room = asyncio.Event(), asyncio.Event()
 
     async def blocked() -> None:
@@ -143,7 +145,7 @@ async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_
 
 async def test_a_trainer_that_waits_before_its_start_is_not_ready_when_the_wait_ends() -> None:
     health = Health()
-    retry = Retry(TrainerMetrics(Metrics("trainer")), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
+    retry = retry_of(health)
     tries: list[str] = []
 
     async def load() -> None:
