@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.mesh import RunLimits
 from rollmesh.scheduling import CutOrder, OnStale, Schedule, decide
-from rollmesh.scheduling.application import Admit, BeginAgain, CutBatch, SetDesired, leader_steps
+from rollmesh.scheduling.decide import Admit, BeginAgain, CutBatch, SetDesired, leader_steps
 from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 from rollmesh.types import TrajectoryState
 

@@ -24,7 +24,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling import CutOrder, Schedule, decide, needs_groups
-from rollmesh.scheduling.application import (
+from rollmesh.scheduling.decide import (
     Admit,
     BeginAgain,
     CutBatch,

@@ -11,7 +11,9 @@ from rollmesh.errors import ConfigError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Decisions, EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
-from rollmesh.scheduling.application import (
+from rollmesh.scheduling.auto_pool import mean_cached_tokens
+from rollmesh.scheduling.cutting import blocking_groups
+from rollmesh.scheduling.decide import (
     Admit,
     BeginAgain,
     CutBatch,
@@ -21,8 +23,6 @@ from rollmesh.scheduling.application import (
     SetDesired,
     leader_steps,
 )
-from rollmesh.scheduling.auto_pool import mean_cached_tokens
-from rollmesh.scheduling.cutting import blocking_groups
 from rollmesh.scheduling.length_prediction import LengthEvidence, start_rank, weigh
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet

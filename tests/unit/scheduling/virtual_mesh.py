@@ -14,7 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, EngineLoad, MeshView, RunLimits
 from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
-from rollmesh.scheduling.application import (
+from rollmesh.scheduling.auto_pool import mean_cached_tokens
+from rollmesh.scheduling.axes import StartOrder
+from rollmesh.scheduling.cutting import CutOrder, blocking_groups
+from rollmesh.scheduling.decide import (
     Admit,
     BeginAgain,
     CutBatch,
@@ -24,9 +27,6 @@ from rollmesh.scheduling.application import (
     SetDesired,
     leader_steps,
 )
-from rollmesh.scheduling.auto_pool import mean_cached_tokens
-from rollmesh.scheduling.axes import StartOrder
-from rollmesh.scheduling.cutting import CutOrder, blocking_groups
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import Desired, DropReason, GroupView, MeshView, WasteReason
-from rollmesh.scheduling.application import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired
+from rollmesh.scheduling.decide import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired
 from rollmesh.sim.queue_model.group_operations import RestartOperations, RoundOperations
 from rollmesh.sim.queue_model.records import GroupState, ModelGroup, ModelRound
 from rollmesh.sim.queue_model.state import QueueState
