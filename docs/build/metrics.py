@@ -17,7 +17,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import CertificateCollector
 from rollmesh.store.redis_connection import StoreCallMetrics
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _SERVICES = ("rollout", "generator", "reward", "trainer", "gateway", "agents")

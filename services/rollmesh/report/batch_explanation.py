@@ -137,7 +137,7 @@ def explained_batch(
     run_folder: Path, train_step: int, *, trajectory_id: str | None = None, limit: int = 1
 ) -> ExplainedBatch:
     """Explain one trajectory of a batch, or its first ``limit``; raises the errors of ``explain_batch``."""
-    from rollmesh.trainer.records.run_log import decoder
+    from rollmesh.trainer.service.run_log import decoder
 
     folder = RecordedRun(run_folder)
     store = open_checkpoints(folder)

@@ -1,5 +1,5 @@
 """The trainer service, which claims batches, corrects for staleness, steps the optimizer and publishes policies.
 
-``learner`` computes a train step, ``service`` claims batches, writes states and publishes policies, ``records`` writes
-metrics and logs. It must not train a batch before its file is on disk, or sample tokens.
+``learner`` computes a train step; ``service`` claims batches, writes states, metrics and logs, and publishes policies.
+It must not train a batch before its file is on disk, or sample tokens.
 """

@@ -33,8 +33,6 @@ from rollmesh.trainer.learner.distributed import (
     pick_device,
 )
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.records.run_log import build_trackers
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.leading_rank import LeadingRank
 from rollmesh.trainer.service.policy_catalog import (
     PolicyCatalog,
@@ -45,6 +43,8 @@ from rollmesh.trainer.service.policy_catalog import (
 )
 from rollmesh.trainer.service.publishing import Announcer, Publisher, canary_count, canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator, TorchExecutor
+from rollmesh.trainer.service.run_log import build_trackers
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
 from rollmesh.trainer.service.trainer_waits import Retry, shared_waits
 from rollmesh.trainer.service.training_loop import TrainingLoop

@@ -19,8 +19,8 @@ from rollmesh.report.series import train_series
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.step_metrics import STEP_METRICS, StepMetric
 from rollmesh.trainer.learner.step_report import SpreadStats
-from rollmesh.trainer.records.trainer_metrics import MOST_DOMAINS, TrainerMetrics
 from rollmesh.trainer.service.step_summaries import reported
+from rollmesh.trainer.service.trainer_metrics import MOST_DOMAINS, TrainerMetrics
 
 from .made_run import make_run, step_report
 

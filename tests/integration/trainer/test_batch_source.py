@@ -15,9 +15,9 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.batch_source import BatchSource, ReplaySource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import TrainingSession

@@ -14,7 +14,7 @@ from rollmesh.config.load import validate_run_config
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.records.run_log import METRICS_FILE, SAMPLES_FILE, append_lines, build_trackers
+from rollmesh.trainer.service.run_log import METRICS_FILE, SAMPLES_FILE, append_lines, build_trackers
 
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import TrainerRun, opened_run, write_run_file

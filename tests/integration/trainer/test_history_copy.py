@@ -9,8 +9,8 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import OutcomeKind, RewardOutcome
 

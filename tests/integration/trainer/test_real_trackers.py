@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.records.run_log import build_trackers
+from rollmesh.trainer.service.run_log import build_trackers
 
 _BLOCK, _HEADER = 32768, struct.Struct("<IHB")
 _WHOLE_OR_LAST = (1, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rollmesh.config.load import validate_run_config
-from rollmesh.trainer.records.run_log import build_trackers
+from rollmesh.trainer.service.run_log import build_trackers
 
 
 def main(folder: str, *steps: str) -> None:

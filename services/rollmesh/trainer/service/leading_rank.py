@@ -13,8 +13,8 @@ from rollmesh.config import RunConfig
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.scheduling import Schedule
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.ranks import RankCoordinator, TorchExecutor
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import TrainingSession

@@ -10,8 +10,8 @@ from rollmesh.runtime.spans import Span
 from rollmesh.runtime.tracing import tracer
 from rollmesh.step_metrics import curves, lookup
 from rollmesh.store import KEPT_REPORTS
-from rollmesh.trainer.records.run_log import StepRecords, finite
 from rollmesh.trainer.service.batch_source import ClaimedBatch
+from rollmesh.trainer.service.run_log import StepRecords, finite
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import Trajectory
 

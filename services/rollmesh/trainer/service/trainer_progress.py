@@ -12,8 +12,8 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
-from rollmesh.trainer.records.trainer_metrics import DECILES
 from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.trainer_metrics import DECILES
 from rollmesh.types import GeneratorRecord, GeneratorWork, PolicyRecord
 
 _NAMES = ("prefill_tokens", "reprefill_tokens", "running_slot_seconds", "slot_seconds")

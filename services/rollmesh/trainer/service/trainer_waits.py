@@ -16,7 +16,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.store import TrajectoryStore
-from rollmesh.trainer.records.trainer_metrics import IO_ERROR, TrainerMetrics
+from rollmesh.trainer.service.trainer_metrics import IO_ERROR, TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
 T = TypeVar("T")

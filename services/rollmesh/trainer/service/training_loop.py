@@ -45,14 +45,14 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.step_metrics import top_level_copies
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
-from rollmesh.trainer.records.run_log import StepRecords, Tracker, decoder, flatten, sample_completions
-from rollmesh.trainer.records.trainer_metrics import DECILES, dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch, ReplaySource
 from rollmesh.trainer.service.early_work import PartSource, StageEnds
 from rollmesh.trainer.service.leading_rank import LeadingRank
 from rollmesh.trainer.service.publishing import Publisher
 from rollmesh.trainer.service.rollback import RollbackRunner
+from rollmesh.trainer.service.run_log import StepRecords, Tracker, decoder, flatten, sample_completions
 from rollmesh.trainer.service.step_summaries import StepSummaries, mark_trained, step_span
+from rollmesh.trainer.service.trainer_metrics import DECILES, dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.service.trainer_progress import EngineWork, Progress
 from rollmesh.trainer.service.training_session import LOOP_NAME
 from rollmesh.types import GeneratorRecord

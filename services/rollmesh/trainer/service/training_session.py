@@ -22,8 +22,8 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.store import TrajectoryStore
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.types import Batch, PolicyRecord
 
 T = TypeVar("T")

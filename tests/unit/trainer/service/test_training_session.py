@@ -17,8 +17,8 @@ from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import TrainingState
-from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import LOOP_NAME, TrainingSession
 from rollmesh.types import PolicyRecord
 

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
-from rollmesh.trainer.records.trainer_metrics import (
+from rollmesh.trainer.service.trainer_metrics import (
     Growth,
     TrainerMetrics,
     dropped_by_decile,

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.records.run_log import (
+from rollmesh.trainer.service.run_log import (
     StepRecords,
     append_lines,
     build_trackers,
