@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+_RECOMPUTE = "trainer.algorithm.old_logprobs=recompute"
+_CURRENT = "trainer.algorithm.old_logprobs=current"
+_VERL_SOURCE = "verl's documentation of the fully asynchronous trainer, 400 steps of Qwen2.5-Math-7B"
+_NO_STREAMING = "verl trains on quarters of a batch; our presets that admit more than a batch do not"
+
 
 class Evidence(StrEnum):
     """Origin of a published figure, the most certain first."""
@@ -84,10 +89,6 @@ class PublishedSpeedUp:
     def name(self) -> str:
         """Return the name of the row."""
         return f"{self.system}, {self.row}"
-
-
-_RECOMPUTE = "trainer.algorithm.old_logprobs=recompute"
-_CURRENT = "trainer.algorithm.old_logprobs=current"
 
 
 def _synchronous(gpus: int) -> PublishedArm:
@@ -229,10 +230,6 @@ def _verl_asynchronous(gpus: int, staleness: float) -> PublishedArm:
         window_batches=1 + staleness,
         settings=("generator.on_new_version=interrupt",),
     )
-
-
-_VERL_SOURCE = "verl's documentation of the fully asynchronous trainer, 400 steps of Qwen2.5-Math-7B"
-_NO_STREAMING = "verl trains on quarters of a batch; our presets that admit more than a batch do not"
 
 
 def _verl_staleness() -> Iterator[PublishedSpeedUp]:

@@ -10,6 +10,11 @@ from rollmesh.errors import PoliciesRefused
 from rollmesh.store.drop_ledger import DeadLetters
 from rollmesh.types import GeneratorRecord
 
+_NEWEST = 200
+_MOST_CHARACTERS = 400
+_VARIABLE = re.compile(r"\b[0-9a-f]{8,}\b|\d+")
+"""Ids and numbers, in which equal reasons differ."""
+
 
 def refused_by_all(newest_version: int, generators: Sequence[GeneratorRecord]) -> GeneratorRecord | None:
     """Return the generator with the fewest refusals in a row if all refuse the newest version, else None."""
@@ -55,12 +60,6 @@ class RefusedPolicies:
             f"every generator refuses policy version {newest_version} and has refused {reason}: "
             f"{refusal.refused_reason}; {remedy}"
         )
-
-
-_NEWEST = 200
-_MOST_CHARACTERS = 400
-_VARIABLE = re.compile(r"\b[0-9a-f]{8,}\b|\d+")
-"""Ids and numbers, in which equal reasons differ."""
 
 
 async def commonest_reason(letters: DeadLetters) -> str:

@@ -31,6 +31,8 @@ _OF_A_MODEL = ("gpu", "tensor_parallel", "trainer_devices", "colocated", "switch
 _OF_TIMES = ("step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds", "reward_sigma")
 MEASURED = (*_OF_A_MODEL, "model", *_OF_TIMES, "reward_workers")
 """Settings that a calibration on a run replaces."""
+_SCALE_SETTINGS = ("trainer_devices=1024", "reward_workers=4096")
+_MOST_STEPS = 20
 
 
 def assumptions(
@@ -67,9 +69,6 @@ def _measured(settings: MeshSettings) -> Mapping[str, object]:
     if settings.cores is not None:
         shared = f"{settings.cores.cores}, shared by {settings.cores.generators} generators and the trainer"
     return {name: f"{value:.3g}" for name, value in times.items()} | {"cores": shared}
-
-
-_SCALE_SETTINGS = ("trainer_devices=1024", "reward_workers=4096")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +205,6 @@ def _distinct(option: str, values: str) -> list[str]:
     if twice := [value for value in dict.fromkeys(listed) if listed.count(value) > 1]:
         raise ConfigError(f"{option} {values}: {', '.join(twice)} is there twice; give it once")
     return listed
-
-
-_MOST_STEPS = 20
 
 
 def prediction(config: RunConfig, setup: SimulationSetup) -> str:

@@ -37,6 +37,9 @@ _BOUNDS = tuple(
 _FORWARD_SHARE = 1 / 3
 """Share of a pass that only computes log-probabilities in one with gradients: of forward and backward, the latter takes
 two thirds of the operations."""
+_GPU_DRIVER = Path("/proc/driver/nvidia")
+_UNBOUNDED = 4096
+"""Reward workers: the measured seconds have the wait for a worker in them."""
 
 
 def engine_costs(work: Sequence[RecordedWork], slots: int) -> EngineCosts:
@@ -123,11 +126,6 @@ def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: b
         strangers_before=records.strangers,
         strangers=records.strangers,
     )
-
-
-_GPU_DRIVER = Path("/proc/driver/nvidia")
-_UNBOUNDED = 4096
-"""Reward workers: the measured seconds have the wait for a worker in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

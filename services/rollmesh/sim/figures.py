@@ -17,6 +17,8 @@ from rollmesh.sim.fleet import FleetWork
 from rollmesh.sim.simulated_mesh import SimulatedRun
 
 _WARM_UP_SHARE = 0.1
+_MOST_AGES = 10
+"""Numbers of train steps that the histogram of staleness tells apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,6 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
     return tenths[4], tenths[8]
 
 
-_MOST_AGES = 10
-"""Numbers of train steps that the histogram of staleness tells apart."""
 _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "updates/h": lambda f: f"{f.updates_per_hour:,.1f}",
     "s/update p50": lambda f: f"{f.update_seconds_p50:,.0f}",

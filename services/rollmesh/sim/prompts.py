@@ -20,6 +20,8 @@ from rollmesh.sim.reward_model import SolveModel
 from rollmesh.sim.simulated_calls import GroupWork
 from rollmesh.tasks.sources.derived import interleaved
 
+_IN_PROGRESS = (GroupState.OPEN, GroupState.ASIDE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDomain:
@@ -119,9 +121,6 @@ class SimulatedPrompts:
             lengths=tuple(lengths[first:].tolist()),
             rewards=tuple(self.solver.rewards(place, prompt, known)[first:]),
         )
-
-
-_IN_PROGRESS = (GroupState.OPEN, GroupState.ASIDE)
 
 
 class SimulatedDraws:

@@ -22,6 +22,22 @@ from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.torch.architecture import Architecture, architecture_from_config, read_architecture
 from rollmesh.sim.decode_curve import EngineCosts
 
+WEIGHT_BYTES = 2
+"""Bytes of a bf16 number: weights and cache of the engines."""
+ALIASES: Mapping[str, str] = {
+    "0.5b": "qwen2.5-0.5b",
+    "1.5b": "r1-distill-qwen-1.5b",
+    "7b": "qwen2.5-7b",
+    "8b": "qwen3-8b",
+    "14b": "qwen2.5-14b",
+    "32b": "qwen2.5-32b",
+    "r1-distill-qwen-7b": "qwen2.5-7b",
+}
+FORWARD_FLOPS = 2
+"""FLOPs per weight and token of a forward pass: a multiplication and an addition."""
+TRAIN_FLOPS = 8
+"""FLOPs per weight and token of a train step: forward 2, backward 4, and 2 for activations that are computed again."""
+
 
 class Gpu(NamedTuple):
     """Public figures of one device."""
@@ -59,10 +75,6 @@ def find_gpu(name: str) -> Gpu:
     return found
 
 
-WEIGHT_BYTES = 2
-"""Bytes of a bf16 number: weights and cache of the engines."""
-
-
 def _config(
     family: str, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, *, tied: bool = False
 ) -> Mapping[str, Any]:
@@ -98,16 +110,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 R1-Distill-Qwen-7B has the shape of Qwen2.5-7B.
 """
 
-ALIASES: Mapping[str, str] = {
-    "0.5b": "qwen2.5-0.5b",
-    "1.5b": "r1-distill-qwen-1.5b",
-    "7b": "qwen2.5-7b",
-    "8b": "qwen3-8b",
-    "14b": "qwen2.5-14b",
-    "32b": "qwen2.5-32b",
-    "r1-distill-qwen-7b": "qwen2.5-7b",
-}
-
 
 def find_model(name: str) -> Architecture:
     """Return a model of the table, or that of a Hugging Face folder. Raises ConfigError with the known names."""
@@ -142,12 +144,6 @@ def kv_bytes_per_token(model: Architecture, tensor_parallel: int = 1) -> int:
     """Return the cache bytes of one token on each device; a key-value head is never split between devices."""
     kv_heads = -(-model.kv_head_count // tensor_parallel)
     return 2 * model.layer_count * kv_heads * model.head_size * WEIGHT_BYTES
-
-
-FORWARD_FLOPS = 2
-"""FLOPs per weight and token of a forward pass: a multiplication and an addition."""
-TRAIN_FLOPS = 8
-"""FLOPs per weight and token of a train step: forward 2, backward 4, and 2 for activations that are computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

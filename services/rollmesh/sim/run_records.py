@@ -12,6 +12,9 @@ from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
 from rollmesh.report.series import newest_per_step, train_series
 from rollmesh.sim.cores import Samples
 
+_LEAST_UPDATES = 3
+"""Train steps of a calibration: the first one has the start of the services in its times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedWork:
@@ -75,10 +78,6 @@ class RunRecords:
     def updates_per_second(self) -> float:
         """Rate from the end of the first train step to the end of the last one."""
         return (len(self.updates) - 1) / (self.updates[-1].trained_at - self.updates[0].trained_at)
-
-
-_LEAST_UPDATES = 3
-"""Train steps of a calibration: the first one has the start of the services in its times."""
 
 
 def recorded_times(run: RecordedRun) -> RunRecords:

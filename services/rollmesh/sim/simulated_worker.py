@@ -15,6 +15,10 @@ from rollmesh.sim.queue_model import ModelMember, QueueModel, Save
 from rollmesh.sim.simulated_calls import GroupWork, SimulatedGenerator, SimulatedTrajectory
 from rollmesh.types import TrajectoryState, WriteStatus
 
+_SESSION = "worker"
+NOTICE_SECONDS = 0.1
+"""Time until workers have read a change of the registry of generators: changes of that time count together."""
+
 
 class WaitingCalls:
     """Trajectories by call; their versions are counted, so that a look at them costs O(versions)."""
@@ -55,11 +59,6 @@ class WaitingCalls:
     def newest_version(self) -> int:
         """Newest version of their tokens; -1 without a token."""
         return max((version for _, version in self._versions), default=-1)
-
-
-_SESSION = "worker"
-NOTICE_SECONDS = 0.1
-"""Time until workers have read a change of the registry of generators: changes of that time count together."""
 
 
 class SimulatedWorker:

@@ -29,6 +29,14 @@ from rollmesh.worker.known_policies import NewestPolicy
 from rollmesh.worker.worker_metrics import TrajectoryMetrics
 
 _LIMIT_SECONDS = 5.0
+GARBAGE_AVOID_SECONDS = 5.0
+"""Seconds to avoid a generator after its first invalid chunk, hang or failure."""
+MOST_FAILED_CALLS = 16
+"""Calls in a row that may fail without a token, on any generator, before the attempt fails."""
+SaveTokens = Callable[[ActiveTrajectory], Awaitable[None]]
+_LEAST_CHUNK_TOKENS = 16
+"""Smallest useful chunk: below it, messages and saves cost too much per token."""
+_WAIT = "generation"
 
 
 class Acknowledger:
@@ -62,19 +70,6 @@ class Acknowledger:
                     self._log.debug("acknowledgement_failed", generator=name, message=str(error))
         finally:
             del self._tasks[name]
-
-
-GARBAGE_AVOID_SECONDS = 5.0
-"""Seconds to avoid a generator after its first invalid chunk, hang or failure."""
-
-MOST_FAILED_CALLS = 16
-"""Calls in a row that may fail without a token, on any generator, before the attempt fails."""
-
-SaveTokens = Callable[[ActiveTrajectory], Awaitable[None]]
-
-_LEAST_CHUNK_TOKENS = 16
-"""Smallest useful chunk: below it, messages and saves cost too much per token."""
-_WAIT = "generation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

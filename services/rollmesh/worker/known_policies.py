@@ -47,9 +47,6 @@ class NewestPolicy:
         return self._newest
 
 
-_PAUSE_SECONDS = 0.5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryBudget:
     """Budget of one trajectory."""

@@ -12,6 +12,9 @@ from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import Int32Array, Segment, SegmentSource
 
+LARGEST_STATE_BYTES = 1 << 20
+"""Largest state of an environment; snapshots take memory of the queue, beside the tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -47,10 +50,6 @@ def turns_of(segments: Sequence[Segment], stop_token_ids: Collection[int]) -> li
     if open_ids:
         turns.append(Turn(token_ids=np.concatenate(open_ids), complete=False, answered=False))
     return turns
-
-
-LARGEST_STATE_BYTES = 1 << 20
-"""Largest state of an environment; snapshots take memory of the queue, beside the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

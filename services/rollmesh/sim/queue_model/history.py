@@ -14,6 +14,8 @@ _MILLIONTHS = 1_000_000
 _LARGEST_REWARD = 1_000_000.0
 _MOST_PREDICTIONS = 256
 _NO_GROUPS = PromptRecord(groups=0, members=0, solved=0, reward_sum=0.0, token_sum=0, longest=0, train_step=0)
+_UPDATE_WEIGHT = 0.25
+_MOST_UPDATES = 1000
 
 
 class ModelHistory:
@@ -99,10 +101,6 @@ def _prediction(group: ModelGroup) -> LengthPrediction:
         first=first,
         rest=None if first is None else round((group.scored_tokens - first) / (group.scored - 1), 2),
     )
-
-
-_UPDATE_WEIGHT = 0.25
-_MOST_UPDATES = 1000
 
 
 class ModelTimes:

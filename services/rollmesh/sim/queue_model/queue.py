@@ -14,6 +14,9 @@ from rollmesh.sim.queue_model.state import QueueState
 from rollmesh.sim.queue_model.worker_operations import WorkerOperations
 from rollmesh.types import TrajectoryState
 
+_STEPS = 256
+"""Most train steps in ``unclaimed_by_step`` and ``ready_by_step``."""
+
 
 class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
     """The queue of one run."""
@@ -175,10 +178,6 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         for group in unclaimed:
             self.drop(group, DropReason.ROLLED_BACK)
         return len(unclaimed)
-
-
-_STEPS = 256
-"""Most train steps in ``unclaimed_by_step`` and ``ready_by_step``."""
 
 
 def read_view(state: RestartOperations, *, listed: bool, blocking: int, shortest: bool) -> MeshView:

@@ -18,6 +18,10 @@ ENDED_WITHOUT_SCORE = (TrajectoryState.UNSCORABLE, TrajectoryState.DEAD)
 ORDERS_PER_GROUP = 4096
 """Number of places in the queues for the members of a group."""
 TERMINAL = (TrajectoryState.SCORED, TrajectoryState.SURPLUS, *ENDED_WITHOUT_SCORE)
+_LAST_RANK = 127
+_LN_2 = math.log(2)
+_GROUPS_PER_BLOCK = 2048
+"""Number of places for the groups of a block that have the same rank."""
 
 
 class Save(NamedTuple):
@@ -242,12 +246,6 @@ class ScoredSet:
         if line and heap:
             return min(line[0], heap[0])[1]
         return line[0][1] if line else heap[0][1] if heap else None
-
-
-_LAST_RANK = 127
-_LN_2 = math.log(2)
-_GROUPS_PER_BLOCK = 2048
-"""Number of places for the groups of a block that have the same rank."""
 
 
 def length_bucket(tokens: float) -> int:
