@@ -128,9 +128,10 @@ def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: b
     from rollmesh.sim.arms import simulate_at_cost
     from rollmesh.sim.figures import figures_tables
     from rollmesh.sim.run_timeline import RunTimeline
-    from rollmesh.sim.simulation_page import DrawnArm, check_target, write_simulation_page
 
-    if page is not None:
+    if page is not None:  # the models of the page take a tenth of a second to import
+        from rollmesh.sim.simulation_page import DrawnArm, check_target, write_simulation_page
+
         check_target(page)
     results, costs, drawn = [], [], []
     for arm in arms:

@@ -30,33 +30,35 @@ Pieces = Callable[[npt.ArrayLike], list[str]]
 _HEAD_TOKENS = 24
 _TAIL_TOKENS = 24
 _GAP = " \N{HORIZONTAL ELLIPSIS} "
+_MOST_GROUPS = 200_000
+"""Number of groups whose batch is remembered."""
+_TIMEOUT_SECONDS = 8.0
+"""Time limit of one lookup; batch files indexed until then speed up the next lookup."""
+_MOST_WAITING = 16
+"""Maximum number of lookups in progress."""
+_KEPT_BATCHES = 4
+"""Lists of batches kept in memory, so that the next page or another order of a listed batch reads no file."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
-    """A trajectory of a batch file, without most of its tokens."""
-
-    trajectory_id: str
-    group_id: str
-    reward: float | None
-    token_count: int
-    policy_versions: tuple[int, ...]
-    finish_reason: str | None
-    shown: tuple[Int32Array, ...]
-    """Tokens of the preview: the whole response, or its beginning and its end."""
+T = TypeVar("T")
+Row = TypeVar("Row")
+BatchRow = tuple[BatchTrajectory, tuple[Int32Array, ...]]
+"""A trajectory of a batch file without its preview, and the tokens of that: all, or the first and the last ones."""
 
 
 def rows_of(group: Group) -> list[BatchRow]:
     """Return the rows of a group, in the order of training."""
     return [
-        BatchRow(
-            trajectory_id=each.trajectory_id,
-            group_id=each.group_id,
-            reward=reward_of(each),
-            token_count=each.response_token_count,
-            policy_versions=each.policy_versions,
-            finish_reason=None if each.finish_reason is None else each.finish_reason.value,
-            shown=shown_ends(each.response_ids),
+        (
+            BatchTrajectory(
+                id=each.trajectory_id,
+                group_id=each.group_id,
+                reward=reward_of(each),
+                tokens=each.response_token_count,
+                policy_versions=list(each.policy_versions),
+                finish_reason=None if each.finish_reason is None else each.finish_reason.value,
+                preview="",
+            ),
+            shown_ends(each.response_ids),
         )
         for each in group.trajectories
     ]
@@ -72,8 +74,20 @@ def batch_page(
     pieces: Pieces | None,
 ) -> BatchPage:
     """Return the rows ``first`` to ``first + limit`` of a batch in an order; only these are decoded."""
-    items = [_item(row, pieces) for row in _ordered(rows, order, descending)[first : first + limit]]
+    if order == "batch":
+        ordered = rows[::-1] if descending else rows
+    else:
+        ordered = in_order(rows, descending, lambda row: row[0].reward if order == "reward" else row[0].tokens)
+    items = [
+        item.model_copy(update={"preview": preview_of(shown, pieces)}) for item, shown in ordered[first : first + limit]
+    ]
     return BatchPage(train_step=train_step, items=items, first=first, total=len(rows))
+
+
+def in_order(rows: Sequence[Row], descending: bool, value: Callable[[Row], float | None]) -> list[Row]:
+    """Sort rows by a value; those without one are last in both directions."""
+    sign = -1.0 if descending else 1.0
+    return sorted(rows, key=lambda row: math.inf if (found := value(row)) is None else sign * found)
 
 
 def reward_of(trajectory: Trajectory) -> float | None:
@@ -94,44 +108,9 @@ def preview_of(shown: Sequence[Int32Array], pieces: Pieces | None) -> str:
     return _GAP.join(_text(ids, pieces) for ids in shown)
 
 
-def _ordered(rows: Sequence[BatchRow], order: BatchOrder, descending: bool) -> list[BatchRow]:
-    if order == "batch":
-        return list(reversed(rows)) if descending else list(rows)
-    sign = -1.0 if descending else 1.0
-    keys: dict[BatchOrder, Callable[[BatchRow], float]] = {
-        "reward": lambda row: math.inf if row.reward is None else sign * row.reward,  # unscored rows are always last
-        "tokens": lambda row: sign * row.token_count,
-    }
-    return sorted(rows, key=keys[order])
-
-
-def _item(row: BatchRow, pieces: Pieces | None) -> BatchTrajectory:
-    return BatchTrajectory(
-        id=row.trajectory_id,
-        group_id=row.group_id,
-        reward=row.reward,
-        tokens=row.token_count,
-        policy_versions=list(row.policy_versions),
-        finish_reason=row.finish_reason,
-        preview=preview_of(row.shown, pieces),
-    )
-
-
 def _text(ids: Int32Array, pieces: Pieces | None) -> str:
     words = [str(token) for token in ids.tolist()] if pieces is None else ["".join(pieces(ids))]
     return " ".join(" ".join(words).split())
-
-
-T = TypeVar("T")
-
-_MOST_GROUPS = 200_000
-"""Number of groups whose batch is remembered."""
-_TIMEOUT_SECONDS = 8.0
-"""Time limit of one lookup; batch files indexed until then speed up the next lookup."""
-_MOST_WAITING = 16
-"""Maximum number of lookups in progress."""
-_KEPT_BATCHES = 4
-"""Lists of batches kept in memory, so that the next page or another order of a listed batch reads no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +148,12 @@ class Archive:
 
     async def steps(self) -> list[int]:
         """Return the train steps that have a batch file, ascending; Busy like ``find``."""
-        return await self._in_reader(lambda _: self._list_steps())
+
+        def listed(_: float) -> list[int]:
+            store = self._open()
+            return [] if store is None else store.batch_steps()
+
+        return await self._in_reader(listed)
 
     async def rows(self, train_step: int) -> list[BatchRow] | None:
         """Return the trajectories of a step in the order of training, None without a batch file; raises like ``find``.
@@ -213,10 +197,6 @@ class Archive:
         step = self._step_of(store, group_id, hint, deadline)
         group = None if step is None else store.read_group(step, group_id)
         return None if step is None or group is None else Archived(train_step=step, group=group)
-
-    def _list_steps(self) -> list[int]:
-        store = self._open()
-        return [] if store is None else store.batch_steps()
 
     def _read_rows(self, train_step: int) -> list[BatchRow] | None:
         if train_step not in self._rows:

@@ -170,7 +170,12 @@ def build_overview(
         totals=dict(counts.totals),
         workers=len(snapshot.workers),
         dead_letters=counts.dead_letters,
-        services=_services(running, snapshot.scale_requests),
+        services=[
+            ServiceScale(
+                service=service, running=running.get(service, 0), requested=snapshot.scale_requests.get(service)
+            )
+            for service in sorted(running.keys() | snapshot.scale_requests.keys())
+        ],
         elapsed_seconds=None if begin_time is None else max(0.0, view.now - begin_time),
         remaining_seconds=curves.pace.remaining(view.trained_step, schedule.train_steps, view.now),
     )
@@ -192,13 +197,6 @@ def waste_views(totals: Mapping[str, int], tokens: Mapping[str, int]) -> tuple[W
         for reason, total in WASTE_TOTALS.items()
         if totals.get(total)
     )
-
-
-def _services(running: Mapping[str, int], requests: Mapping[str, int]) -> list[ServiceScale]:
-    return [
-        ServiceScale(service=service, running=running.get(service, 0), requested=requests.get(service))
-        for service in sorted(running.keys() | requests.keys())
-    ]
 
 
 def _staleness(view: MeshView, schedule: Schedule, curves: Curves) -> Staleness:

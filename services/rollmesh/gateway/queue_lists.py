@@ -6,10 +6,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rollmesh.errors import DataError
-from rollmesh.gateway.archive import Pieces, preview_of, shown_ends
+from rollmesh.gateway.archive import Pieces, in_order, preview_of, shown_ends
 from rollmesh.gateway.models.items import QueueOrder, TrajectoryPage, TrajectorySummary
 from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
@@ -43,7 +43,9 @@ class QueueLists:
                 raise NotFound(str(error), field="cursor") from error
         else:
             first = _first_of(cursor)
-            marks = _sorted(await self._all(state), order, descending)[first : first + limit + 1]
+            found = await self._all(state)
+            marks = in_order(found, descending, lambda m: m.reward if order == "reward" else m.token_count)
+            marks = marks[first : first + limit + 1]
             next_cursor = f"{SORTED}:{first + limit}:0" if len(marks) > limit else None
             marks = marks[:limit]
         return TrajectoryPage(items=await self._summaries(marks, preview), next_cursor=next_cursor)
@@ -83,15 +85,6 @@ def _first_of(cursor: str | None) -> int:
             f"cursor {cursor!r} is not one of a sorted list: pass the next cursor of the same list", field="cursor"
         )
     return int(first)
-
-
-def _sorted(marks: Sequence[TrajectoryMark], order: QueueOrder, descending: bool) -> list[TrajectoryMark]:
-    sign = -1.0 if descending else 1.0
-    keys: dict[QueueOrder, Callable[[TrajectoryMark], float]] = {
-        "reward": lambda mark: math.inf if mark.reward is None else sign * mark.reward,  # unscored ones are always last
-        "tokens": lambda mark: sign * mark.token_count,
-    }
-    return sorted(marks, key=keys[order])
 
 
 def _preview(ends: ResponseEnds, pieces: Pieces | None) -> str:

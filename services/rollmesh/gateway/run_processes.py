@@ -50,13 +50,10 @@ class RunProcesses:
     async def log(self, name: str, lines: int) -> LogTail:
         """Return the last lines of a log; NotFound without one."""
         try:
-            found = await asyncio.to_thread(tail_lines, self._log_file(name))
+            found = await asyncio.to_thread(tail_lines, self._folder / "logs" / f"{name}.log")
         except OSError as error:
             raise NotFound(f"no log of {name}", field="name", hint="GET /api/v1/processes lists the logs") from error
         return LogTail(name=name, lines=[line[:_MOST_LINE] for line in found[-lines:]])
-
-    def _log_file(self, name: str) -> Path:
-        return self._folder / "logs" / f"{name}.log"
 
     def _list(self) -> ProcessList:
         with self._lock:

@@ -20,7 +20,7 @@ from rollmesh.segments import join_segments, slice_segment
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import InspectedTrajectory
 from rollmesh.text import Tokenizer
-from rollmesh.types import Int32Array, RewardOutcome, Segment, SegmentSource, Trajectory, TrajectoryState
+from rollmesh.types import Int32Array, Segment, SegmentSource, Trajectory, TrajectoryState
 
 Source = Literal["prompt", "policy", "environment"]
 
@@ -77,13 +77,11 @@ def _run(source: Source, segment: Segment, position: int, texts: list[str] | Non
         position=position,
         token_ids=segment.token_ids.tolist(),
         texts=texts,
-        logprobs=None if logprobs is None else [_rounded(value) for value in logprobs.tolist()],
+        logprobs=None
+        if logprobs is None
+        else [round(v, _DIGITS) if math.isfinite(v) else None for v in logprobs.tolist()],
         temperature=segment.temperature if is_policy else None,
     )
-
-
-def _rounded(value: float) -> float | None:
-    return round(value, _DIGITS) if math.isfinite(value) else None
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -100,6 +98,7 @@ def trajectory_detail(
 ) -> TrajectoryDetail:
     """Return a trajectory with the runs of its tokens; blocks, because thousands of tokens are decoded."""
     runs, next_token = token_runs(trajectory, first_token, token_limit, pieces)
+    outcome = trajectory.outcome
     return TrajectoryDetail(
         id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
@@ -112,7 +111,9 @@ def trajectory_detail(
         birth_version=trajectory.birth_version,
         policy_versions=list(trajectory.policy_versions),
         finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
-        outcome=None if trajectory.outcome is None else _outcome(trajectory.outcome),
+        outcome=None
+        if outcome is None
+        else Outcome(kind=outcome.kind.value, value=outcome.value, parts=dict(outcome.parts), message=outcome.message),
         shaped_reward=reward_of(trajectory),
         verifier=trajectory.prompt.verifier,
         prompt_metadata=dict(trajectory.prompt.metadata),
@@ -142,10 +143,6 @@ def archived_detail(
             "train_step": found.train_step,
         }
     )
-
-
-def _outcome(outcome: RewardOutcome) -> Outcome:
-    return Outcome(kind=outcome.kind.value, value=outcome.value, parts=dict(outcome.parts), message=outcome.message)
 
 
 class Viewer:

@@ -23,7 +23,6 @@ from rollmesh.file_writes import write_text
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.console import plus_minus
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.types import PolicyRecord
 
@@ -155,9 +154,10 @@ tags: [reinforcement-learning, rollmesh]
 def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
     """Return the card as Markdown; facts that the run folder does not record are said to be missing."""
     summary = summarise(run)
+    planned = "" if summary.planned_steps is None else f" of {summary.planned_steps}"
     rows = [
         ("Run", summary.name),
-        ("Train step", f"{manifest.train_step}{_planned(summary)}"),
+        ("Train step", f"{manifest.train_step}{planned}"),
         ("Policy version", f"{manifest.policy_version}"),
         ("Initial model", _UNKNOWN if run.config is None else f"`{run.config.model.path}`"),
         ("Evaluation of this version", _score(summary, manifest.policy_version)),
@@ -186,13 +186,8 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained(".")
 """
 
 
-def _planned(summary: RunSummary) -> str:
-    return "" if summary.planned_steps is None else f" of {summary.planned_steps}"
-
-
 def _score(summary: RunSummary, version: int) -> str:
-    points: dict[int, EvaluationPoint] = {point.policy_version: point for point in summary.evaluations}
-    point = points.get(version)
+    point = {point.policy_version: point for point in summary.evaluations}.get(version)
     if point is None:
         return _UNKNOWN
     return f"{summary.score_name} {point.mean:.3f} {plus_minus(point.standard_error)} (n={point.n})"

@@ -88,11 +88,11 @@ def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
             groups = list(islice(store.groups(step), _ROWS))
             rows = [row for group in groups for row in rows_of(group)][:_ROWS]
             found[f"batches/{step}"] = batch_page(step, rows, "batch", False, 0, _ROWS, pieces)
-            for row in rows[:_DETAILS]:
+            for item, _ in rows[:_DETAILS]:
                 archived = Archived(train_step=step, group=groups[0])
-                detail = archived_detail(archived, row.trajectory_id, overview.train_step, 0, _TOKENS, pieces)
+                detail = archived_detail(archived, item.id, overview.train_step, 0, _TOKENS, pieces)
                 if detail is not None:
-                    found[f"trajectories/{row.trajectory_id}"] = detail.model_copy(update={"next_token": None})
+                    found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
             shown.append(step)
     except (CheckpointError, ConfigError):
         pass  # deleted or damaged: `rollmesh audit` says which

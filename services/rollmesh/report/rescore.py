@@ -150,13 +150,14 @@ def _version_gap(
     version: int, train_step: int | None, segments: int, tokens: int, measured: Gaps, bounds: GapBounds, skipped: str
 ) -> VersionGap:
     over_bound, excused = measured.over(bounds.token)
+    values, counted = measured.values, len(measured.values) - len(excused)
     return VersionGap(
         policy_version=version,
         train_step=train_step,
         segments=segments,
         tokens=tokens,
-        largest_gap=float(measured.values.max()) if len(measured.values) else None,
-        mean_gap=_mean_without(measured.values, excused),
+        largest_gap=float(values.max()) if len(values) else None,
+        mean_gap=float((values.sum() - excused.sum()) / counted) if counted else None,
         mean_bound=bounds.mean,
         over_bound=over_bound,
         unresolvable=len(excused),
@@ -164,12 +165,6 @@ def _version_gap(
         not_finite=measured.not_finite,
         skipped=skipped,
     )
-
-
-def _mean_without(values: Float64Array, excused: Float64Array) -> float | None:
-    """Compute the mean of the gaps without the ``excused`` ones; None without any."""
-    count = len(values) - len(excused)
-    return float((values.sum() - excused.sum()) / count) if count else None
 
 
 def gaps_of_version(

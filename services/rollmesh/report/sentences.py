@@ -49,7 +49,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("schedule", summary.preset),
         ("on a new version", summary.on_new_version),
         ("train steps", f"{summary.train_steps}{planned}"),
-        ("policy versions", _text(summary.policy_versions)),
+        ("policy versions", count(summary.policy_versions)),
         ("training time", duration(summary.training_seconds)),
         (f"{summary.score_name} before", _point(summary.before)),
         (f"{summary.score_name} after", _point(summary.after)),
@@ -64,9 +64,9 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("staleness", _staleness(summary)),
         ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),
         ("trajectories without a pass", count(summary.skipped_trajectories or None)),
-        ("mean factor on the learning rate", _factor(summary.mean_rate_factor)),
+        ("mean factor on the learning rate", _formatted(summary.mean_rate_factor, ".3f")),
         ("replayed trajectories", percent(summary.replayed_share)),
-        ("rounds per group", None if summary.rounds_per_group is None else f"{summary.rounds_per_group:.2f}"),
+        ("rounds per group", _formatted(summary.rounds_per_group, ".2f")),
         ("trained groups by rollouts", _rollouts(summary)),
         *_by_domain(summary),
         *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
@@ -85,10 +85,6 @@ def moment(point: EvaluationPoint, summary: RunSummary) -> str:
         return "after training" if summary.finished else "after the last step so far"
     (seconds,) = seconds_of_training(np.array(summary.sessions), np.array([point.when]))
     return f"{duration(float(seconds))} into training"
-
-
-def _text(value: object | None) -> str | None:
-    return None if value is None else str(value)
 
 
 def _rollouts(summary: RunSummary) -> str | None:
@@ -114,8 +110,8 @@ def _domain(totals: Mapping[str, int]) -> str:
     return f"{drawn:,} groups drawn, {completed:,} trajectories completed, {solved:,} solved{rate}, {tokens:,} tokens"
 
 
-def _factor(factor: float | None) -> str | None:
-    return None if factor is None else f"{factor:.3f}"
+def _formatted(value: float | None, spec: str) -> str | None:
+    return None if value is None else f"{value:{spec}}"
 
 
 def _point(point: EvaluationPoint | None) -> str | None:

@@ -177,7 +177,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         trained_tokens=_of_known(train["batch.trained_tokens"], lambda tokens: int(tokens.sum())),
         generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
         generated_per_second=_generated_per_second(timeline),
-        goodput=_known(train["mesh.goodput"][-1]) if len(train) else None,
+        goodput=_of_known(train["mesh.goodput"][-1:], lambda values: float(values[0])),
         reprefill_share=_share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"]),
         bubble_ratio=_bubble_ratio(train["mesh.engines.running_slot_seconds"], train["mesh.engines.slot_seconds"]),
         rollout_bubble_ratio=_rollout_bubble_ratio(folder, train),
@@ -347,7 +347,3 @@ def _of_known(values: FloatArray, compute: Callable[[FloatArray], Number]) -> Nu
     """Apply ``compute`` to the known values; None without any."""
     known = values[~np.isnan(values)]
     return compute(known) if len(known) else None
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)

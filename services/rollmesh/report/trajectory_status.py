@@ -70,7 +70,9 @@ async def trajectory_statuses(
     status = TrajectoryStatus(name=name, state="trained" if step <= trained else "cut", train_step=step)
     if not has_member:
         return [status]
-    if (member_of_batch := _member_of(checkpoints, step, group_id, name)) is None:
+    group = checkpoints.read_group(step, group_id)
+    members = {t.trajectory_id: t for t in group.trajectories} if group is not None else {}
+    if (member_of_batch := members.get(name)) is None:
         reason = "the batch has its group without it: cut off, unscorable, dead, or no such member"
         return [replace(status, state="not trained", history=(reason,))]
     verdict, reward = _verdict(member_of_batch), member_of_batch.shaped_reward
@@ -117,11 +119,6 @@ def _batch_of(checkpoints: CheckpointStore, group_id: str) -> int | None:
         except CheckpointError:
             continue  # an incomplete file is no batch
     return None
-
-
-def _member_of(checkpoints: CheckpointStore, train_step: int, group_id: str, name: str) -> Trajectory | None:
-    group = checkpoints.read_group(train_step, group_id)
-    return None if group is None else next((t for t in group.trajectories if t.trajectory_id == name), None)
 
 
 def _verdict(trajectory: Trajectory) -> float | None:

@@ -257,10 +257,11 @@ def test_the_report_opens_offline_and_is_whole(
     page.on("console", lambda message: errors.append(message.text))
     page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
     page.goto(report.as_uri())
-    page.wait_for_function("() => document.querySelectorAll('#curves path.mean[d*=L]').length >= 12")
     for name in ("result", "history", "curves", "evaluations", "versions", "trajectories", "samples", "logs"):
         page.locator(f"nav a[href='#{name}']").click()
         expect(page.locator(f"#{name}")).to_be_visible()
+        if name == "curves":  # a phone draws those of the section that it shows
+            page.wait_for_function("() => document.querySelectorAll('#curves path.mean[d*=L]').length >= 12")
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
     show_section(page, "Trajectories")
     page.locator("#batch-table tbody button").first.click()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from rollmesh.gateway.archive import BatchRow, batch_page
-from rollmesh.gateway.models.items import BatchOrder
+from rollmesh.gateway.models.items import BatchOrder, BatchTrajectory
 from rollmesh.gateway.trajectory_views import token_runs
 from rollmesh.types import Prompt, Segment, SegmentSource, Trajectory
 
@@ -81,16 +81,11 @@ def test_a_logprob_that_is_no_number_is_null() -> None:
     assert runs[1].logprobs == [None, -0.123457]
 
 
-def row(name: str, reward: float | None, token_count: int) -> BatchRow:
-    return BatchRow(
-        trajectory_id=name,
-        group_id="e0-0",
-        reward=reward,
-        token_count=token_count,
-        policy_versions=(0,),
-        finish_reason="stop",
-        shown=(np.arange(2, dtype=np.int32),),
+def row(name: str, reward: float | None, tokens: int) -> BatchRow:
+    item = BatchTrajectory(
+        id=name, group_id="e0-0", reward=reward, tokens=tokens, policy_versions=[0], finish_reason="stop", preview=""
     )
+    return item, (np.arange(2, dtype=np.int32),)
 
 
 ROWS = [row("a", 0.5, 3), row("unscored", None, 1), row("b", -1.0, 2), row("c", 0.5, 9)]

@@ -92,6 +92,8 @@ _SHOWN_ELSEWHERE = ("state", "report")
 def run_result(run: RecordedRun, summary: RunSummary, *, report: bool) -> RunResultView:
     """Return the result; ``report`` is true if the report of the run is served beside the page."""
     lines = dict(facts(summary)) | dict(ending(run, summary))
+    step = max(1, -(-len(run.samples.records) // MOST_SAMPLES))
+    samples = run.samples.records[::-1][::step][::-1]  # evenly spread, with the newest one
     return RunResultView(
         time=max(record_times(run, slice(-1, None)), default=None),
         lines=[ResultLine(name=name, value=value) for name, value in lines.items() if name not in _SHOWN_ELSEWHERE],
@@ -99,7 +101,7 @@ def run_result(run: RecordedRun, summary: RunSummary, *, report: bool) -> RunRes
         remarks=tuple(Remark(text=sentence.text, bad=sentence.bad) for sentence in sentences(summary)),
         missing=summary.missing,
         tables=tuple(table for table in _tables(run, summary) if table.rows),
-        samples=tuple(map(_sample, _spread(run.samples.records))),
+        samples=tuple(map(_sample, samples)),
         history=mesh_history(run),
     )
 
@@ -185,12 +187,6 @@ def _versions(run: RecordedRun, summary: RunSummary) -> ResultTable:
         "has fewer. They are known while a version's folder is kept (checkpoints.keep_last). Reward, tokens and "
         "off-policy share refer to the batch that was trained into the version.",
     )
-
-
-def _spread(records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Select up to ``MOST_SAMPLES`` records, evenly spread, with the newest one."""
-    step = max(1, -(-len(records) // MOST_SAMPLES))
-    return records[::-1][::step][::-1]
 
 
 def _sample(record: Record) -> SampleView:
