@@ -25,12 +25,12 @@ class SourceSection(Section):
     @property
     def table_path(self) -> str | None:
         """File that must exist at startup; None without one."""
-        return None
+        return getattr(self, "path", None)
 
     @property
     def rows_name_verifiers(self) -> bool:
-        """True if a row may name its verifier."""
-        return False
+        """True if a row may name its verifier: rows of a user's code always may."""
+        return self.runs_user_code or bool(getattr(self, "verifier_field", None))
 
 
 class CountdownSource(SourceSection):
@@ -62,16 +62,6 @@ class JsonlSource(SourceSection):
     """Field that names the verifier per row; null uses reward.verifier for all rows."""
     chat: bool = False
     """Render prompts with the tokenizer's chat template."""
-
-    @property
-    def table_path(self) -> str:
-        """File that must exist at startup."""
-        return self.path
-
-    @property
-    def rows_name_verifiers(self) -> bool:
-        """True if a row may name its verifier."""
-        return bool(self.verifier_field)
 
 
 class ParquetSource(JsonlSource):
@@ -119,11 +109,6 @@ class PythonSource(SourceSection):
     """Keyword arguments of the callable."""
     chat: bool = False
     """Render prompts with the tokenizer's chat template."""
-
-    @property
-    def rows_name_verifiers(self) -> bool:
-        """True, because any row may have the field ``verifier``."""
-        return True
 
 
 SingleSourceConfig = Annotated[

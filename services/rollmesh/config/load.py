@@ -25,39 +25,6 @@ from rollmesh.user_code import CODE_FOLDER
 
 ENV_PREFIX = "ROLLMESH_"
 """Prefix of the environment variables that override fields: ``ROLLMESH_A__B`` is ``a.b``."""
-
-
-def _secret_paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, field in section.model_fields.items():
-        kind: Any = field.annotation
-        if kind == SecretStr | None:
-            yield (*above, name)
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _secret_paths(kind, (*above, name))
-
-
-SECRETS = tuple(_secret_paths(RunConfig))
-"""Sections and name of every secret field."""
-
-
-def secret_environment(config: RunConfig) -> dict[str, str]:
-    """Return the secrets that are set, by the environment variable from which a process reads each."""
-    run: Any = config
-    values = {ENV_PREFIX + "__".join(path).upper(): reduce(getattr, path, run) for path in SECRETS}
-    return {variable: secret.get_secret_value() for variable, secret in values.items() if secret is not None}
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return the variables of this process that a process started by it inherits: all but those of fields.
-
-    The resolved run file of a service contains their values, and those of ``--set``, which count more. A process of
-    user code must not read the secrets among them.
-    """
-    return {name: value for name, value in os.environ.items() if name == CODE_FOLDER or not name.startswith(ENV_PREFIX)}
-
-
-_SECRETS = frozenset(name for *_, name in SECRETS)
-"""Secret fields: their values are not parsed as YAML and never shown."""
 _FULL_VOCABULARY = "training samples from the full vocabulary; evaluation.top_p and evaluation.top_k remain"
 _LEFT_OUT: Mapping[tuple[str, str], str] = {
     ("rollout", "top_p"): _FULL_VOCABULARY,
@@ -99,20 +66,36 @@ def load_run_config(
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected a mapping of sections at the top, got {type(data).__name__}")
-    origins: dict[tuple[str, ...], str] = {}
-    for name, value in sorted((os.environ if environ is None else environ).items()):
+    origins = {}
+    for keys, value, origin in _given(os.environ if environ is None else environ, overrides):
+        origins[tuple(keys)] = origin
+        _set(data, keys, value, origin)
+    return validate_run_config(data, str(file), origins)
+
+
+def _given(environ: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
+    """Yield keys, text and origin of every value beside the file, in the order in which they are applied."""
+    for name, value in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-            origins[tuple(keys)] = f"the environment variable {name}"
-            _set(data, keys, value if keys[-1] in _SECRETS else _value(keys, value, name), name)
+            yield keys, value, f"the environment variable {name}"
     for item in overrides:
         dotted, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item}: expected a.b=value")
-        keys = dotted.strip().split(".")
-        origins[tuple(keys)] = f"--set {dotted.strip()}"
-        _set(data, keys, value if keys[-1] in _SECRETS else _value(keys, value, f"--set {dotted}"), f"--set {dotted}")
-    return validate_run_config(data, str(file), origins)
+        yield dotted.strip().split("."), value, f"--set {dotted.strip()}"
+
+
+def _set(data: dict[str, Any], keys: Sequence[str], text: str, origin: str) -> None:
+    node = data
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{origin}: {key} is a value, not a section")
+    try:
+        node[keys[-1]] = text if keys[-1] in _SECRETS else field_value(RunConfig, keys, text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
 
 
 def text_override(field: str, text: object) -> str:
@@ -174,13 +157,6 @@ def _similar(keys: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(names)}"
 
 
-def _value(keys: Sequence[str], text: str, origin: str) -> Any:
-    try:
-        return field_value(RunConfig, keys, text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
-
-
 def run_file_text(config: RunConfig) -> str:
     """Return the resolved run file without its secrets."""
     data: Any = config.model_dump(mode="json")
@@ -206,11 +182,34 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _set(data: dict[str, Any], keys: Sequence[str], value: Any, origin: str) -> None:
-    node = data
-    for key in keys[:-1]:
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"{origin}: {key} is a value, not a section")
-        node = child
-    node[keys[-1]] = value
+def _secret_paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if kind == SecretStr | None:
+            yield (*above, name)
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _secret_paths(kind, (*above, name))
+
+
+SECRETS = tuple(_secret_paths(RunConfig))
+"""Sections and name of every secret field."""
+
+
+def secret_environment(config: RunConfig) -> dict[str, str]:
+    """Return the secrets that are set, by the environment variable from which a process reads each."""
+    run: Any = config
+    values = {ENV_PREFIX + "__".join(path).upper(): reduce(getattr, path, run) for path in SECRETS}
+    return {variable: secret.get_secret_value() for variable, secret in values.items() if secret is not None}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process that a process started by it inherits: all but those of fields.
+
+    The resolved run file of a service contains their values, and those of ``--set``, which count more. A process of
+    user code must not read the secrets among them.
+    """
+    return {name: value for name, value in os.environ.items() if name == CODE_FOLDER or not name.startswith(ENV_PREFIX)}
+
+
+_SECRETS = frozenset(name for *_, name in SECRETS)
+"""Secret fields: their values are not parsed as YAML and never shown."""
