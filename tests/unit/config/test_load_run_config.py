@@ -77,7 +77,7 @@ def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
         ),
         (
             {"trainer": {"algorithm": {"loss": "gsp0"}}},
-            ["trainer.algorithm.loss", "topr, kimi, or module:function", "got 'gsp0'"],
+            ["trainer.algorithm.loss", "or module:function", "got 'gsp0'"],
         ),
         (
             {"trainer": {"algorithm": {"loss": "tis"}}},
