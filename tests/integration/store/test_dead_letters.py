@@ -42,6 +42,19 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
         await store.dead_letters.get("e0-0.0")
 
 
+async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=3, groups=1)
+    for attempt, tokens in ((1, 2), (1, 3), (2, 4), (3, 5)):
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
+        await store.trajectories.restart(mesh.session, ["e0-0.0"])
+        await mesh.append("e0-0.0", 0, tokens)
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert await mesh.lease_ids(1) == ["e0-0.1"]
+    letters = await store.dead_letters.newest()
+    assert [(letter.trajectory_id, letter.reason) for letter in letters] == [("e0-0.0", "max_attempts")]
+
+
 async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1, leased=1)
     assert await store.trajectories.fail(mesh.session, [("e0-0.0", "made")]) == 1

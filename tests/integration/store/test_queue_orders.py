@@ -78,6 +78,19 @@ async def test_partial_trajectories_continue_in_the_resume_order(
     assert (await lease(mesh))[:4] == expected, "new trajectories come after all of them"
 
 
+async def test_a_trajectory_past_the_length_of_its_siblings_is_not_near_its_end(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, resume_order=ResumeOrder.NEAREST_END)
+    await admit(mesh, [group(0), group(1)])
+    await lease(mesh)
+    for index in (0, 1):
+        await mesh.finish(f"e0-{index}.1", 0, 10)
+        await mesh.score(f"e0-{index}.1", 1.0)
+    await mesh.append("e0-0.0", 0, 11)
+    await mesh.append("e0-1.0", 0, 1)
+    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-1.0"], ReleaseReason.DRAINED)
+    assert await lease(mesh) == ["e0-1.0", "e0-0.0"]
+
+
 async def test_a_large_group_with_places_by_rank_leaves_every_queue_at_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, pool_size=512, group_size=120, resume_order=ResumeOrder.MOST_TOKENS)
     await admit(mesh, [replace(group(0, 120), start_rank=7), replace(group(1, 2), start_rank=9)])

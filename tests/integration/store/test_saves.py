@@ -33,6 +33,16 @@ async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -
         await store.trajectories.lease("0" * 32, 1)
 
 
+async def test_a_repeated_finish_or_score_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1, leased=1)
+    assert await mesh.finish("e0-0.0", 0, 1) == WriteStatus.SAVED
+    assert await mesh.finish("e0-0.0", 0, 1) == WriteStatus.DUPLICATE
+    assert await mesh.finish("e0-0.0", 0, 2) == WriteStatus.REFUSED
+    assert await mesh.score("e0-0.0", 1.0) == WriteStatus.SAVED
+    assert await mesh.score("e0-0.0", 1.0) == WriteStatus.DUPLICATE
+    assert await mesh.score("e0-0.0", 0.5) == WriteStatus.REFUSED
+
+
 async def test_tokens_of_an_unannounced_version_leave_the_whole_call_without_effect(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1, leased=2)
     items = [
