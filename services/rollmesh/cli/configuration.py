@@ -52,14 +52,15 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         checks = check_run(config, asks_redis=True)
         sentences = (checks.memory.sentence(), checks.memory.adapter_sentence(), checks.memory.largest_models())
         notes = [*filter(None, sentences), *checks.notes, *_capacity_hint(config)]
-        predicted = _prediction(config, with_ or []) if simulate else None
+        if simulate:
+            from rollmesh.sim.arms import parse_setup, prediction
+
+            notes.append(prediction(config, parse_setup(with_ or [])))
     console = output_console()
     console.print(f"{run}: valid", highlight=False, markup=False)
     console.print(checks.estimate.table())
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    if predicted is not None:
-        console.print(predicted, markup=False, highlight=False, soft_wrap=True)
 
 
 def _capacity_hint(config: RunConfig) -> list[str]:
@@ -70,12 +71,6 @@ def _capacity_hint(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return [f"hint: on this machine rollmesh up refuses {error}"]
     return []
-
-
-def _prediction(config: RunConfig, settings: list[str]) -> str:
-    from rollmesh.sim.arms import parse_setup, prediction
-
-    return prediction(config, parse_setup(settings))
 
 
 @app.command()

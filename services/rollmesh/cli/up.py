@@ -123,7 +123,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         try:
             accepted = close_run(folder, result.account, console)
         except OSError as error:
-            _note_unwritten_report(folder, error, console)
+            text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
             return EXIT_STOPPED if result.account is None else 1
     except (PoliciesRefused, ServiceFailed):
         with contextlib.suppress(OSError, ConfigError):  # the report helps to diagnose the failure
@@ -164,11 +165,6 @@ def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, 
     finally:
         with contextlib.suppress(OSError):  # unwritten lines on a full disk
             log.close()
-
-
-def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> None:
-    text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +72,19 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     for name in copied.judged_states().unsound:  # damaged copies of an earlier backup
         shutil.rmtree(target / STATES / name)
     # What this copy adds stays in the backup until the next one, even if the run prunes it meanwhile.
-    pruned = [path for kind in (STATES, POLICIES) for path in _pruned(root / kind, target / kind)]
+    copies = [(root / kind, path) for kind in (STATES, POLICIES) for path in _folders(target / kind)]
+    pruned = [path for source, path in copies if not (source / path.name).exists()]
     for _ in range(_ATTEMPTS):
         # The newest first: the run prunes the oldest one next.
         _copy_folders(reversed(_folders(root / STATES)), target / STATES, COMMITTED_FILE, report)
-        newest = _newest_state(copied, pruned)
+        newest = next((state for state in copied.committed_states() if state.folder not in pruned), None)
         if newest is None and checkpoints.latest_committed() is not None:
             continue
         _copy_folders(_folders(root / POLICIES), target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
-        _copy_batches(root / BATCHES, target / BATCHES, report)
+        (target / BATCHES).mkdir(exist_ok=True)
+        for file in sorted((root / BATCHES).glob("*.pb")):
+            if not (target / BATCHES / file.name).exists():
+                _copy(file, target / BATCHES / file.name, report)
         if _rollbacks(newest) >= _rollbacks(checkpoints.latest_committed()):
             break
     else:
@@ -98,11 +102,6 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     report.removed = len(pruned)
     report.train_step = 0 if newest is None else newest.train_step
     return report
-
-
-def _newest_state(copied: CheckpointStore, pruned: Collection[Path]) -> CommittedState | None:
-    """Return the newest state of the backup that stays in it."""
-    return next((state for state in copied.committed_states() if state.folder not in pruned), None)
 
 
 def _rollbacks(state: CommittedState | None) -> int:
@@ -147,13 +146,6 @@ def _copy_tree(source: Path, target: Path, report: BackupReport) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _copy_batches(source: Path, target: Path, report: BackupReport) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.glob("*.pb")):
-        if not (target / file.name).exists():
-            _copy(file, target / file.name, report)
-
-
 def _copy(source: Path, target: Path, report: BackupReport) -> None:
     unfinished = target.with_name(f".{target.name}.copy")
     shutil.copy2(source, unfinished)
@@ -162,11 +154,6 @@ def _copy(source: Path, target: Path, report: BackupReport) -> None:
     os.replace(unfinished, target)
     report.files += 1
     report.bytes += target.stat().st_size
-
-
-def _pruned(source: Path, target: Path) -> list[Path]:
-    """Return the folders of the backup that the run has pruned."""
-    return [folder for folder in _folders(target) if not (source / folder.name).exists()]
 
 
 def _folders(parent: Path) -> list[Path]:

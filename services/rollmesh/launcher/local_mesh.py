@@ -116,14 +116,14 @@ class LocalMesh:
         """
         loop = asyncio.get_running_loop()
         start = next_update = loop.time()
-        while not await self._unless_stopped(self._is_done(done), waiting_for):
+        while not await _unless_stopped(self._shutdown, self._is_done(done), waiting_for):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
                 waits = f": {text}" if (text := self._watch.text()) else ""
                 raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}{waits}; see {self.folder.logs}")
             if loop.time() >= next_update:
-                await self._unless_stopped(self._update(waiting_for), waiting_for)
+                await _unless_stopped(self._shutdown, self._update(waiting_for), waiting_for)
                 next_update = loop.time() + _SAMPLE_SECONDS
             if await wait_or_shutdown(self._shutdown, poll_seconds):
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
@@ -155,9 +155,6 @@ class LocalMesh:
         except (StoreUnavailable, TimeoutError):
             self.progress.note("Redis does not answer: the run stays paused until the next rollmesh up or eval")
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
-        return await _unless_stopped(self._shutdown, work, waiting_for)
-
     async def _is_done(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:
             return await done()
@@ -175,16 +172,11 @@ class LocalMesh:
             self._addresses.update()
             sample = await self._timeline.sample()
             self._note_refusals(sample.generators)
-            self.progress.update(sample, waiting_for, self._agents_url(), self._watch.text())
+            agents = read_endpoints(self.folder.path, "agents") if self.config.rollout.program == "agent" else []
+            self.progress.update(sample, waiting_for, agents[0].url if agents else None, self._watch.text())
             self._watch.own.end(_OUTAGE)
         except (StoreUnavailable, OSError) as error:
             self._show_outage(error)
-
-    def _agents_url(self) -> str | None:
-        """Return the address where the agents of the run connect; None without it, and for any other program."""
-        if self.config.rollout.program != "agent":
-            return None
-        return next((endpoint.url for endpoint in read_endpoints(self.folder.path, "agents")), None)
 
     def _note_refusals(self, generators: Sequence[GeneratorRecord]) -> None:
         """Note each policy version that a generator refuses, once, with the reason."""
@@ -225,8 +217,15 @@ class LocalMesh:
     async def until_serving(self) -> None:
         """Wait for the initial policy and, unless an operator wants no generators, for one that serves it."""
         deadline = self.config.launcher.start_timeout_seconds
-        await self.until(self._policy_announced, WaitReason.INITIAL_POLICY, deadline, poll_seconds=OFTEN_SECONDS)
-        await self.until(self._generator_serves, WaitReason.GENERATOR, deadline, poll_seconds=OFTEN_SECONDS)
+
+        async def announced() -> bool:
+            return await self.latest_version() >= 0
+
+        async def served() -> bool:
+            return not self.supervisor.indexes("generator")[0] or await self._any_serves()
+
+        await self.until(announced, WaitReason.INITIAL_POLICY, deadline, poll_seconds=OFTEN_SECONDS)
+        await self.until(served, WaitReason.GENERATOR, deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_any_serves(self) -> None:
         """Wait for a generator, also where all of them are started outside (``generator.replicas: 0``).
@@ -238,19 +237,17 @@ class LocalMesh:
 
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in progress."""
+
+        async def idle() -> bool:
+            return (await self.store.mesh.view(groups=False)).leased == 0
+
         await self.pause(True)
-        await self.until(self._idle, "rollouts in progress to stop", poll_seconds=OFTEN_SECONDS)
+        await self.until(idle, "rollouts in progress to stop", poll_seconds=OFTEN_SECONDS)
 
     async def latest_version(self) -> int:
         """Return the newest announced policy version; -1 before the first."""
         policy = await self.store.policies.latest()
         return -1 if policy is None else policy.policy_version
-
-    async def _policy_announced(self) -> bool:
-        return await self.latest_version() >= 0
-
-    async def _generator_serves(self) -> bool:
-        return not self.supervisor.indexes("generator")[0] or await self._any_serves()
 
     async def _any_serves(self) -> bool:
         """Tell whether a generator serves. Raises PoliciesRefused once all have tried and refused what is there."""
@@ -261,20 +258,12 @@ class LocalMesh:
         refusal = refused_by_all(newest, generators)
         present, leaving = self.supervisor.indexes("generator")
         if refusal is not None and refusal.refused_count and len(generators) >= len(present) - len(leaving):
+            initial = f"; it is the initial model: check the weights of model.path={self.config.model.path}"
             raise PoliciesRefused(
                 f"every generator refuses policy version {newest}, and none serves an older one: "
-                f"{refusal.refused_reason}"
-                + (
-                    ""
-                    if newest
-                    else f"; it is the initial model: check the weights of model.path={self.config.model.path}"
-                )
+                f"{refusal.refused_reason}{'' if newest else initial}"
             )
         return False
-
-    async def _idle(self) -> bool:
-        view = await self.store.mesh.view(groups=False)
-        return view.leased == 0
 
 
 async def _unless_stopped(shutdown: asyncio.Event, work: Coroutine[Any, Any, T], waiting_for: str) -> T:

@@ -103,7 +103,7 @@ class RunProgress:
         for record in self._samples.read():
             self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
-        hold = hold_reason(sample, agents_url) or _NOTHING
+        hold = _hold_reason(sample, agents_url) or _NOTHING
         facts = {
             **_facts(sample, self._report, rate, self._steps, hold),
             "waiting": waits or _NOTHING,
@@ -112,7 +112,9 @@ class RunProgress:
         serving = any(g.serving for g in sample.generators)
         waited = time.monotonic() - self._last_line >= _LINE_SECONDS
         due = bool(reports) if self._per_step and serving else waited
-        phase = _phase(waiting_for, serving=serving)
+        phase = f"waiting for {waiting_for}" if waiting_for else ""
+        if waiting_for == TRAINING:
+            phase = "training" if serving else "waiting for a generator that serves a policy"
         if self._live is not None:
             self._live.update(self._panel(sample, facts, phase))
         elif due:
@@ -169,31 +171,20 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
     }
 
 
-def _phase(waiting_for: str, *, serving: bool) -> str:
-    """Describe the step of the launcher."""
-    if waiting_for == TRAINING:
-        return "training" if serving else "waiting for a generator that serves a policy"
-    return f"waiting for {waiting_for}" if waiting_for else ""
-
-
-def hold_reason(sample: MeshSample, agents_url: str | None) -> str:
+def _hold_reason(sample: MeshSample, agents_url: str | None) -> str:
     """Return the reason why no new rollouts start; empty while they do."""
     view, pinned = sample.view, sample.pinned_version
-    if reason := _pause_reason(view):
-        return reason
+    if view.recovering:
+        return "recovering: Redis was restarted, workers and trainer report their state"
+    if view.user_paused:
+        return "paused by an operator"
+    if view.launcher_paused:
+        return "paused by the launcher, for an evaluation"
     if pinned is not None and view.desired.start_at_version > pinned:
         return f"pinned to version {pinned}, too old for new rollouts; rollmesh pin RUN --release serves the newest"
     if agents_url is not None and not view.leased:
         return f"waiting for agents, which open sessions at {agents_url}/sessions"
     return ""
-
-
-def _pause_reason(view: MeshView) -> str:
-    if view.recovering:
-        return "recovering: Redis was restarted, workers and trainer report their state"
-    if view.user_paused:
-        return "paused by an operator"
-    return "paused by the launcher, for an evaluation" if view.launcher_paused else ""
 
 
 def _number(report: Mapping[str, Any], key: str, spec: str) -> str:

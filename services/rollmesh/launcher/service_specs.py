@@ -46,17 +46,13 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
     """Return the service processes that the run file configures, in start order."""
     counts = {"trainer": 1, **configured_replicas(config)}
-    counts |= {"gateway": int(config.gateway.enabled), "agents": int(_starts_agents(config))}
+    agents = config.rollout.program == "agent" if config.agents.enabled is None else config.agents.enabled
+    counts |= {"gateway": int(config.gateway.enabled), "agents": int(agents)}
     return [
         service_spec(config, folder, environment, service, index)
         for service, count in counts.items()
         for index in range(count)
     ]
-
-
-def _starts_agents(config: RunConfig) -> bool:
-    enabled = config.agents.enabled
-    return config.rollout.program == "agent" if enabled is None else enabled
 
 
 def service_spec(
@@ -69,17 +65,8 @@ def service_spec(
         ranks = str(config.launcher.trainer_processes)
         interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
         interpreter += ["--no-python", sys.executable, "-u", "-P"]
-    command = [
-        *interpreter,
-        "-m",
-        "rollmesh.cli.main",
-        service,
-        str(folder.config_file),
-        "--index",
-        str(index),
-        "--supervised-by",
-        str(os.getpid()),
-    ]
+    command = [*interpreter, "-m", "rollmesh.cli.main", service, str(folder.config_file)]
+    command += ["--index", str(index), "--supervised-by", str(os.getpid())]
     final_errors = {"ConfigError", "DataError"}
     if service == "trainer":
         # A newer trainer has taken over; a restart would fence it, and the two would alternate.

@@ -226,7 +226,10 @@ class Supervisor:
             await asyncio.sleep(delay)
             started = self._clock()
             try:
-                code = await self._run_once(child)
+                child.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+                child.log_start = child.spec.log_file.stat().st_size if child.spec.log_file.exists() else 0
+                child.process = await self._start(child.spec)
+                code = await child.process.wait()
             except OSError as error:
                 self._fail(child.spec, f"{child.spec.name} cannot be started: {error}")
                 return
@@ -263,13 +266,6 @@ class Supervisor:
         delay = _BACKOFF.seconds(recent)
         self._log.warning("service_restarts", name=child.spec.name, exit_status=code, delay_seconds=delay)
         return delay
-
-    async def _run_once(self, child: _Child) -> int:
-        spec = child.spec
-        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
-        child.log_start = spec.log_file.stat().st_size if spec.log_file.exists() else 0
-        child.process = await self._start(spec)
-        return await child.process.wait()
 
     async def _retire(self, child: _Child) -> None:
         await self._stop(child)

@@ -40,7 +40,10 @@ def check_machine(config: RunConfig, memory: ModelMemory) -> None:
     for field, package, extra in _packages(config):
         if not _is_installed(package):
             raise ConfigError(f"{field}: requires the package {package}: pip install 'rollmesh[{extra}]'")
-    _check_devices(config)
+    # Another driver than NVIDIA's or AMD's is left to torch.
+    for field, device in (("generator.device", config.generator.device), ("trainer.device", config.trainer.device)):
+        if device == "cuda" and sys.platform == "linux" and not _has_gpu():
+            raise ConfigError(f"{field}=cuda: this machine has no GPU device; set auto or cpu, or start it elsewhere")
     _check_cache(config, memory)
     _check_folder(config)
 
@@ -118,15 +121,6 @@ def _is_installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a package above it is missing
         return False
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Reject ``cuda`` on a machine without any GPU. Another driver than NVIDIA's or AMD's is left to torch."""
-    if sys.platform != "linux" or _has_gpu():
-        return
-    for field, device in (("generator.device", config.generator.device), ("trainer.device", config.trainer.device)):
-        if device == "cuda":
-            raise ConfigError(f"{field}=cuda: this machine has no GPU device; set auto or cpu, or start it elsewhere")
 
 
 def _check_cache(config: RunConfig, memory: ModelMemory) -> None:

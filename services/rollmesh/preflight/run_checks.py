@@ -63,7 +63,12 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
         ENGINES[config.generator.engine].check_machine(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
-    _check_tables(config)
+    for field, source in config.data.sources.items():
+        if source.table_path is not None and not Path(source.table_path).is_file():
+            raise ConfigError(
+                f"data.{field}.path={source.table_path}: no such file (paths are relative to {Path.cwd()}, where the "
+                "command was started)"
+            )
     if asks_redis:
         check_redis(config)
     notes = port_notes(config) if tries_inputs else []
@@ -94,15 +99,6 @@ def check_inline(config: RunConfig) -> None:
         if count > 1:
             field = _REPLICA_FIELDS[service]
             raise ConfigError(f"{field}={count}: --inline runs one {service} in this process; add --set {field}=1")
-
-
-def _check_tables(config: RunConfig) -> None:
-    for field, source in config.data.sources.items():
-        if source.table_path is not None and not Path(source.table_path).is_file():
-            raise ConfigError(
-                f"data.{field}.path={source.table_path}: no such file (paths are relative to {Path.cwd()}, where the "
-                "command was started)"
-            )
 
 
 def _check_verifier_is_used(config: RunConfig) -> None:

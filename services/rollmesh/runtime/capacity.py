@@ -121,38 +121,23 @@ def _process_bytes(folder: Path, service: str) -> int:
     return max(sizes, default=_PROCESS_BYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
-    """Names of one version of the interface."""
-
-    memory_limit: str
-    memory_usage: str
-    reclaimable: str
-    """Line of memory.stat: bytes of files, which the kernel frees before the limit is reached."""
-
-
-_V1 = _Files(
-    memory_limit="memory.limit_in_bytes", memory_usage="memory.usage_in_bytes", reclaimable="total_inactive_file"
-)
-_V2 = _Files(memory_limit="memory.max", memory_usage="memory.current", reclaimable="inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+"""Names of the two versions of control groups: limit, usage, and the line of memory.stat with the bytes of files, which
+the kernel frees before the limit is reached."""
 
 
 def available_memory(proc: Path = Path("/proc/self")) -> int | None:
     """Return the bytes that the groups of a process still allow; None without a limit."""
     allowed = []
-    for files, folder in _folders(proc, "memory"):
+    for (limit_file, usage_file, reclaimable), folder in _folders(proc, "memory"):
         with suppress(OSError, ValueError):  # no limit: "max", or no such file in the root group
-            limit = int((folder / files.memory_limit).read_text())
-            usage = int((folder / files.memory_usage).read_text())
-            allowed.append(max(0, limit - usage + _reclaimable(files, folder)))
+            left = int((folder / limit_file).read_text()) - int((folder / usage_file).read_text())
+            with suppress(OSError):  # gVisor has no memory.stat
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left += int(stat.get(reclaimable, 0))
+            allowed.append(max(0, left))
     return min(allowed, default=None)
-
-
-def _reclaimable(files: _Files, folder: Path) -> int:
-    with suppress(OSError):  # gVisor has no memory.stat
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(stat.get(files.reclaimable, 0))
-    return 0
 
 
 def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
@@ -169,7 +154,7 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
     return min(quotas, default=None)
 
 
-def _folders(proc: Path, controller: str) -> Iterator[tuple[_Files, Path]]:
+def _folders(proc: Path, controller: str) -> Iterator[tuple[tuple[str, str, str], Path]]:
     """Yield the folders of the process's group and of all groups above it."""
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()

@@ -68,7 +68,8 @@ class PortSecurity:
     def explain(self, details: str) -> str:
         """Return gRPC's details of a failed connection, with a hint about certificates where one applies."""
         if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
-            hint = f"its certificate is rejected here: check security.tls.ca, and that it names {self._name}"
+            name = "" if self.tls is None else self.tls.server_name
+            hint = f"its certificate is rejected here: check security.tls.ca, and that it names {name}"
         elif "WRONG_VERSION_NUMBER" in details:
             hint = "it does not use TLS: set security.tls there"
         elif "failed to connect" in details and "Socket closed" in details:
@@ -79,10 +80,6 @@ class PortSecurity:
         else:
             return details
         return f"{details} ({hint})"
-
-    @property
-    def _name(self) -> str:
-        return "" if self.tls is None else self.tls.server_name
 
     def http_refusal(self, authorization: str, verified_certificate: bool) -> str:
         """Return the reason to reject an HTTP request; empty with a certificate, a token or open metrics."""

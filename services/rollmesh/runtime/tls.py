@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 import grpc
 
 from rollmesh.config.services import TlsConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import get_logger
+
+T = TypeVar("T")
+
+Stamp = tuple[int, int, int]
 
 _CHECK_INTERVAL_SECONDS = 1.0
 """Minimum time between two checks of the files, independent of the number of connections."""
@@ -114,7 +118,7 @@ class TlsFiles:
         return context
 
     def _stamps(self) -> tuple[Stamp, ...]:
-        return tuple(_stamp(field, file) for field, file in self._files.items())
+        return tuple(_of_file(field, file, stamp_of) for field, file in self._files.items())
 
     def _refresh(self) -> None:
         """Load changed files; keep the old content when the new files are invalid."""
@@ -185,7 +189,7 @@ class TlsFiles:
         return f"security.tls.certificate={self._files['certificate']}"
 
     def _read(self) -> dict[str, bytes]:
-        return {field: _content(field, file) for field, file in self._files.items()}
+        return {field: _of_file(field, file, Path.read_bytes) for field, file in self._files.items()}
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> Mapping[str, object]:
@@ -224,16 +228,9 @@ def _grpc_certificates(material: TlsMaterial) -> grpc.ServerCertificateConfigura
     return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.ca)
 
 
-def _content(field: str, file: Path) -> bytes:
+def _of_file(field: str, file: Path, read: Callable[[Path], T]) -> T:
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
-
-
-def _stamp(field: str, file: Path) -> Stamp:
-    try:
-        return stamp_of(file)
+        return read(file)
     except OSError as error:
         raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
 
@@ -241,9 +238,6 @@ def _stamp(field: str, file: Path) -> Stamp:
 def no_passphrase() -> str:
     """Raise ValueError when OpenSSL requires a passphrase, instead of a prompt at the terminal."""
     raise ValueError("the key is protected by a passphrase")
-
-
-Stamp = tuple[int, int, int]
 
 
 def stamp_of(file: Path) -> Stamp:
