@@ -21,7 +21,7 @@ from rollmesh.launcher.service_specs import service_spec
 from rollmesh.store.embedded import EmbeddedServer
 
 from ...chaos.attack import AttackedRun
-from ...chaos.faults_of_redis import kill_redis
+from ...chaos.injections import kill_redis
 
 _CLONE_NEWNET = 0x40000000
 _PROGRAM = """
