@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.checkpoints.committed import committed_states
+from rollmesh.checkpoints.committed import judge_states
 from rollmesh.checkpoints.states import load_state
 from rollmesh.trainer.learner.distributed import World
 
@@ -51,7 +51,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path, recipe: str) -> None
     trainer.export(one / "continued")
     assert largest_difference(weights_of(two / "continued"), weights_of(one / "continued")) < 1e-8
     # What two ranks saved, one process loads.
-    (state,) = committed_states(two, SECRET)
+    (state,) = judge_states(two, SECRET).sound
     alone = make_trainer(model, recipe, World(), two)
     tensors = alone.tensors_to_fill(state.record.extra)
     alone.restore_extra(load_state(state, tensors), tensors)
