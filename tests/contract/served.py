@@ -12,7 +12,8 @@ from typing import Any, Self
 import httpx
 import torch
 
-from .contract_kit import KEY, load_model
+from ..kit.generation import load_model
+from .contract_kit import KEY
 
 TOLERANCE = 1e-4
 """Between two float32 implementations of one model, in nats."""

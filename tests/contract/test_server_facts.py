@@ -6,7 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from .contract_kit import POSITIONS, VOCAB
+from ..kit.generation import VOCAB
+from .contract_kit import POSITIONS
 from .served import ATTEMPTS, LONG, PROMPT, TOLERANCE, Answer, Served
 
 pytestmark = pytest.mark.parametrize("endpoint", ["sglang-overlap"], indirect=True)

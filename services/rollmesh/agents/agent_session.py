@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,8 +144,7 @@ class AgentGone(RollmeshError):
 class SessionTrajectory:
     """One trajectory of a session."""
 
-    def __init__(self, mark: AgentMark, deadline: Callable[[], float], active: ActiveTrajectory | None = None) -> None:
-        """``deadline()`` is the time when a silent session is given up, in monotonic seconds."""
+    def __init__(self, session: AgentSession, mark: AgentMark, active: ActiveTrajectory | None = None) -> None:
         self.mark = mark
         self.rollout: RolloutContext | None = None
         """Context of the lease; None while the worker has no lease."""
@@ -163,7 +162,7 @@ class SessionTrajectory:
         """Reason for giving up the trajectory; empty while an agent works on it."""
         self.lost = ""
         """Reason for losing the trajectory; empty while it belongs to the session."""
-        self._deadline = deadline
+        self._session = session
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -218,9 +217,9 @@ class SessionTrajectory:
                     active.check_lost()
                     if active.park_reason is ReleaseReason.DRAINED:
                         raise Parked(ReleaseReason.DRAINED)
-                    if self.given_up or time.monotonic() >= self._deadline():
+                    if self.given_up or time.monotonic() >= self._session.deadline:
                         return await self._give_up(rollout)
-                await self._wait(self._deadline() if not self.busy else None)
+                await self._wait(self._session.deadline if not self.busy else None)
         except LetGo as error:
             self.mark_lost(str(error))
             raise

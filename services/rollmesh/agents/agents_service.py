@@ -52,6 +52,10 @@ _HEARTBEAT_DEADLINE_SECONDS = 120.0
 _TAKE_OVER_SECONDS = 10.0
 
 
+Drain = Callable[[], Awaitable[OpenAiError]]
+"""Wait for the service's shutdown, and get the error that ends each call in progress."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
     """Parts of the service that exist only with rollout.program=agent."""
@@ -73,7 +77,6 @@ class OpenAiService:
     agents: Agents | None
     """None unless rollout.program=agent."""
     drain: Drain
-    """Ends the calls in progress when the service shuts down."""
 
     @property
     def _taking_over(self) -> bool:
@@ -272,23 +275,12 @@ async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, h
             return
 
 
-class Drain:
-    """Shutdown notice, sent once; every call that waits for it ends with its error."""
-
-    def __init__(self, notice: asyncio.Task[OpenAiError]) -> None:
-        self._notice = notice
-
-    async def wait(self) -> OpenAiError:
-        """Wait for the notice; return the error for the waiting call."""
-        return await asyncio.shield(self._notice)
-
-
 @asynccontextmanager
 async def drain_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> AsyncIterator[Drain]:
     """Provide a notice sent on ``shutdown``: immediately if the run is complete, otherwise after a grace period."""
     notice = asyncio.create_task(_notice(shutdown, complete), name="drain")
     try:
-        yield Drain(notice)
+        yield lambda: asyncio.shield(notice)
     finally:
         await cancel_and_wait(notice)
 

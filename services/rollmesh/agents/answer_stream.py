@@ -94,9 +94,12 @@ class AnswerStream:
         try:
             while not task.done():
                 await self._wait()
-                if delta := self._delta():
-                    yield delta
-            yield self._last(task.result())
+                if text := self.turn.new_text():
+                    yield self._delta(text, None)
+            reason = task.result()
+            self.turn.finish()
+            stopped = self.turn.stopped or reason is FinishReason.STOP
+            yield self._delta(self.turn.new_text(final=True), "stop" if stopped else "length")
         finally:
             if not task.done():
                 await cancel_and_wait(task)
@@ -104,7 +107,7 @@ class AnswerStream:
     def replay(self, finish_reason: str) -> Delta:
         """Return a complete answer as one delta."""
         self.turn.finish()
-        return self._make_delta(self.turn.new_text(final=True), finish_reason)
+        return self._delta(self.turn.new_text(final=True), finish_reason)
 
     async def _wait(self) -> None:
         try:
@@ -115,16 +118,7 @@ class AnswerStream:
             raise unavailable(message, "no_progress", 10.0) from error
         self._changed.clear()
 
-    def _delta(self) -> Delta | None:
-        text = self.turn.new_text()
-        return self._make_delta(text, None) if text else None
-
-    def _last(self, reason: FinishReason) -> Delta:
-        self.turn.finish()
-        stopped = self.turn.stopped or reason is FinishReason.STOP
-        return self._make_delta(self.turn.new_text(final=True), "stop" if stopped else "length")
-
-    def _make_delta(self, text: str, finish_reason: str | None) -> Delta:
+    def _delta(self, text: str, finish_reason: str | None) -> Delta:
         # Tokens whose text may still become a stop string are sent with the last delta, if they belong to the answer.
         count = self.turn.token_count if finish_reason or not self.turn.undecided else self._sent_tokens
         tokens = self.turn.logprobs(self._sent_tokens)[: max(0, count - self._sent_tokens)]

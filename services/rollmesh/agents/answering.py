@@ -193,7 +193,7 @@ class _Call:
                 await queue.put(error)
 
         async def end() -> None:
-            await queue.put(await self._drain.wait())
+            await queue.put(await self._drain())
 
         readers = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
         readers.append(asyncio.create_task(end()))
@@ -245,7 +245,7 @@ CLIENT_CLOSED = 499
 async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain) -> T:
     """Return the result of ``work``; a client disconnect or a shutdown of the service cancels it (OpenAiError)."""
     task = asyncio.ensure_future(work)
-    disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain.wait())
+    disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain())
     try:
         await asyncio.wait([task, disconnected, draining], return_when=asyncio.FIRST_COMPLETED)
         if task.done():

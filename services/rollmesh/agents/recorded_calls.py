@@ -109,7 +109,9 @@ class RecordedCalls:
             match = await asyncio.to_thread(self._match, call)
         is_repeat = isinstance(match, Repeats)
         if is_repeat and not trajectory.finish_reason:
-            return self._resume(call)
+            assert trajectory.turn_mark is not None
+            at = trajectory.turn_mark.at
+            return self._answer(call, self._read(active, at, request.stops), at)  # its call was cut off
         if is_repeat and is_retry:
             return self._replay(call)
         if isinstance(match, Differs) and trajectory.turn_mark is None:
@@ -232,19 +234,22 @@ class RecordedCalls:
         active = rollout.active
         self._check_room(rollout.remaining_tokens, match.new_ids, request.field)
         if len(match.new_ids):
-            active.add(_environment_segment(match.new_ids, active, rollout.params.temperature))
+            version = max(active.newest_version, active.trajectory.birth_version)
+            added = Segment(
+                token_ids=match.new_ids,
+                behavior_logprobs=None,
+                policy_version=version,
+                kv_min_version=version,
+                source=SegmentSource.ENVIRONMENT,
+                temperature=rollout.params.temperature,
+            )
+            active.add(added)
             await rollout.save(active)
         mark = mark_turn(request.context, active.token_count)
         trajectory.turn, trajectory.finish_reason = None, ""
         await trajectory.save_mark(rollout, turn=asdict(mark))
         turn = AnswerTurn(self._tokenizer, active.context_ids(), request.stops)
         return self._answer(call, turn, mark.at)
-
-    def _resume(self, call: _SessionCall) -> AnswerInProgress:
-        """Continue an answer whose call was cut off; its tokens are kept."""
-        mark = call.trajectory.turn_mark
-        assert mark is not None
-        return self._answer(call, self._read(call.rollout.active, mark.at, call.request.stops), mark.at)
 
     def _replay(self, call: _SessionCall) -> AnswerInProgress:
         """Send a complete answer again, to a client that did not receive it."""
@@ -334,18 +339,6 @@ class RecordedCalls:
 def _context_ids(active: ActiveTrajectory, at: int) -> Int32Array:
     """Return the context of the turn after ``at`` response tokens."""
     return active.context_ids()[: active.prompt_token_count + at]
-
-
-def _environment_segment(ids: Int32Array, active: ActiveTrajectory, temperature: float) -> Segment:
-    version = max(active.newest_version, active.trajectory.birth_version)
-    return Segment(
-        token_ids=ids,
-        behavior_logprobs=None,
-        policy_version=version,
-        kv_min_version=version,
-        source=SegmentSource.ENVIRONMENT,
-        temperature=temperature,
-    )
 
 
 def _has_answers(segments: Sequence[Segment], count: int) -> bool:

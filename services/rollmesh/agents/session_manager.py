@@ -135,7 +135,7 @@ class SessionManager:
             start_time=session.start_time,
             drift_count=session.drift_count,
         )
-        trajectory = self._trajectories[trajectory_id] = _session_trajectory(session, mark)
+        trajectory = self._trajectories[trajectory_id] = SessionTrajectory(session, mark)
         session.trajectories.append(trajectory)
         return trajectory
 
@@ -199,7 +199,9 @@ class SessionManager:
         if known is not None and not known.lost:
             if _continues(known, active):
                 return known
-            self._lose(known)
+            known.mark_lost("its tokens differ from those in the queue")
+            if (session := self._sessions.get(known.mark.session_id)) is not None:
+                self.end(session, "lost")
         if active.token_count:
             trajectory = self._taken_over(active)
             if trajectory is not None:
@@ -219,7 +221,7 @@ class SessionManager:
         if session is None:
             session = self._make_session(mark.session_id, active, mark.start_time)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
-        trajectory = _session_trajectory(session, mark, active)
+        trajectory = SessionTrajectory(session, mark, active)
         self._begin(session, trajectory)
         session.trajectories.sort(key=lambda t: t.mark.trajectory_index)
         session.drift_count = max(session.drift_count, mark.drift_count)
@@ -233,7 +235,7 @@ class SessionManager:
             active = rollout.active
             session = self._make_session(f"ses-{secrets.token_hex(16)}", active, time.time())
             mark = AgentMark(session_id=session.session_id, trajectory_index=0, start_time=session.start_time)
-            trajectory = _session_trajectory(session, mark, active)
+            trajectory = SessionTrajectory(session, mark, active)
             try:
                 await trajectory.save_mark(rollout)
             except BaseException:
@@ -270,18 +272,6 @@ class SessionManager:
         # A group that begins again forgets its forks: the id may belong to a fork of another session by now.
         if self._trajectories.get(trajectory.trajectory_id) is trajectory:
             del self._trajectories[trajectory.trajectory_id]
-
-    def _lose(self, trajectory: SessionTrajectory) -> None:
-        trajectory.mark_lost("its tokens differ from those in the queue")
-        session = self._sessions.get(trajectory.mark.session_id)
-        if session is not None:
-            self.end(session, "lost")
-
-
-def _session_trajectory(
-    session: AgentSession, mark: AgentMark, active: ActiveTrajectory | None = None
-) -> SessionTrajectory:
-    return SessionTrajectory(mark, lambda: session.deadline, active)
 
 
 def _continues(trajectory: SessionTrajectory, active: ActiveTrajectory) -> bool:

@@ -116,13 +116,14 @@ class PolicyWatcher:
             raise DataError(f"policy_version={version}: this policy version has not been announced")
         # A separate task: a caller that disconnects must not leave the engine half-way between two policies.
         load = self._requested.start(self._load(record), "load-policy")
-        load.add_done_callback(lambda ended: self._ended(record, ended))
+
+        def ended(load: asyncio.Task[None]) -> None:
+            if not load.cancelled() and isinstance(error := load.exception(), Exception):
+                self._refused(record, error)
+
+        load.add_done_callback(ended)
         await asyncio.shield(load)
         return record.policy_version
-
-    def _ended(self, record: PolicyRecord, load: asyncio.Task[None]) -> None:
-        if not load.cancelled() and isinstance(error := load.exception(), Exception):
-            self._refused(record, error)
 
     async def _load_if_changed(self) -> bool:
         """Load the policy that the rules want; return False if the load must be retried soon."""
@@ -239,7 +240,9 @@ class ReloadTurns:
             self._note_wait(policy_version, holders)
             yield False
             return
-        self._end_wait()
+        waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        self._metrics.reload_wait_seconds.observe(waited)
+        self.clear()
         loaded = asyncio.Event()
         renewing = asyncio.create_task(self._renew(token, self._at_once, loaded), name="reload-lease")
         try:
@@ -278,8 +281,3 @@ class ReloadTurns:
             for_generators=[holder.token.partition(":")[0] for holder in holders],
             lease_seconds=round(max(holder.seconds_left for holder in holders), 3),
         )
-
-    def _end_wait(self) -> None:
-        waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
-        self._metrics.reload_wait_seconds.observe(waited)
-        self.clear()

@@ -20,7 +20,6 @@ import torch
 import yaml
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
@@ -39,32 +38,19 @@ from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import Batch
 
+from ...kit import models
+from ...kit.chat_tokenizers import write_tokenizer
 from ...kit.waiting import reached
 
 TOKEN = "an-agent-token"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WORDS = "the quick brown fox says hello world, hello there; Observation: the answer is 42\nuser assistant system"
 TASKS = [[{"role": "user", "content": f"the answer is {n}?"}] for n in range(40)]
 
 
 def write_model(folder: Path, seed: int) -> Path:
     """A random Qwen2 over a byte-level vocabulary with ChatML."""
-    tokenizer = HfTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([WORDS] * 4, trainer)
-    # Not special, so that a random model that writes it in the middle of an answer has it in the answer's text.
-    tokenizer.add_tokens(["<|im_start|>"])
-    torch.manual_seed(seed)
+    # <|im_start|> is not special, so that a random model that writes it within an answer has it in the answer's text.
+    write_tokenizer(folder, vocab_size=300, start="plain")
+    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
     config = Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32,
@@ -76,16 +62,7 @@ def write_model(folder: Path, seed: int) -> Path:
         max_position_embeddings=1024,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return models.write_model(folder, config, seed, scale=3.0, shift=0.0)
 
 
 def make_config(folder: Path, server: EmbeddedServer, **sections: Any) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from .agent_client import Agent, http_of, state
-from .agent_mesh import AgentMesh, Api, agent_mesh
+from .agent_mesh import agent_mesh
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:
@@ -24,18 +25,19 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
     return error
 
 
-async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path: Path) -> None:
-    own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
-    own.start()
-    try:
-        async with agent_mesh(tmp_path / "outage", own, retry_seconds=1.0) as mesh:
-            await _through_an_outage(mesh, own)
-    finally:
-        own.kill()
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A Redis that the test may kill."""
+    server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
+    server.start()
+    yield server
+    server.kill()
 
 
-async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
-    async with mesh.api() as api, http_of(api) as http:
+async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path: Path, own: EmbeddedServer) -> None:
+    async with (
+        agent_mesh(tmp_path / "outage", own, retry_seconds=1.0) as mesh, mesh.api() as api, http_of(api) as http,
+    ):  # fmt: skip
         agents = [await Agent.open(api, http) for _ in range(2)]
         first = [await agent.turn() for agent in agents]
         await asyncio.to_thread(own.kill)
@@ -60,70 +62,53 @@ async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
 
 
 async def test_a_context_that_drifts_while_redis_recovers_waits_and_costs_no_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
-    own.start()
-    try:
-        async with (
-            agent_mesh(tmp_path / "drifts", own, retry_seconds=1.0) as mesh, mesh.api() as api, http_of(api) as http,
-        ):  # fmt: skip
-            agent = await Agent.open(api, http)
-            await agent.turn()
-            await asyncio.to_thread(own.kill)
-            await asyncio.to_thread(own.start)
-            await agent.turn()
-            (before,) = (await state(http, agent.id))["trajectories"]
-            agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
-            with monkeypatch.context() as patch:
-                patch.setattr(recorded_calls, "_PARKED_SECONDS", 1.0)
-                with pytest.raises(openai.InternalServerError, match="no other trajectory can open") as refused:
-                    await agent.turn()
-            assert (refused.value.status_code, refused.value.code) == (503, "session_parked")
-            await mesh.store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
-            await agent.turn()
-            seen = await state(http, agent.id)
-            assert seen["drift_count"] == 1
-            first, _ = seen["trajectories"]
-            assert (first["id"], first["tokens"]) == (before["id"], before["tokens"])
-            assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
-            await agent.aclose()
-    finally:
-        own.kill()
+    async with (
+        agent_mesh(tmp_path / "drifts", own, retry_seconds=1.0) as mesh, mesh.api() as api, http_of(api) as http,
+    ):  # fmt: skip
+        agent = await Agent.open(api, http)
+        await agent.turn()
+        await asyncio.to_thread(own.kill)
+        await asyncio.to_thread(own.start)
+        await agent.turn()
+        (before,) = (await state(http, agent.id))["trajectories"]
+        agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
+        with monkeypatch.context() as patch:
+            patch.setattr(recorded_calls, "_PARKED_SECONDS", 1.0)
+            with pytest.raises(openai.InternalServerError, match="no other trajectory can open") as refused:
+                await agent.turn()
+        assert (refused.value.status_code, refused.value.code) == (503, "session_parked")
+        await mesh.store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
+        await agent.turn()
+        seen = await state(http, agent.id)
+        assert seen["drift_count"] == 1
+        first, _ = seen["trajectories"]
+        assert (first["id"], first["tokens"]) == (before["id"], before["tokens"])
+        assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
+        await agent.aclose()
 
 
 async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unrecorded, "_UNSERVED_SECONDS", 1.0)
-    own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
-    own.start()
-    try:
-        options = {"rollout": {"program": "single_turn"}, "schedule": {"pool_size": 4}}
-        async with agent_mesh(tmp_path / "nobody", own, **options) as mesh:
-            await mesh.store.settings.set_user_paused(True)
-            generator = mesh.tasks[0]
-            async with mesh.api() as api, http_of(api) as http:
-                generator.cancel()
-                await asyncio.gather(generator, return_exceptions=True)
-                mesh.tasks.remove(generator)
-                await mesh.until("no generator", lambda: _none_serves(mesh))
-                await _refused(api, http, mesh.config.name)
-    finally:
-        own.kill()
+    options = {"rollout": {"program": "single_turn"}, "schedule": {"pool_size": 4}}
+    async with agent_mesh(tmp_path / "nobody", own, **options) as mesh, mesh.api() as api, http_of(api) as http:
+        await mesh.store.settings.set_user_paused(True)
+        generator = mesh.tasks.pop(0)
+        generator.cancel()
+        await asyncio.gather(generator, return_exceptions=True)
 
+        async def none_serves() -> bool:
+            return not any(g.serving for g in await mesh.store.generators.live())
 
-async def _none_serves(mesh: AgentMesh) -> bool:
-    return not any(g.serving for g in await mesh.store.generators.live())
-
-
-async def _refused(api: Api, http: httpx.AsyncClient, run: str) -> None:
-    begun = time.monotonic()
-    for stream in (False, True):
-        answer = await http.post("/completions", json={"model": run, "prompt": "the", "stream": stream})
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
-        assert int(answer.headers["retry-after"]) >= 1
-    assert time.monotonic() - begun < 45
-    assert api.value("rollmesh_agents_running_calls") == 0
-    models = (await http.get("/models")).json()
-    assert [m["id"] for m in models["data"]] == [run]
+        await mesh.until("no generator", none_serves)
+        run, begun = mesh.config.name, time.monotonic()
+        for stream in (False, True):
+            answer = await http.post("/completions", json={"model": run, "prompt": "the", "stream": stream})
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+        assert time.monotonic() - begun < 45
+        assert api.value("rollmesh_agents_running_calls") == 0
+        assert [m["id"] for m in (await http.get("/models")).json()["data"]] == [run]

@@ -7,23 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from .agent_mesh import TOKEN, AgentMesh, Api
-
-
-def http_of(api: Api) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"{api.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
-    )
-
-
-async def opened(http: httpx.AsyncClient) -> dict[str, Any]:
-    answer = await http.post("/sessions", json={"wait_seconds": 90})
-    assert answer.status_code == 201, answer.text
-    return answer.json()
+from .agent_client import Agent, http_of, state
+from .agent_mesh import AgentMesh
 
 
 async def streamed(client: openai.AsyncOpenAI, **call: Any) -> str:
@@ -37,16 +25,13 @@ async def test_calls_under_way_are_told_that_the_service_stops(
 ) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.1]]})  # an answer of 380 tokens takes 38 s
     async with mesh.api(grace_seconds=15) as api, http_of(api) as http:
-        sessions = [await opened(http) for _ in range(2)]
-        whole, stream = (api.client(default_headers={"X-Rollmesh-Session": s["id"]}) for s in sessions)
-        call = {"model": mesh.config.name, "max_tokens": 380}
-        calls = [
-            asyncio.create_task(whole.chat.completions.create(messages=sessions[0]["messages"], **call)),
-            asyncio.create_task(streamed(stream, messages=sessions[1]["messages"], **call)),
-        ]
+        agents = [await Agent.open(api, http) for _ in range(2)]
+        call = {"model": mesh.config.name, "messages": agents[1].messages, "max_tokens": 380}
+        calls = [asyncio.create_task(agents[0].turn(max_tokens=380))]
+        calls.append(asyncio.create_task(streamed(agents[1].client, **call)))
 
         async def both_have_tokens() -> bool:
-            seen = [(await http.get(f"/sessions/{s['id']}")).json()["trajectories"] for s in sessions]
+            seen = [(await state(http, agent.id))["trajectories"] for agent in agents]
             return all(t and t[0]["tokens"] for t in seen)
 
         await mesh.until("tokens of both", both_have_tokens)
@@ -64,8 +49,8 @@ async def test_calls_under_way_are_told_that_the_service_stops(
         assert isinstance(errors[1], openai.APIError) and errors[1].code == "shutting_down"
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
-        for client in (whole, stream):
-            await client.close()
+        for agent in agents:
+            await agent.aclose()
     # Nothing is lost by it: what was written is saved for the next service.
     view = await mesh.store.mesh.view()
     assert view.partial == 2
@@ -77,20 +62,16 @@ async def test_a_run_that_needs_no_more_rollouts_ends_its_calls_at_once(make_mes
         generator={"pace": [[1, 0.3]]}, schedule={"groups_per_batch": 1, "pool_size": 3}, trainer={"train_steps": 1}
     )
     async with mesh.api(grace_seconds=15) as api, http_of(api) as http:
-        sessions = [await opened(http) for _ in range(3)]
-        client = api.client(default_headers={"X-Rollmesh-Session": sessions[2]["id"]})
-        late = asyncio.create_task(
-            client.chat.completions.create(model=mesh.config.name, messages=sessions[2]["messages"], max_tokens=380)
-        )
-        for number, session in enumerate(sessions[:2]):
-            headers = {"X-Rollmesh-Session": session["id"]}
-            body = {"model": mesh.config.name, "messages": session["messages"], "max_tokens": 2}
-            assert (await http.post("/chat/completions", json=body, headers=headers)).status_code == 200
-            assert (await http.post(f"/sessions/{session['id']}/reward", json={"reward": number})).status_code == 200
+        agents = [await Agent.open(api, http) for _ in range(3)]
+        late = asyncio.create_task(agents[2].turn(max_tokens=380))
+        for number, agent in enumerate(agents[:2]):
+            await agent.turn(max_tokens=2)
+            assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})).status_code == 200
         await mesh.batch(1)
         assert not late.done()
         api.shutdown.set()
         with pytest.raises(openai.APIStatusError) as told:
             await late
         assert (told.value.status_code, told.value.code) == (410, "run_complete")
-        await client.close()
+        for agent in agents:
+            await agent.aclose()

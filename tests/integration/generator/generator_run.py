@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import shutil
 import subprocess
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
@@ -32,16 +30,15 @@ from rollmesh.types import (
     GeneratorRecord,
     Int32Array,
     PolicyRecord,
-    SamplingParams,
     VersionNeed,
 )
 from rollmesh.wire.generation_client import GenerationClient
 
-from ...kit import models
+from ...kit import generation, models
+from ...kit.generation import VOCAB, hf_logprobs, prompt_ids
 from ...kit.waiting import reached
 from ...kit.warm import GENERATOR, WarmProcess, template
 
-VOCAB = 61
 SECRET = "0123456789abcdef0123456789abcdef"
 SLOW = [[1, 0.02]]
 """A pace at which a call of a hundred tokens can be met half-way, by a process that comes a second late, too."""
@@ -62,19 +59,6 @@ def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
         max_position_embeddings=512,
     )
     return models.write_model(folder, config, seed, scale=6.0, shift=0.0)
-
-
-@functools.lru_cache(maxsize=16)
-def _load_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def hf_logprobs(folder: Path, ids: Int32Array) -> Float32Array:
-    """log_softmax of every token after the first, by plain teacher forcing."""
-    with torch.inference_mode():
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        logprobs = torch.log_softmax(_load_model(folder)(tokens[None]).logits[0], dim=-1)
-        return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
 
 
 def make_config(
@@ -107,20 +91,9 @@ def make_config(
     return load_run_config(folder / "run.yaml", environ={})
 
 
-def prompt_ids(seed: int, count: int = 12) -> Int32Array:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
-
-
 def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any) -> GenerationCall:
-    ids = prompt_ids(0) if context is None else context
-    fields: dict[str, Any] = {
-        "prompt_token_count": len(ids),
-        "max_new_token_count": 150,
-        "chunk_token_count": 8,
-        "sampling": SamplingParams(seed=3),
-        **changes,
-    }
-    return GenerationCall(trajectory_id=name, context_ids=ids, **fields)
+    """A call of 150 tokens."""
+    return generation.make_call(name, context, **{"max_new_token_count": 150, "seed": 3, **changes})
 
 
 @dataclass
@@ -214,6 +187,13 @@ class GeneratorRun:
             canary=canary,
         )
         self.models[version] = source
+        return record
+
+    async def begin(self) -> GeneratorRecord:
+        """Publish version 0, and start a generator that serves it."""
+        await self.publish(0)
+        self.start()
+        (record,) = await self.serving(0)
         return record
 
     def start(self, index: int = 0, **options: Any) -> Inside:

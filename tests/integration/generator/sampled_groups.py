@@ -14,7 +14,8 @@ from rollmesh.types import (
     Trajectory,
 )
 
-from .generator_run import make_call, prompt_ids
+from ...kit.generation import prompt_ids
+from .generator_run import make_call
 
 
 async def sampled(engine: TorchEngine, number: int) -> list[Chunk]:

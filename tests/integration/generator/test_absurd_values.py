@@ -14,7 +14,8 @@ from rollmesh.types import FinishReason
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
-from .generator_run import make_call, prompt_ids
+from ...kit.generation import prompt_ids
+from .generator_run import make_call
 
 SERVICE = "/rollmesh.v1.GenerationService/"
 METHODS = ("Generate", "Interrupt", "Acknowledge", "LoadPolicy", "Pause", "Resume", "Drain", "GetStatus")
@@ -74,9 +75,7 @@ async def test_absurd_values_are_invalid_arguments_and_the_generator_still_serve
     make_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     codes = {}
     async with create_channel(record.address) as channel:
         stub = stubs.GenerationServiceStub(channel)

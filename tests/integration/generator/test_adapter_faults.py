@@ -28,7 +28,8 @@ from rollmesh.types import Batch, PolicyRecord
 
 from ...kit.adapters import ALPHA, RANK, change_tensors, merge, write_adapter
 from ...kit.checkpoint_samples import write_batch
-from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
+from ...kit.generation import hf_logprobs, prompt_ids
+from .generator_run import SECRET, GeneratorRun
 from .sampled_groups import group_of, sampled
 
 ADAPTER = {"rank": RANK, "alpha": ALPHA}

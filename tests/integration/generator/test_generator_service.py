@@ -19,7 +19,8 @@ from rollmesh.types import FinishReason
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
-from .generator_run import SLOW, SLOWEST, Stream, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import hf_logprobs, prompt_ids
+from .generator_run import SLOW, SLOWEST, Stream, make_call
 
 
 async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_for_token(make_run):
@@ -90,10 +91,8 @@ async def _metric(run, name):
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
 async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode):
     run = await make_run(pace=SLOWEST, on_new_version=mode)
-    await run.publish(0)
+    record = await run.begin()
     newer = await run.prepare(1)
-    run.start()
-    (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call())
     await run.announce(newer)
     reason = await stream.end()
@@ -112,9 +111,7 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode)
 
 async def test_the_registry_tells_how_full_the_cache_is_and_how_often_it_was_too_small(make_run):
     run = await make_run(pace=SLOW, slots=4, max_context_tokens=220, kv_token_capacity=440)
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     assert (record.kv_tokens_used, record.preemption_total, record.kv_token_capacity) == (0, 0, 440)
     # What admission expects of these calls is too little: it has seen nothing but short responses.
     short = [run.stream(record, make_call(f"s{n}", max_new_token_count=20)) for n in range(4)]
@@ -135,10 +132,8 @@ async def test_the_registry_tells_how_full_the_cache_is_and_how_often_it_was_too
 
 async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_holding_them(make_run):
     run = await make_run(pace=SLOWEST, on_new_version="drain")
-    await run.publish(0)
+    record = await run.begin()
     newer = await run.prepare(1)
-    run.start()
-    (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     await run.announce(newer)
 
@@ -184,9 +179,7 @@ async def test_a_context_that_no_policy_of_the_model_can_have_ends_the_generator
 
 async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
     run = await make_run(slots=1, pace=SLOW)
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
         await run.stream(record, make_call(context=np.array([99], np.int32))).end()
     with pytest.raises(DataError, match="context_ids: 256 tokens"):
@@ -211,9 +204,7 @@ async def _waiting(run, record, count):
 
 async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     async with create_channel(record.address) as channel:
         stub = stubs.GenerationServiceStub(channel)
         for request, code in (
@@ -246,10 +237,8 @@ def _request(**changes):
 
 async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
     run = await make_run(pace=SLOW)
-    await run.publish(0)
+    record = await run.begin()
     newer = await run.prepare(1)
-    run.start()
-    (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call())
     async with create_channel(record.address) as channel:
         stub = stubs.GenerationServiceStub(channel)
@@ -267,9 +256,7 @@ async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
 
 async def test_a_caller_that_disconnects_frees_its_slot(make_run):
     run = await make_run(slots=1, pace=SLOW)
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     stream = await run.under_way(record, make_call())
     stream.task.cancel()
 

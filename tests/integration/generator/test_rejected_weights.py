@@ -21,10 +21,8 @@ from .generator_run import SLOW, SLOWEST, make_call
 
 async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
     run = await make_run(pace=SLOW, on_new_version="keep_kv")
-    await run.publish(0)
+    record = await run.begin()
     wrong = await run.prepare(1, canary_error=0.5)
-    run.start()
-    (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     await run.announce(wrong)
 
@@ -60,10 +58,8 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
     monkeypatch.setattr(DecoderModel, "score", held_score)
     monkeypatch.setattr(TorchEngine, "pause", noted_pause)
     run = await make_run(pace=SLOWEST, on_new_version=mode)  # 12 seconds, in which the staged weights are scored
-    await run.publish(0)
+    record = await run.begin()
     wrong = await run.prepare(1, canary_error=0.5)
-    run.start()
-    (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     await run.announce(wrong)
     async with asyncio.timeout(120):
@@ -129,9 +125,7 @@ async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_a
 )
 async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_serve(make_run, damage, reason):
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     await run.store.policies.pin(0)
     folder = await run.publish(1, hidden_size=64 if damage == "foreign" else 32)
     weights = folder / "model.safetensors"
@@ -158,9 +152,7 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
 
 async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until_one_passes(make_run):
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
+    await run.begin()
 
     async def registered(version: int | None, count: int) -> bool:
         (record,) = await run.store.generators.live()

@@ -126,9 +126,7 @@ async def test_a_generator_killed_while_it_loads_hands_its_turn_on_and_the_next_
 
 async def test_a_generator_that_cannot_go_on_with_its_version_does_not_wait_for_its_turn(make_run):
     run = await make_run(reload_at_once=1)
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0)
+    record = await run.begin()
     await take_turn_of_another(run)
     await run.publish(1)
     await run.until("the generator to wait", lambda: waits(run))
@@ -148,9 +146,7 @@ async def test_a_generator_that_cannot_go_on_with_its_version_does_not_wait_for_
 
 async def test_versions_are_passed_over_until_a_trajectory_needs_one(make_run, monkeypatch):
     run = await make_run(reload_every_versions=4)
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
+    await run.begin()
 
     looks = 0
     outlook = PolicyRegistry.outlook

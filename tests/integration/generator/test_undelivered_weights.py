@@ -21,7 +21,8 @@ from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import Batch, PolicyRecord
 
 from ...kit.checkpoint_samples import write_batch
-from .generator_run import SECRET, GeneratorRun, hf_logprobs, prompt_ids
+from ...kit.generation import hf_logprobs, prompt_ids
+from .generator_run import SECRET, GeneratorRun
 from .sampled_groups import group_of, sampled
 
 LEARNING_RATE = 1e-6
@@ -86,9 +87,7 @@ async def test_a_generator_whose_engine_keeps_the_base_weights_stops_serving_at_
 
 async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_run: Any) -> None:
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
+    await run.begin()
     for version in (1, 2, 3):
         await run.announce(await publish_update(run, version))
         await run.serving(version)

@@ -20,7 +20,8 @@ from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.known_policies import NewestPolicy
 
-from .generator_run import VOCAB, GeneratorRun, prompt_ids
+from ...kit.generation import VOCAB, prompt_ids
+from .generator_run import GeneratorRun
 
 HELD_BACK = "rollmesh_generator_calls_held_back_total"
 CALLS = "rollmesh_generator_calls_total"
@@ -121,9 +122,7 @@ async def test_a_call_whose_saves_are_slow_is_held_and_not_ended_and_prefilled_a
     monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
     monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
     run = await make_run()
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
+    await run.begin()
     caller = await make_caller(run, partial_save_tokens)
     async with httpx.AsyncClient(timeout=60) as client:
         saves = Saves(run, client, 0.02, may_run=True)
@@ -138,9 +137,7 @@ async def test_a_call_whose_saves_are_slow_is_held_and_not_ended_and_prefilled_a
 async def test_a_generator_continues_while_the_acknowledgements_keep_up(make_run):
     """A machine that stalls for as long as a chunk takes delays one answer; a generator that waits delays each."""
     run = await make_run(pace=[[1, 0.03]])
-    await run.publish(0)
-    run.start()
-    await run.serving(0)
+    await run.begin()
     caller = await make_caller(run, 128)
     async with httpx.AsyncClient(timeout=60) as client:
         saves = Saves(run, client, 0.0)

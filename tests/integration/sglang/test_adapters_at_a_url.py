@@ -17,8 +17,9 @@ from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
-from ...contract.contract_kit import KEY, LONGEST, WAIT_SECONDS, StandIn, collect, make_call, prompt_ids, write_model
+from ...contract.contract_kit import KEY, LONGEST, WAIT_SECONDS, StandIn, write_model
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
+from ...kit.generation import collect, make_call, prompt_ids
 from ...kit.waiting import reached
 from ...sglang_cpu.options import sglang_options
 

@@ -16,7 +16,7 @@ from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Seg
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 
-from .tokenizers_for_tests import make_tokenizer
+from ...kit.chat_tokenizers import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import ForkStatus, Int32Array, SamplingParams
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 
+from ...kit.chat_tokenizers import make_tokenizer
 from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of
-from .tokenizers_for_tests import make_tokenizer
 
 
 async def ended_session(desk: SessionManager, number: int, how: str) -> tuple[str, weakref.ref[ActiveTrajectory]]:
@@ -298,7 +298,7 @@ async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) 
     async with drain_at(shutdown, complete) as notice:
         start = time.monotonic()
         shutdown.set()
-        error = await notice.wait()
+        error = await notice()
     assert time.monotonic() - start > 0.19
     assert (error.status, error.code) == (503, "shutting_down")
 
@@ -307,5 +307,5 @@ async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
     shutdown = asyncio.Event()
     async with drain_at(shutdown, _over) as notice:
         shutdown.set()
-        error = await notice.wait()
+        error = await notice()
     assert (error.status, error.code) == (410, "run_complete")

@@ -27,7 +27,7 @@ from rollmesh.agents.context_match import (
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Segment, SegmentSource
 
-from .tokenizers_for_tests import CHATML, make_tokenizer
+from ...kit.chat_tokenizers import CHATML, make_tokenizer
 
 TASK = [{"role": "user", "content": "the quick brown fox"}]
 

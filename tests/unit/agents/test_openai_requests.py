@@ -18,7 +18,7 @@ from rollmesh.agents.parsed_request import check_recordable, parse_request, read
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 
-from .tokenizers_for_tests import CHATML, make_tokenizer
+from ...kit.chat_tokenizers import CHATML, make_tokenizer
 
 CHAT: dict[str, Any] = {"model": "trial", "messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"model": "trial", "prompt": "hello"}

@@ -13,7 +13,7 @@ from rollmesh.agents.answer_stream import AnswerTurn, TextStream, find_stop, hel
 from rollmesh.text import Tokenizer
 from rollmesh.types import Segment
 
-from .tokenizers_for_tests import make_tokenizer
+from ...kit.chat_tokenizers import make_tokenizer
 
 NONE = np.empty(0, np.int32)
 

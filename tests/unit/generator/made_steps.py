@@ -12,7 +12,7 @@ from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.weights import load_weights
 
-from .conftest import VOCAB
+from ...kit.generation import VOCAB
 
 CPU = torch.device("cpu")
 SLOTS = 8

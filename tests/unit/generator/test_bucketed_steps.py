@@ -19,7 +19,8 @@ from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultipl
 from rollmesh.generator.engines.torch.kv_cache import coarse_tier_widths
 from rollmesh.generator.engines.torch.weights import load_weights
 
-from .conftest import CONFIGS, collect, make_call, prompt_ids
+from ...kit.generation import collect, make_call, prompt_ids
+from .conftest import CONFIGS
 from .made_steps import CPU, SLOTS, StepBench
 
 

@@ -12,7 +12,7 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.decode_step import BucketedStepper, make_stepper
 from rollmesh.generator.engines.torch.weights import load_weights
 
-from .conftest import collect, make_call, prompt_ids
+from ...kit.generation import collect, make_call, prompt_ids
 from .made_steps import CPU, SLOTS, StepBench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

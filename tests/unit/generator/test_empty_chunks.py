@@ -16,7 +16,7 @@ from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
-from .conftest import VOCAB, collect, make_call
+from ...kit.generation import VOCAB, collect, make_call
 from .served_engine import despite_stalls, served
 
 LIMITS = {"vocab_size": VOCAB, "max_context_tokens": 256, "chunk_token_count": 60}

@@ -13,7 +13,7 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall, Int32Array
 
-from .conftest import collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import collect, hf_logprobs, make_call, prompt_ids
 
 LIMIT, CHUNK = 16, 8
 

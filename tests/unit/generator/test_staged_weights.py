@@ -13,7 +13,7 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.adapters import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 
-from .conftest import collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import collect, hf_logprobs, make_call, prompt_ids
 
 NAMES = ["qwen2", "qwen2-untied-grouped", "qwen3", "llama3-biased"]
 

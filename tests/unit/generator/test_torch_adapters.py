@@ -21,7 +21,8 @@ from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_tensors, merge, write_adapter
-from .conftest import CONFIGS, ModelMaker, Rollout, collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import Rollout, collect, hf_logprobs, make_call, prompt_ids
+from .conftest import CONFIGS, ModelMaker
 
 _LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
@@ -121,12 +122,12 @@ async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_othe
         running.append((version, call, *await _first_chunk(engine, call)))
     assert engine.status().running_count == 6
     while not all(task.done() for *_, task in running):
-        engine.acknowledge({c.trajectory_id: len(context) + len(Rollout(ch).tokens) for _, c, ch, _ in running})
+        engine.acknowledge({c.trajectory_id: len(context) + len(Rollout(c, ch).tokens) for _, c, ch, _ in running})
         await asyncio.sleep(0.001)
     for version, call, chunks, task in running:
         await task
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        versions.check(call, Rollout(chunks), version)
+        versions.check(call, Rollout(call, chunks), version)
 
 
 async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_version(adapter_engine, versions):
@@ -139,7 +140,7 @@ async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_vers
     late = [(call, asyncio.create_task(collect(engine, call))) for call in calls[4:]]
     for version, call, chunks, task in running:
         await task
-        versions.check(call, Rollout(chunks), version)
+        versions.check(call, Rollout(call, chunks), version)
     for call, task in late:
         versions.check(call, await task, 1)
     assert engine.status().preemption_total > 0

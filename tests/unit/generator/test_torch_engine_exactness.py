@@ -9,7 +9,8 @@ import pytest
 
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 
-from .conftest import CONFIGS, collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import collect, hf_logprobs, make_call, prompt_ids
+from .conftest import CONFIGS
 
 
 @pytest.fixture(params=[TorchMultiply, NumpyMultiply])

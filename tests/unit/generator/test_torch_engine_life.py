@@ -21,8 +21,8 @@ from rollmesh.generator.engines.torch.slots import CAPACITY, RunningCall
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
+from ...kit.generation import Rollout, collect, hf_logprobs, make_call, prompt_ids
 from ...kit.waiting import reached
-from .conftest import Rollout, collect, hf_logprobs, make_call, prompt_ids
 
 
 def generated(engine: TorchEngine) -> int:

@@ -138,7 +138,12 @@ class SglangApi:
         """Send one request; retry only while it has not reached the server."""
         for wait in (*_RETRY_SECONDS, None):
             try:
-                return await self._once(method, path, data)
+                await asyncio.sleep(0)  # connections that the server has closed meanwhile leave the pool first
+                async with self._session.request(method, self.url + path, data=data) as response:
+                    answer = await response.read()
+                    if response.status >= 400:
+                        raise HttpError(path, response.status, _message(answer))
+                    return answer
             except HttpError:
                 raise
             except aiohttp.ClientConnectorError as error:
@@ -152,14 +157,6 @@ class SglangApi:
                     raise EngineError(f"SGLang {path}: the connection to {self.url} broke: {error!r}") from error
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
-
-    async def _once(self, method: str, path: str, data: bytes | None) -> bytes:
-        await asyncio.sleep(0)  # connections that the server has closed meanwhile leave the pool first
-        async with self._session.request(method, self.url + path, data=data) as response:
-            answer = await response.read()
-            if response.status >= 400:
-                raise HttpError(path, response.status, _message(answer))
-            return answer
 
 
 def _message(answer: bytes) -> str:

@@ -59,20 +59,18 @@ class Calls:
             held = state.paused or state.loading or (state.draining and not server_call.begun)
             if not (held or server_call.backlog.blocked) and (server_call.running or state.queue.take(server_call)):
                 return True
-            left = self._hold_seconds_left(server_call, since)
-            if left is not None and left <= 0:
-                return False
+            left: float | None = (
+                None  # a call that waits for its caller to save has a limit, unless the server is paused
+            )
+            if server_call.backlog.blocked and not state.paused:
+                contended = state.draining or state.queue.waiting_count > 0
+                left = since + hold_seconds(contended=contended) - time.monotonic()
+                if left <= 0:
+                    return False
             server_call.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await server_call.changed.wait()
-
-    def _hold_seconds_left(self, server_call: ServerCall, since: float) -> float | None:
-        """Return the seconds the call may still wait for its caller to save; None if it waits for another reason."""
-        state = self._state
-        if state.paused or not server_call.backlog.blocked:
-            return None
-        return since + hold_seconds(contended=state.draining or state.queue.waiting_count > 0) - time.monotonic()
 
     async def next_chunks(self, server_call: ServerCall) -> list[Chunk]:
         """Run one slice of a call; drop tokens that must not be delivered and count the rest."""

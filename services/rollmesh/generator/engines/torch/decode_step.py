@@ -12,19 +12,17 @@ writes. Every row reads only its own cache, so padding cannot affect a call.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel, StepPlan, TierPlan
-from rollmesh.generator.engines.torch.kernels import Int64Array, as_pairs
-from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier, TierRows
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel, StepBuffers, StepPlan, TierShare
+from rollmesh.generator.engines.torch.kernels import Int64Array
+from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Function that captures work over static memory and returns a function that replays it."""
@@ -41,7 +39,7 @@ class PlainStepper:
     def __init__(self, model: DecoderModel, cache: KvCache, slots: int) -> None:
         self._model = model
         self._cache = cache
-        self._planner = _Planner(model, slots)
+        self._buffers = StepBuffers(model, slots)
         self._plan: StepPlan | None = None
 
     def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
@@ -50,7 +48,7 @@ class PlainStepper:
         ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
         places of their adapters; None without adapters.
         """
-        shares: list[_TierShare] = []
+        shares: list[TierShare] = []
         active = np.zeros(len(lengths), np.bool_)
         steps, start = self._cache.longest, 0
         for tier in self._cache.tiers:
@@ -62,8 +60,8 @@ class PlainStepper:
             longest = int(lengths[used].max())
             span = min(tier.width, (longest // _SPAN + 1) * _SPAN)
             steps = min(steps, span - longest)
-            shares.append(_TierShare(tier=tier, rows=tier.active_count, span=span))
-        self._plan = self._planner.build(shares, self._planner.counters(lengths[active]))
+            shares.append(TierShare(tier, tier.active_count, span))
+        self._plan = StepPlan(self._buffers, shares, self._buffers.counters(lengths[active]))
         if self._model.adapters is not None and places is not None:
             self._model.adapters.arrange(places[active])
         return steps
@@ -86,14 +84,14 @@ class BucketedStepper:
         self._cache = cache
         self._capture = capture
         # Rounding up to a power of two less than doubles the rows.
-        self._planner = _Planner(model, 2 * slots, shared_score_tokens=cache.token_capacity)
+        self._buffers = StepBuffers(model, 2 * slots, shared_score_tokens=cache.token_capacity)
         self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
         self._current: _StaticStep | None = None
         self._live: Tensor | None = None
         """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
 
     def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
-        shares: list[tuple[int, _TierShare]] = []
+        shares: list[tuple[int, TierShare]] = []
         padded_lengths, padded_places, live = [], [], []
         steps, start, active, padded_start = self._cache.longest, 0, 0, 0
         for number, tier in enumerate(self._cache.tiers):
@@ -109,10 +107,10 @@ class BucketedStepper:
             if places is not None:
                 padded_places.append(np.pad(places[first:start][:rows], padding, constant_values=BASE))
             live.append(np.arange(padded_start, padded_start + used))
-            shares.append((number, _TierShare(tier=tier, rows=rows, span=tier.width)))
+            shares.append((number, TierShare(tier, rows, tier.width)))
             active, padded_start = active + used, padded_start + rows
         self._current = self._step_of(shares)
-        self._current.place(self._planner.counters(np.concatenate(padded_lengths)))
+        self._current.place(self._buffers.counters(np.concatenate(padded_lengths)))
         if self._model.adapters is not None and padded_places:
             self._model.adapters.arrange(np.concatenate(padded_places))
         self._live = None
@@ -131,11 +129,11 @@ class BucketedStepper:
     def release(self) -> None:
         self._current = None
 
-    def _step_of(self, shares: list[tuple[int, _TierShare]]) -> _StaticStep:
+    def _step_of(self, shares: list[tuple[int, TierShare]]) -> _StaticStep:
         key = tuple((number, share.rows) for number, share in shares)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _StaticStep(self._model, self._planner, [s for _, s in shares], self._capture)
+            step = self._steps[key] = _StaticStep(self._model, self._buffers, [s for _, s in shares], self._capture)
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -146,11 +144,11 @@ class _StaticStep:
     """The decode step of one combination of buckets, over memory with fixed addresses."""
 
     def __init__(
-        self, model: DecoderModel, planner: _Planner, shares: list[_TierShare], capture: Capture | None
+        self, model: DecoderModel, buffers: StepBuffers, shares: list[TierShare], capture: Capture | None
     ) -> None:
         rows = sum(share.rows for share in shares)
-        self._counters = planner.counters(np.zeros(rows, np.int64))
-        plan = planner.build(shares, self._counters)
+        self._counters = buffers.counters(np.zeros(rows, np.int64))
+        plan = StepPlan(buffers, shares, self._counters)
         tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.tokens = tokens
         """Input of the step, int64 [padded rows]; token 0 in scratch rows."""
@@ -222,115 +220,3 @@ def _graph_capture(device: torch.device) -> Capture:
         return replay
 
     return capture
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TierShare:
-    """Part of one tier in a plan: its first rows, over the first ``span`` tokens."""
-
-    tier: Tier
-    rows: int
-    span: int
-
-
-class _Planner:
-    """Owner of the step buffers; builds plans over them."""
-
-    def __init__(self, model: DecoderModel, row_count: int, *, shared_score_tokens: int = 0) -> None:
-        """Allocate buffers for plans of at most ``row_count`` rows, of the model's type and device.
-
-        All plans share one buffer for attention scores of at most ``shared_score_tokens`` (rows * span of a tier); 0
-        gives each plan its own buffer.
-        """
-        arch, like = model.arch, model.weights.embedding
-        self._arch = arch
-        self._multiply = model.multiply
-        self._scratch: Tensor | None = None
-        if shared_score_tokens:
-            self._scratch = like.new_empty((2, shared_score_tokens * arch.head_count))
-        heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
-
-        def buffer(*shape: int) -> Tensor:
-            return like.new_empty((row_count, *shape))
-
-        self._states = buffer(arch.hidden_size)
-        self._normed = buffer(arch.hidden_size)
-        self._change = buffer(arch.hidden_size)
-        self._qkv = buffer(heads, group + 2, size)
-        self._attended = buffer(heads, group, size)
-        self._gate_up = buffer(2 * arch.mlp_size)
-        self._gated = buffer(arch.mlp_size)
-        self._logits = buffer(arch.vocab_size)
-        self._rows = torch.arange(row_count * heads, device=like.device)
-
-    def counters(self, lengths: Int64Array) -> Tensor:
-        """Return the next position of every row and kv head, int64 [rows * kv_heads]."""
-        return torch.from_numpy(np.repeat(lengths, self._arch.kv_head_count)).to(self._rows.device)
-
-    def build(self, shares: Iterable[_TierShare], counters: Tensor) -> StepPlan:
-        """Build the plan for these shares of the tiers; a step advances ``counters`` [rows * kv_heads]."""
-        arch, op, heads = self._arch, self._multiply.operand, self._arch.kv_head_count
-        parts: list[TierPlan] = []
-        count = 0
-        for share in shares:
-            parts.append(self._tier(share, count, counters))
-            count += share.rows
-        qkv, gate_up, gated = self._qkv[:count], self._gate_up[:count], self._gated[:count]
-        normed, change, logits = self._normed[:count], self._change[:count], self._logits[:count]
-        attended = self._attended[:count].view(count, -1)
-        flat, rotated = qkv.view(count, -1), qkv[:, :, : arch.heads_per_kv + 1]
-        return StepPlan(
-            tiers=tuple(parts),
-            counters=counters,
-            positions=counters[::heads],
-            states=self._states[:count],
-            normed=normed,
-            normed_op=op(normed),
-            qkv=flat,
-            qkv_op=op(flat),
-            heads=rotated,
-            pairs=as_pairs(rotated) if rotated.dtype == torch.float32 else None,
-            attended=attended,
-            attended_op=op(attended),
-            gate_up=gate_up,
-            gate_up_op=op(gate_up),
-            gate=gate_up[:, : arch.mlp_size],
-            up=gate_up[:, arch.mlp_size :],
-            gated=gated,
-            gated_op=op(gated),
-            change=change,
-            change_op=op(change),
-            logits=logits,
-            logits_op=op(logits),
-        )
-
-    def _tier(self, share: _TierShare, start: int, counters: Tensor) -> TierPlan:
-        arch, op, group = self._arch, self._multiply.operand, self._arch.heads_per_kv
-        heads, tier, span = arch.kv_head_count, share.tier, share.span
-        stop = start + share.rows
-        used = share.rows * heads
-        qkv = self._qkv[start:stop].view(used, group + 2, arch.head_size)
-        # Layers stay together until the end: one unbind instead of one slice per layer.
-        keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
-        score_shape = (2, used, group, span)
-        if self._scratch is None:
-            scores, shares = self._qkv.new_empty(score_shape)
-        else:
-            scores, shares = self._scratch[:, : math.prod(score_shape[1:])].view(score_shape)
-        return TierPlan(
-            place=(self._rows[:used], counters[start * heads : stop * heads]),
-            keys=keys.transpose(2, 3).unbind(0),
-            values=values.unbind(0),
-            mask=mask[:, 0],
-            new_key=qkv[:, group],
-            new_value=qkv[:, group + 1],
-            query_op=op(qkv[:, :group]),
-            span_key_ops=tuple(op(layer) for layer in keys[..., :span].unbind(0)),
-            span_value_ops=tuple(op(layer) for layer in values[:, :, :span].unbind(0)),
-            span_mask=mask[..., :span],
-            scores=scores,
-            scores_op=op(scores),
-            shares=shares,
-            shares_op=op(shares),
-            attended_op=op(self._attended[start:stop].view(used, group, arch.head_size)),
-        )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from rollmesh.generator.engines.torch.kernels import (
     Multiply,
     NumpyMultiply,
     Operand,
+    as_pairs,
     fastest_multiply,
     rotate_,
     rotation_table,
     unit_norm,
 )
+from rollmesh.generator.engines.torch.kv_cache import Tier
 from rollmesh.generator.engines.torch.weights import Layer, Weights
 
 _LOGIT_ROWS = 1024
@@ -34,58 +37,6 @@ _SHORT_CONTEXT = 512
 
 BoundLayer = tuple[Layer, Operand, Operand, Operand, Operand]
 """A layer and the operands of its four matrices: qkv, output, gate_up, down."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierPlan:
-    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
-
-    place: tuple[Tensor, Tensor]  # int64 [n] each: row and position that this step writes
-    keys: tuple[Tensor, ...]  # per layer [n, width, d], to write by place
-    values: tuple[Tensor, ...]  # per layer [n, width, d]
-    mask: Tensor  # [n, width]
-    new_key: Tensor  # [n, d]
-    new_value: Tensor  # [n, d]
-    query_op: Operand  # [n, g, d]
-    span_key_ops: tuple[Operand, ...]  # per layer [n, d, span]
-    span_value_ops: tuple[Operand, ...]  # per layer [n, span, d]
-    span_mask: Tensor  # [n, 1, span]
-    scores: Tensor  # [n, g, span]
-    scores_op: Operand
-    shares: Tensor  # [n, g, span], softmax of the scores
-    shares_op: Operand
-    attended_op: Operand  # [n, g, d]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """Memory that one decode step reads and writes, except weights.
-
-    Fields named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor named before them.
-    """
-
-    tiers: tuple[TierPlan, ...]
-    counters: Tensor  # int64 [rows * kv_heads], next position of each: advanced by one a step
-    positions: Tensor  # int64 [rows]
-    states: Tensor  # [rows, hidden], the residual stream
-    normed: Tensor  # [rows, hidden]
-    normed_op: Operand
-    qkv: Tensor  # [rows, kv_heads * (g + 2) * d]
-    qkv_op: Operand
-    heads: Tensor  # [rows, kv_heads, g + 1, d], queries and keys
-    pairs: Tensor | None  # the same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only
-    attended: Tensor  # [rows, heads * d]
-    attended_op: Operand
-    gate_up: Tensor  # [rows, 2 * mlp]
-    gate_up_op: Operand
-    gate: Tensor  # [rows, mlp]
-    up: Tensor  # [rows, mlp]
-    gated: Tensor  # [rows, mlp]
-    gated_op: Operand
-    change: Tensor  # [rows, hidden], added to the residual stream by a block
-    change_op: Operand
-    logits: Tensor  # [rows, vocab]
-    logits_op: Operand
 
 
 class DecoderModel:
@@ -307,6 +258,106 @@ class DecoderModel:
         torch.add(tier.span_mask, tier.scores, alpha=self._scale, out=tier.scores)
         torch.softmax(tier.scores, -1, out=tier.shares)
         multiply(tier.shares_op, tier.span_value_ops[number], tier.attended_op)
+
+
+class TierShare(NamedTuple):
+    """Part of one tier in a step: its first rows, over the first ``span`` tokens."""
+
+    tier: Tier
+    rows: int
+    span: int
+
+
+class StepBuffers:
+    """Memory of decode steps, of the model's type and device; plans are views of it."""
+
+    def __init__(self, model: DecoderModel, row_count: int, *, shared_score_tokens: int = 0) -> None:
+        """Allocate buffers for plans of at most ``row_count`` rows.
+
+        All plans share one buffer for attention scores of at most ``shared_score_tokens`` (rows * span of a tier); 0
+        gives each plan its own buffer.
+        """
+        arch, like = model.arch, model.weights.embedding
+        self.arch = arch
+        self.operand = model.multiply.operand
+        self.states, self.normed, self.change = (like.new_empty((row_count, arch.hidden_size)) for _ in range(3))
+        self.qkv = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv + 2, arch.head_size))
+        self.attended = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv, arch.head_size))
+        self.gate_up = like.new_empty((row_count, 2 * arch.mlp_size))
+        self.gated = like.new_empty((row_count, arch.mlp_size))
+        self.logits = like.new_empty((row_count, arch.vocab_size))
+        self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
+        self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
+
+    def counters(self, lengths: Int64Array) -> Tensor:
+        """Return the next position of every row and kv head, int64 [rows * kv_heads]."""
+        return torch.from_numpy(np.repeat(lengths, self.arch.kv_head_count)).to(self.rows.device)
+
+    def scores(self, *shape: int) -> Tensor:
+        """Return memory for scores and their softmax, [2, ...]."""
+        if not self._scores.numel():
+            return self.qkv.new_empty((2, *shape))
+        return self._scores[:, : math.prod(shape)].view(2, *shape)
+
+
+class StepPlan:
+    """Views of the memory that one decode step reads and writes, except weights; reused until the rows change.
+
+    Attributes named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor before them.
+    """
+
+    def __init__(self, buffers: StepBuffers, shares: Sequence[TierShare], counters: Tensor) -> None:
+        """Plan a step for these shares of the tiers; it advances ``counters`` [rows * kv_heads]."""
+        arch, op, count = buffers.arch, buffers.operand, sum(share.rows for share in shares)
+        starts = accumulate((share.rows for share in shares), initial=0)
+        self.tiers = [TierPlan(buffers, share, at, counters) for share, at in zip(shares, starts, strict=False)]
+        self.counters = counters  # int64 [rows * kv_heads], next position of each: advanced by one a step
+        self.positions = counters[:: arch.kv_head_count]  # int64 [rows]
+        self.states = buffers.states[:count]  # [rows, hidden], the residual stream
+        self.normed = buffers.normed[:count]  # [rows, hidden]
+        self.normed_op = op(self.normed)
+        self.qkv = buffers.qkv[:count].view(count, -1)  # [rows, kv_heads * (g + 2) * d]
+        self.qkv_op = op(self.qkv)
+        self.heads = buffers.qkv[:count, :, : arch.heads_per_kv + 1]  # [rows, kv_heads, g + 1, d], queries and keys
+        # The same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only.
+        self.pairs = as_pairs(self.heads) if self.heads.dtype == torch.float32 else None
+        self.attended = buffers.attended[:count].view(count, -1)  # [rows, heads * d]
+        self.attended_op = op(self.attended)
+        self.gate_up = buffers.gate_up[:count]  # [rows, 2 * mlp]
+        self.gate_up_op = op(self.gate_up)
+        self.gate, self.up = self.gate_up[:, : arch.mlp_size], self.gate_up[:, arch.mlp_size :]  # [rows, mlp] each
+        self.gated = buffers.gated[:count]  # [rows, mlp]
+        self.gated_op = op(self.gated)
+        self.change = buffers.change[:count]  # [rows, hidden], added to the residual stream by a block
+        self.change_op = op(self.change)
+        self.logits = buffers.logits[:count]  # [rows, vocab]
+        self.logits_op = op(self.logits)
+
+
+class TierPlan:
+    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
+
+    def __init__(self, buffers: StepBuffers, share: TierShare, start: int, counters: Tensor) -> None:
+        """Plan a tier's share, whose first row is row ``start`` of the step."""
+        arch, op, (tier, rows, span) = buffers.arch, buffers.operand, share
+        heads, group, stop = arch.kv_head_count, arch.heads_per_kv, start + rows
+        used = rows * heads
+        qkv = buffers.qkv[start:stop].view(used, group + 2, arch.head_size)
+        # Layers stay together until the end: one unbind instead of one slice per layer.
+        keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
+        # int64 [n] each: row and position that this step writes
+        self.place = buffers.rows[:used], counters[start * heads : stop * heads]
+        self.keys = keys.transpose(2, 3).unbind(0)  # per layer [n, width, d], to write by place
+        self.values = values.unbind(0)  # per layer [n, width, d]
+        self.mask = mask[:, 0]  # [n, width]
+        self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n, d] each
+        self.query_op = op(qkv[:, :group])  # [n, g, d]
+        self.span_key_ops = tuple(op(layer) for layer in keys[..., :span].unbind(0))  # per layer [n, d, span]
+        self.span_value_ops = tuple(op(layer) for layer in values[:, :, :span].unbind(0))  # per layer [n, span, d]
+        self.span_mask = mask[..., :span]  # [n, 1, span]
+        self.scores, self.shares = buffers.scores(used, group, span)  # [n, g, span] each, and softmax of the scores
+        self.scores_op, self.shares_op = op(self.scores), op(self.shares)
+        self.attended_op = op(buffers.attended[start:stop].view(used, group, arch.head_size))  # [n, g, d]
 
 
 def prefill_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -17,18 +17,20 @@ CHATML = (
 TEXT = "the quick brown fox says hello world, hello there; Observation: the answer is 42\nuser assistant system"
 
 
-def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
-    """A tokenizer folder: bytes and a few merges, ChatML's special tokens, <|im_end|> as end of a turn."""
+def write_tokenizer(folder: Path, template: str = CHATML, *, vocab_size: int = 320, start: str = "special") -> Path:
+    """A tokenizer folder: bytes and a few merges, <|im_end|> as end of a turn; <|im_start|> is special or "plain"."""
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        vocab_size=vocab_size,
+        special_tokens=["<|im_start|>", "<|im_end|>"] if start == "special" else ["<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    if start == "plain":
+        tokenizer.add_tokens(["<|im_start|>"])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "chat_template": template}
