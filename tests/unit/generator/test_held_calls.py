@@ -159,6 +159,15 @@ async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller
     assert (status.running_count, status.kv_tokens_used) == (0, 0)
 
 
+async def test_a_call_that_is_never_acknowledged_ends_although_no_other_call_waits(engine_of, monkeypatch):
+    monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
+    engine = await engine_of(slots=1)
+    held = await Reader(engine, limited("h")).held()
+    assert await held.end() is FinishReason.INTERRUPTED
+    assert engine.status().kv_tokens_used == 0
+
+
 @pytest.mark.usefixtures("_long_holds")
 async def test_a_held_call_gives_its_cache_to_a_running_one(engine_of):
     engine = await engine_of(slots=4, kv_token_capacity=400)
@@ -167,6 +176,8 @@ async def test_a_held_call_gives_its_cache_to_a_running_one(engine_of):
     held = [await Reader(engine, limited(f"h{i}", prompt_ids(i, 60), max_new_token_count=80)).held() for i in range(2)]
     running = await collect(engine, make_call("r", prompt_ids(5, 20), max_new_token_count=230))
     assert (running.reason, len(running.tokens)) == (FinishReason.LENGTH, 230)
+    async with asyncio.timeout(60):  # on a busy loop the running call may be read to its end first
+        await asyncio.wait([reader.task for reader in held], return_when=asyncio.FIRST_COMPLETED)
     ended = [reader for reader in held if reader.task.done()]
     assert ended and all(reader.reason is FinishReason.INTERRUPTED for reader in ended)
     assert engine.status().reprefill_token_total == 0
