@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
+from rollmesh.generator.engines.sglang.server_api import HttpError, SglangApi
 from rollmesh.runtime.addresses import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -16,8 +16,8 @@ from rollmesh.config import load_run_config, write_run_config
 from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.policy_folders import AdapterSettings
-from rollmesh.generator.engines.sglang.api import IDLE_CONNECTION_SECONDS
 from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
+from rollmesh.generator.engines.sglang.server_api import IDLE_CONNECTION_SECONDS
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions, check_lora_server, lora_flags
 
 from ....sglang_cpu.options import sglang_options

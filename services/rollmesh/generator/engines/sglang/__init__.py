@@ -7,7 +7,7 @@ server_calls        requests and end of calls
 slices              request and response of one slice of a call (pure)
 loaded_adapters     adapters in the server, by the slices that name them
 server              the SGLang server: start or connect, probe, pause, load
-api                 HTTP endpoints of the server
+server_api          HTTP endpoints of the server
 server_process      the server as a child process
 orphan_guard        parent of the server process: kills it if the generator dies
 """

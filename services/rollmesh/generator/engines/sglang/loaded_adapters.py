@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers
-from rollmesh.generator.engines.sglang.api import SglangApi
+from rollmesh.generator.engines.sglang.server_api import SglangApi
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
-from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
+from rollmesh.generator.engines.sglang.server_api import HttpError, SglangApi
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.runtime.addresses import free_port

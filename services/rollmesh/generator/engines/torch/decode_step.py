@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel, StepBuffers, StepPlan, TierShare
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel, StepBuffers, DecodePlan, TierShare
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
 
@@ -40,7 +40,7 @@ class PlainStepper:
         self._model = model
         self._cache = cache
         self._buffers = StepBuffers(model, slots)
-        self._plan: StepPlan | None = None
+        self._plan: DecodePlan | None = None
 
     def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
         """Prepare steps for the active rows; returns the number of steps for which this is valid.
@@ -61,7 +61,7 @@ class PlainStepper:
             span = min(tier.width, (longest // _SPAN + 1) * _SPAN)
             steps = min(steps, span - longest)
             shares.append(TierShare(tier, tier.active_count, span))
-        self._plan = StepPlan(self._buffers, shares, self._buffers.counters(lengths[active]))
+        self._plan = DecodePlan(self._buffers, shares, self._buffers.counters(lengths[active]))
         if self._model.adapters is not None and places is not None:
             self._model.adapters.arrange(places[active])
         return steps
@@ -148,7 +148,7 @@ class _StaticStep:
     ) -> None:
         rows = sum(share.rows for share in shares)
         self._counters = buffers.counters(np.zeros(rows, np.int64))
-        plan = StepPlan(buffers, shares, self._counters)
+        plan = DecodePlan(buffers, shares, self._counters)
         tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.tokens = tokens
         """Input of the step, int64 [padded rows]; token 0 in scratch rows."""

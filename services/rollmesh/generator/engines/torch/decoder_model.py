@@ -94,7 +94,7 @@ class DecoderModel:
         other._bind(weights)
         return other
 
-    def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
+    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
         """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""
         multiply, x, adapters = self.multiply, plan.states, self.adapters
         adapted = None if adapters is None else adapters.rows_in_order(len(x))
@@ -300,7 +300,7 @@ class StepBuffers:
         return self._scores[:, : math.prod(shape)].view(2, *shape)
 
 
-class StepPlan:
+class DecodePlan:
     """Views of the memory that one decode step reads and writes, except weights; reused until the rows change.
 
     Attributes named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor before them.
