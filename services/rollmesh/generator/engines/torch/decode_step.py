@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel, StepBuffers, DecodePlan, TierShare
+from rollmesh.generator.engines.torch.decoder_model import DecodePlan, DecoderModel, StepBuffers, TierShare
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
 
