@@ -13,8 +13,8 @@ with many_imports():
     import rollmesh
     from rollmesh.cli import (
         configuration,
-        inspection,
         operations,
+        run_inspection,
         serving,
         sim,
         status,
@@ -56,8 +56,10 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
 
 _add("Runs", up.up, up.demo, up.init)
 serving.register(app)
-_add("Inspection", status.status, inspection.eval_, inspection.explain, inspection.audit, inspection.view)
-_add("Inspection", inspection.compare, inspection.report, operations.pin, operations.rollback)
+_add(
+    "Inspection", status.status, run_inspection.eval_, run_inspection.explain, run_inspection.audit, run_inspection.view
+)
+_add("Inspection", run_inspection.compare, run_inspection.report, operations.pin, operations.rollback)
 app.command(cls=sim.SimCommand, rich_help_panel="Inspection")(sim.sim)
 _add("Runs", operations.export, operations.scale, operations.backup)
 app.add_typer(configuration.app, name="config", rich_help_panel="Runs")

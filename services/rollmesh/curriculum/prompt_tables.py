@@ -1,4 +1,4 @@
-"""What a sampler reads: the draw, the rows of the prompts, and their history as one column per sum."""
+"""Inputs of a sampler: the draw, the rows of the prompts, and their history as one column per sum."""
 
 from __future__ import annotations
 

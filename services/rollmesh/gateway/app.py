@@ -13,7 +13,7 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.live_reads import LiveReads
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
-from rollmesh.gateway.models.run import EndEvent
+from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
 from rollmesh.runtime.api_app import Check, api_app, no_check, token_check

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
-from rollmesh.gateway.models.run import EndEvent
+from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.runtime.request_guard import Busy
 
 _KEPT_TICKS = 16

@@ -17,7 +17,7 @@ from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
 from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
-from rollmesh.gateway.models.run import EndEvent
+from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints

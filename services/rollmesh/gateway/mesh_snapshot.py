@@ -170,15 +170,18 @@ def build_overview(
         totals=dict(counts.totals),
         workers=len(snapshot.workers),
         dead_letters=counts.dead_letters,
-        services=[
-            ServiceScale(
-                service=service, running=running.get(service, 0), requested=snapshot.scale_requests.get(service)
-            )
-            for service in sorted(running.keys() | snapshot.scale_requests.keys())
-        ],
+        services=service_scales(running, snapshot.scale_requests),
         elapsed_seconds=None if begin_time is None else max(0.0, view.now - begin_time),
         remaining_seconds=curves.pace.remaining(view.trained_step, schedule.train_steps, view.now),
     )
+
+
+def service_scales(running: Mapping[str, int], requested: Mapping[str, int]) -> list[ServiceScale]:
+    """Return the processes of each service that run here, and the number that an operator requested."""
+    services = sorted(running.keys() | requested.keys())
+    return [
+        ServiceScale(service=name, running=running.get(name, 0), requested=requested.get(name)) for name in services
+    ]
 
 
 def drop_views(dropped: Mapping[str, int], tokens: Mapping[str, int]) -> list[DropView]:

@@ -24,7 +24,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.run import About, ErrorBody, RunSettings
+from rollmesh.gateway.models.overview import About, ErrorBody, RunSettings
 from rollmesh.gateway.run_reads import RunReads
 from rollmesh.runtime.api_app import Check
 from rollmesh.store.inspection import CURSOR_PATTERN

@@ -24,7 +24,7 @@ from rollmesh.gateway.models.items import (
     TrajectoryPage,
 )
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
-from rollmesh.gateway.models.run import About, RunSettings
+from rollmesh.gateway.models.overview import About, RunSettings
 from rollmesh.gateway.run_processes import RunProcesses
 from rollmesh.gateway.trajectory_views import open_tokenizer
 from rollmesh.scheduling import Schedule

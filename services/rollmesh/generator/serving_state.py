@@ -1,4 +1,4 @@
-"""Whether a generator serves, and its entry in the registry: identity, policy version and load."""
+"""State in which a generator serves, and its entry in the registry: identity, policy version and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a valid run file will do: the estimate of its resources, and hints for values that are unlikely to be meant."""
+"""Advice on a valid run file: the estimate of its resources, and hints for values that are unlikely to be meant."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _REPLICA_FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChecks:
-    """What the checks found out about a run that can start."""
+    """Findings of the checks about a run that can start."""
 
     estimate: Estimate
     memory: ModelMemory

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, TimelineDelta
-from rollmesh.gateway.models.run import EndEvent
+from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import Busy
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollmesh.config.replica_bounds import MOST_REPLICAS
 from rollmesh.gateway.models.live import EvaluationView, GeneratorView
-from rollmesh.gateway.models.run import ApiModel
+from rollmesh.gateway.models.overview import ApiModel
 
 ListState = Literal["pending", "leased", "partial", "resting", "finished", "scored", "unscorable", "dead", "surplus"]
 """States of trajectories that have a record in the queue."""

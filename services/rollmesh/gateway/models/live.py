@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmesh.gateway.models.run import ApiModel, RunResultView
+from rollmesh.gateway.models.overview import ApiModel, RunResultView
 from rollmesh.mesh import DropReason, WasteReason
 
 RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "stopped", "unreachable"]

@@ -1,4 +1,4 @@
-"""What every engine does with calls: checks whose errors name the field and its limit, and the limit of unsaved tokens.
+"""Work of the engines on calls: checks whose errors name the field and its limit, and the bound of unsaved tokens.
 
 An engine continues to sample while the caller saves. If the caller crashes, its unsaved tokens are lost, so a call may
 set a limit. Before every chunk the engine checks that the whole chunk fits under the limit. If not, it holds the call

@@ -12,7 +12,7 @@ import numpy as np
 from rollmesh.gateway.curves import Curves, TimelineFile
 from rollmesh.gateway.models.items import PolicyView
 from rollmesh.gateway.models.live import BesideCurves, EvaluationView, Series, SeriesAnswer
-from rollmesh.gateway.models.run import MeshHistory, VersionCalls
+from rollmesh.gateway.models.overview import MeshHistory, VersionCalls
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     FloatArray,

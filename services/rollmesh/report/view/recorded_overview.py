@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS, drop_views, waste_views
 from rollmesh.gateway.models.live import MemoryView, Overview, Rates, Staleness, StalenessBin, Timeline
-from rollmesh.gateway.models.run import Remark, ResultLine, ResultTable, RunResultView, SampleView
+from rollmesh.gateway.models.overview import Remark, ResultLine, ResultTable, RunResultView, SampleView
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.console import count, gap, percent
 from rollmesh.report.recorded_run import Record, RecordedRun

@@ -14,7 +14,7 @@ from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import EVENTS
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.models.run import EndEvent
+from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.gateway.page_files import mount_page
 from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun

@@ -1,4 +1,4 @@
-"""What every part of rank 0 works with."""
+"""Common state of the parts of rank 0."""
 
 from __future__ import annotations
 

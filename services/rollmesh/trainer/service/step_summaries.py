@@ -1,4 +1,4 @@
-"""What a train step leaves outside the run folder: its summary in the queue, and its spans."""
+"""Traces of a train step outside the run folder: its summary in the queue, and its spans."""
 
 from __future__ import annotations
 
