@@ -20,7 +20,7 @@ MOST_POINTS = 4096
 
 
 @dataclass(slots=True)
-class CurvePoint:
+class CurveRange:
     """Aggregate of the values in one range of x."""
 
     first: float
@@ -30,9 +30,9 @@ class CurvePoint:
     high: float
     count: int = 1
 
-    def merged(self, other: CurvePoint) -> CurvePoint:
+    def merged(self, other: CurveRange) -> CurveRange:
         """Return both ranges merged; ``other`` is the later one."""
-        return CurvePoint(
+        return CurveRange(
             first=self.first,
             last=other.last,
             total=self.total + other.total,
@@ -57,7 +57,7 @@ class Curve:
     """Points by ascending x, each with about the same number of values."""
 
     most_points: int = MOST_POINTS
-    _points: list[CurvePoint] = field(default_factory=list)
+    _points: list[CurveRange] = field(default_factory=list)
     _values_per_point: int = 1
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Curve:
         """
         if self._points and x <= self._points[-1].last:
             self.remove_from(x)
-        point = CurvePoint(first=x, last=x, total=value, low=value, high=value)
+        point = CurveRange(first=x, last=x, total=value, low=value, high=value)
         if self._points and self._points[-1].count < self._values_per_point:
             self._points[-1] = self._points[-1].merged(point)
             return
@@ -79,7 +79,7 @@ class Curve:
             self._values_per_point *= 2
             self._points = _merged(self._points, 2)
 
-    def points(self, most: int) -> list[CurvePoint]:
+    def points(self, most: int) -> list[CurveRange]:
         """Return at most ``most`` points over the whole curve."""
         return _merged(self._points, -(-len(self._points) // most)) if len(self._points) > most else list(self._points)
 
@@ -88,9 +88,9 @@ class Curve:
         self._points = self._points[: bisect_left([point.last for point in self._points], x)]
 
 
-def _merged(points: Sequence[CurvePoint], size: int) -> list[CurvePoint]:
+def _merged(points: Sequence[CurveRange], size: int) -> list[CurveRange]:
     """Merge every ``size`` neighbors into one point."""
-    return [reduce(CurvePoint.merged, points[at : at + size]) for at in range(0, len(points), size)]
+    return [reduce(CurveRange.merged, points[at : at + size]) for at in range(0, len(points), size)]
 
 
 _RATE_SECONDS = 10.0
