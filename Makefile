@@ -62,8 +62,8 @@ methods: $(VENV)/.local ## The demo's task with every method of `rollmesh method
 sim-recommend: $(VENV)/.local ## Simulate the pools and switches behind the recommendations of docs/schedules.md (minutes)
 	$(BIN)/python -m benchmarks.published pools docs
 
-sim-fidelity: $(VENV)/.local ## Write the section of docs/simulator.md about published speed-ups (minutes); print it with ARGS="--json" or "--with NAME=VALUE"
-	$(BIN)/python -m benchmarks.published speed-ups $(or $(ARGS),--write docs/simulator.md)
+sim-fidelity: $(VENV)/.local ## Write the section of docs/simulator-published.md about published speed-ups (minutes); print it with ARGS="--json" or "--with NAME=VALUE"
+	$(BIN)/python -m benchmarks.published speed-ups $(or $(ARGS),--write docs/simulator-published.md)
 
 # Those that simulate for minutes are written by sim-recommend and sim-fidelity.
 PAGES ?= metrics reference schedules

@@ -1,1 +1,1 @@
-"""Simulations behind docs/simulator.md (published speed-ups) and docs/simulated-pools.md (pools and switches)."""
+"""Simulations behind docs/simulator-published.md (speed-ups) and docs/simulated-pools.md (pools and switches)."""

@@ -17,7 +17,7 @@ from rollmesh.file_writes import write_text
 
 app = typer.Typer()
 With = Annotated[list[str] | None, typer.Option("--with", help="Time in all rows: --with switch_seconds=30")]
-Write = Annotated[Path | None, typer.Option(help="Write the section into this document: docs/simulator.md")]
+Write = Annotated[Path | None, typer.Option(help="Write the section into this document: docs/simulator-published.md")]
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Section of docs/simulator.md that compares the simulator with published speed-ups; `make sim-fidelity`."""
+"""Section of docs/simulator-published.md that compares the simulator with published speed-ups; `make sim-fidelity`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def with_section(document: str, section: str) -> str:
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ConfigError(f"document without the lines {BEGIN} and {END}; give docs/simulator.md")
+        raise ConfigError(f"document without the lines {BEGIN} and {END}; give docs/simulator-published.md")
     return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
 
 

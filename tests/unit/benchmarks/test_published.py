@@ -1,4 +1,4 @@
-"""Published speed-ups, their predictions, and the section of docs/simulator.md about them."""
+"""Published speed-ups, their predictions, and the section of docs/simulator-published.md about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.published.speed_ups import PublishedSpeedUp, published_speed_ups
 from rollmesh.errors import ConfigError
 
 ROWS = published_speed_ups()
-DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator-published.md"
 
 
 def row(name: str) -> PublishedSpeedUp:
@@ -124,7 +124,7 @@ def test_the_section_has_means_orders_and_the_rows_that_are_not_predicted() -> N
 
 
 def test_a_document_without_the_marks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"give docs/simulator.md"):
+    with pytest.raises(ConfigError, match=r"give docs/simulator-published.md"):
         with_section("# Another document", "tables")
 
 
