@@ -34,7 +34,7 @@ async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> No
     supervisor = Supervisor(restart_limit=5, note=notes.append)
     supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
     log = tmp_path / "worker-0.log"
-    await reached(lambda: log.exists() and log.read_text().count("up") == 1)
+    await reached(lambda: log.exists() and log.read_text().count("up") == 1 and supervisor.pid("worker-0") is not None)
     pid = supervisor.pid("worker-0")
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -119,8 +119,12 @@ async def test_restarts_are_forgiven_after_ten_minutes_of_service(tmp_path: Path
     log = tmp_path / "worker-0.log"
     for starts in range(1, 4):
         await reached(lambda starts=starts: log.exists() and log.read_text().count("up") == starts)
+        # The line may be there before the supervisor knows the process.
+        await reached(lambda: supervisor.pid("worker-0") is not None)
         supervisor.count_service(["worker-0"], 600.0)
-        os.kill(supervisor.pid("worker-0") or 0, signal.SIGKILL)
+        pid = supervisor.pid("worker-0")
+        assert pid is not None, "0 would be every process of this test run"
+        os.kill(pid, signal.SIGKILL)
     await reached(lambda: log.read_text().count("up") == 4)
     assert not supervisor.failed.done()
     await supervisor.kill_all()
