@@ -73,7 +73,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
 
     The distance is a share of the update. None unless the settings are GRPO with or without the division by the
     standard deviation, clipped PPO over the sampler's log-probabilities, token mean and one minibatch, without masks
-    but that of old tokens, and for an adapter.
+    but that of old tokens; None for an adapter, and for a batch whose tokens are all too old for the loss.
     """
     if (published / _ADAPTER_FILE).exists():
         return None
@@ -93,7 +93,10 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.autograd.backward(_loss(model, batch, algorithm, recipe.get("max_token_staleness")))
+    loss = _loss(model, batch, algorithm, recipe.get("max_token_staleness"))
+    if not loss.requires_grad:
+        return None
+    torch.autograd.backward(loss)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
     optimizer = torch.optim.AdamW(
         [
