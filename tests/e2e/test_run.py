@@ -155,13 +155,13 @@ def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_en
 ) -> None:
     line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    (line.folder / "plots").write_text("not a folder")  # as on a full disk: the folder of the plots cannot be made
+    (line.folder / "report.html").mkdir()  # as on a full disk: the file cannot be made
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     assert "the report cannot be written: " in output
     assert "Traceback" not in output
-    (line.folder / "plots").unlink()
+    (line.folder / "report.html").rmdir()
     shutil.rmtree(line.folder / "checkpoints" / "states")  # so that the first step is trained again from its file
     file = min((line.folder / "checkpoints" / "batches").glob("*.pb"))
     content = bytearray(file.read_bytes())
