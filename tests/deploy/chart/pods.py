@@ -102,13 +102,21 @@ class Pod:
                 self._start_sidecar(container)
             else:
                 self.run_init_container(container["name"])
+        self.start_container()
+
+    def start_container(self) -> None:
+        """Start the container alone, as if its init containers had ended well."""
         self._process = self._spawn(self._container)
 
     def run_init_container(self, name: str) -> None:
         """Run one to its end; AssertionError with what it printed when that is not a good one."""
-        (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
-        status = self._spawn(container).wait(240)
+        status = self.init_container_status(name)
         assert status == 0, f"{self.name}: init container {name} ended with {status}\n{self.log}"
+
+    def init_container_status(self, name: str) -> int:
+        """Run one to its end; return its exit status."""
+        (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
+        return self._spawn(container).wait(240)
 
     def _start_sidecar(self, container: Object) -> None:
         """Ask the startup probe as long as the manifest says, and as often as a test would like."""

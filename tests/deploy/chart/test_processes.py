@@ -167,7 +167,7 @@ def final_statuses(rendering: Rendering, container: str) -> list[int]:
 def test_a_model_that_was_copied_in_part_is_final_for_the_job_whatever_the_number_of_ranks(
     helm4: Helm, commands: str, tmp_path: Path, ranks: int
 ) -> None:
-    """The check of the run file reads no weights; the trainer does."""
+    """Both the check of the run file and the trainer, which reads the weights, end the Job."""
     sets = ["run.model.path=/models/m", "model.existingClaim=models"]
     processes = [f"trainer.processesPerNode={ranks}", "trainer.maxRestarts=0"]
     machine = machine_of(helm4, [*sets, *processes], tmp_path, commands)
@@ -176,7 +176,9 @@ def test_a_model_that_was_copied_in_part_is_final_for_the_job_whatever_the_numbe
     os.truncate(model / "model.safetensors", 500_000)
     with pods_of(machine, {}) as pods:
         (trainer,) = pods["trainer"]
-        trainer.start()
+        assert trainer.init_container_status("validate") in final_statuses(machine.rendering, "validate"), trainer.log
+        assert "model.safetensors cannot be read" in trainer.log
+        trainer.start_container()
         wait_for_end(trainer)
         assert trainer.exit_status in final_statuses(machine.rendering, "trainer"), trainer.log[-4000:]
         assert "model.path=/" in trainer.log
