@@ -109,11 +109,7 @@ _BY_NAME: dict[str, Schema] = {
             ["topologyKey", "maxSkew", "whenUnsatisfiable"],
         ),
     },
-    "accessModes": {
-        "type": "array",
-        "minItems": 1,
-        "items": {"enum": ["ReadWriteMany", "ReadWriteOnce"]},
-    },
+    "accessModes": {"type": "array", "minItems": 1, "items": {"enum": ["ReadWriteMany", "ReadWriteOnce"]}},
     "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
     "maxUnavailable": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]},
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},

@@ -35,7 +35,7 @@ def method_entries(point: Point[Any]) -> list[MethodEntry]:
     return [
         MethodEntry(
             name=name,
-            paragraphs=(*_definition(method), *_needs(method), _source(method)),
+            paragraphs=(*_definition(point, name), *_needs(method), _source(method)),
             rows=tuple(row for table in field_tables(method.options.model_json_schema()) for row in table.rows),
             example=run_file_part(point.example(name)),
         )
@@ -43,11 +43,12 @@ def method_entries(point: Point[Any]) -> list[MethodEntry]:
     ]
 
 
-def _definition(method: Method) -> list[str]:
+def _definition(point: Point[Any], name: str) -> list[str]:
     """Return the paragraphs of the docstring of a method's function, or of its row."""
+    method, target = point.methods[name], point.target(name)
     if isinstance(method, OldLogprobMethod):
         return [f"`pi_old` of a token: {method.value.replace('``', '`')}."]
-    text = inspect.getdoc(load_target(method.function, "")) if method.function else ""
+    text = inspect.getdoc(load_target(target, "")) if target else ""
     paragraphs = (text or "").partition(">>>")[0].split("\n\n")
     return [" ".join(paragraph.split()).replace("``", "`") for paragraph in paragraphs if paragraph.strip()]
 

@@ -112,11 +112,7 @@ def test_a_path_or_an_override_that_means_nothing_is_a_clear_error(
 
 
 def test_a_model_that_the_engine_cannot_compute_is_refused_before_a_service_starts(small_run) -> None:
-    line = small_run(
-        model={"path": "model"},
-        generator={"replicas": 1},
-        evaluation={"before_and_after": False},
-    )
+    line = small_run(model={"path": "model"}, generator={"replicas": 1}, evaluation={"before_and_after": False})
     model = line.run_file.parent / "model"
     shutil.copytree(recipe_file("countdown", "model"), model)
     config = json.loads((model / "config.json").read_text())

@@ -184,10 +184,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 def test_pdb_in_an_environment_stops_the_mesh_beyond_every_expiry_and_ctrl_c_ends_it(
     own_code: Callable[..., CommandLine], terminal: Callable[..., Terminal], wait_until: Callable[..., None]
 ) -> None:
-    line = own_code(
-        trainer={"train_steps": 30},
-        store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 3.0},
-    )
+    line = own_code(trainer={"train_steps": 30}, store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 3.0})
     settings = ["--set", "rollout.program=environment", "--set", "rollout.environment=own_code:OneTurn"]
     stops: Path = line.run_file.parent / "stops"
     stops.touch()

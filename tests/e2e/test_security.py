@@ -297,11 +297,7 @@ async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certif
     # The user of this run cannot touch the keys of another one.
     context = StoreTlsConfig(ca=str(mesh.ca), certificate=str(mesh.certificate), key=str(mesh.key))
     with redis.Redis.from_url(
-        url,
-        password=PASSWORD,
-        ssl_ca_certs=context.ca,
-        ssl_certfile=context.certificate,
-        ssl_keyfile=context.key,
+        url, password=PASSWORD, ssl_ca_certs=context.ca, ssl_certfile=context.certificate, ssl_keyfile=context.key
     ) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.set("{other}:x", "1")

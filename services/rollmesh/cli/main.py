@@ -11,15 +11,7 @@ with many_imports():
     import typer
 
     import rollmesh
-    from rollmesh.cli import (
-        configuration,
-        operations,
-        run_inspection,
-        serving,
-        sim,
-        status,
-        up,
-    )
+    from rollmesh.cli import configuration, operations, run_inspection, serving, sim, status, up
     from rollmesh.cli.plain_help import PlainGroup
 
 app = typer.Typer(

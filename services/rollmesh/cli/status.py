@@ -14,13 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollmesh.checkpoints.sealing import known_token, page_link
-from rollmesh.cli.common import (
-    JsonOption,
-    RunFolderArgument,
-    run_async,
-    run_of,
-    store_of,
-)
+from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, run_of, store_of
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.mesh import MeshView

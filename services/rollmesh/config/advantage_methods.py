@@ -95,43 +95,37 @@ _EQUAL_REWARDS = {"schedule.filter_zero_variance": False}
 
 ADVANTAGES = Point(
     field="trainer.algorithm.advantage",
+    module="rollmesh.algorithms.advantages",
     inputs=("TrajectoryColumns",),
-    own=AdvantageMethod(source="your code", compares="none", whole_batch=True),
+    own=AdvantageMethod("your code", compares="none", whole_batch=True),
     methods={
         "grpo": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:grpo",
-            source="DeepSeekMath, arXiv 2402.03300",
+            "DeepSeekMath, arXiv 2402.03300",
             options=GrpoOptions,
             group_spread=True,
             deviation="ddof 1, which the source leaves open, as in the code of CoPRIS",
         ),
         "dr_grpo": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:dr_grpo",
-            source="Understanding R1-Zero-Like Training, arXiv 2503.20783",
+            "Understanding R1-Zero-Like Training, arXiv 2503.20783",
             deviation="the advantage only, not its aggregation, which divides every answer by a constant length",
         ),
-        "rloo": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:rloo", source="Back to Basics, arXiv 2402.14740"
-        ),
+        "rloo": AdvantageMethod("Back to Basics, arXiv 2402.14740"),
         "reinforce_pp": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:reinforce_pp",
-            source="REINFORCE++, arXiv 2501.03262",
+            "REINFORCE++, arXiv 2501.03262",
             compares="batch",
             whole_batch=True,
             deviation="every trajectory weighs the same, where the source normalises token by token; no KL in the "
             "reward",
         ),
         "mc_grpo": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:mc_grpo",
-            source="MC-GRPO (code)",
+            "MC-GRPO (code)",
             options=McGrpoOptions,
             group_spread=True,
             deviation="clipped; set an odd schedule.group_size (G + 1); the pivot stays in the denominators",
             example={"schedule.group_size": 9},
         ),
         "grpo_lambda": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:grpo_lambda",
-            source="GRPO-lambda (descriptions; no code of the authors read)",
+            "GRPO-lambda (descriptions; no code of the authors read)",
             options=GrpoLambdaOptions,
             group_spread=True,
             whole_batch=True,
@@ -141,8 +135,7 @@ ADVANTAGES = Point(
             example=_EQUAL_REWARDS,
         ),
         "drpo": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:drpo",
-            source="DRPO (code)",
+            "DRPO (code)",
             options=DrpoOptions,
             needs_policy=True,
             aggregation="sequence_mean_token_mean",
@@ -155,31 +148,23 @@ ADVANTAGES = Point(
             },
         ),
         "xrpo_novelty": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:xrpo_novelty",
-            source="XRPO (reviews)",
+            "XRPO (reviews)",
             options=XrpoNoveltyOptions,
             group_spread=True,
             deviation="the advantage only; novelty under the behavior policy",
         ),
         "pairs": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:pairs",
-            source="Shuffle-R1 (fork)",
+            "Shuffle-R1 (fork)",
             options=PairsOptions,
             group_spread=True,
             deviation="no batch reshuffle; dropped answers stay in the denominators; set twice the members to train on",
             example={"trainer.algorithm.skip_zero_advantage": True},
         ),
         "filtered_bc": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:filtered_bc",
-            source="TTI (code)",
-            compares="none",
-            ignores_shaping=True,
-            uses_equal_rewards=True,
-            example=_EQUAL_REWARDS,
+            "TTI (code)", compares="none", ignores_shaping=True, uses_equal_rewards=True, example=_EQUAL_REWARDS
         ),
         "tba": AdvantageMethod(
-            function="rollmesh.algorithms.advantages:tba",
-            source="TBA, arXiv 2503.18929",
+            "TBA, arXiv 2503.18929",
             options=TbaOptions,
             needs_policy=True,
             needs_reference=True,

@@ -40,19 +40,18 @@ _NO_BOUNDS = {"trainer.algorithm.clip_low": None, "trainer.algorithm.clip_high":
 
 LOSSES = Point(
     field="trainer.algorithm.loss",
+    module="rollmesh.algorithms.losses",
     inputs=("LossInput", "LossOptions"),
-    own=LossMethod(source="your code", bounds=(0.2, 0.28), has_dual_clip=True, pulls_without_advantage=True),
+    own=LossMethod("your code", bounds=(0.2, 0.28), has_dual_clip=True, pulls_without_advantage=True),
     methods={
         "ppo_clip": LossMethod(
-            function="rollmesh.algorithms.losses:ppo_clip",
-            source="PPO, arXiv 1707.06347; bounds of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
+            "PPO, arXiv 1707.06347; bounds of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
             bounds=(0.2, 0.28),
             clips_ratio=True,
             has_dual_clip=True,
         ),
         "decoupled_ppo": LossMethod(
-            function="rollmesh.algorithms.losses:decoupled_ppo",
-            source="arXiv 2110.00641; AReaL Eq. 5, arXiv 2505.24298",
+            "arXiv 2110.00641; AReaL Eq. 5, arXiv 2505.24298",
             bounds=(0.2, 0.28),
             clips_ratio=True,
             has_dual_clip=True,
@@ -60,8 +59,7 @@ LOSSES = Point(
             example=_RECOMPUTE,
         ),
         "tis": LossMethod(
-            function="rollmesh.algorithms.losses:tis",
-            source="slime, verl",
+            "slime, verl",
             bounds=(0.2, 0.28),
             clips_ratio=True,
             has_dual_clip=True,
@@ -69,35 +67,24 @@ LOSSES = Point(
             example=_RECOMPUTE,
         ),
         "gspo": LossMethod(
-            function="rollmesh.algorithms.losses:gspo",
-            source="GSPO, arXiv 2507.18071",
+            "GSPO, arXiv 2507.18071",
             bounds=(3e-4, 4e-4),
             clips_ratio=True,
             aggregation="sequence_mean_token_mean",
             deviation="a masked token counts as a ratio of 1; bounds as usually quoted, not checked against the paper",
             example={"trainer.algorithm.aggregation": None, **_NO_BOUNDS},
         ),
-        "cispo": LossMethod(
-            function="rollmesh.algorithms.losses:cispo",
-            source="MiniMax-M1, arXiv 2506.13585",
-            bounds=(1.0, 4.0),
-            example=_NO_BOUNDS,
-        ),
+        "cispo": LossMethod("MiniMax-M1, arXiv 2506.13585", bounds=(1.0, 4.0), example=_NO_BOUNDS),
         "minpro": LossMethod(
-            function="rollmesh.algorithms.losses:minpro",
-            source="MinPRO, arXiv 2601.22718",
+            "MinPRO, arXiv 2601.22718",
             bounds=(0.2, 0.28),
             deviation="a masked token counts as a ratio of 1; bounds of DAPO, because the source's are not known",
         ),
         "topr": LossMethod(
-            function="rollmesh.algorithms.losses:topr",
-            source="TOPR, arXiv 2503.14286",
-            deviation="one ratio per token instead of one per answer",
-            example=_NO_BOUNDS,
+            "TOPR, arXiv 2503.14286", deviation="one ratio per token instead of one per answer", example=_NO_BOUNDS
         ),
         "kimi": LossMethod(
-            function="rollmesh.algorithms.losses:kimi",
-            source="Kimi k1.5, arXiv 2501.12599",
+            "Kimi k1.5, arXiv 2501.12599",
             options=KimiOptions,
             pulls_without_advantage=True,
             deviation="per token, as in ROLL; the optimizer keeps its moments between steps",
@@ -188,35 +175,33 @@ OWN_MASK = "own"
 
 MASKS = Point(
     field="trainer.algorithm.masks",
+    module="rollmesh.algorithms.token_masks",
     inputs=("MaskInput",),
-    own=MaskMethod(source="your code", needs="nothing", whole_batch=True),
+    own=MaskMethod("your code", needs="nothing", whole_batch=True),
     methods={
         "icepop": MaskMethod(
-            function="rollmesh.algorithms.token_masks:icepop",
-            source="IcePop, as in verl",
+            "IcePop, as in verl",
             options=IcepopOptions,
             needs="old_logprobs",
             deviation="the mask only; loss tis or decoupled_ppo adds the weight",
             example=_masked("icepop") | _RECOMPUTE,
         ),
         "ratio": MaskMethod(
-            function="rollmesh.algorithms.token_masks:ratio_bounds",
-            source="rejection sampling of verl",
+            "rejection sampling of verl",
+            function="ratio_bounds",
             options=RatioOptions,
             needs="old_logprobs",
             example=_masked("ratio", token=[0.5, 2.0], veto=1e-4) | _RECOMPUTE,
         ),
         "opsm": MaskMethod(
-            function="rollmesh.algorithms.token_masks:opsm",
-            source="slime",
+            "slime",
             options=OpsmOptions,
             needs="old_logprobs",
             deviation="against the behavior policy, once at the start of the step",
             example=_masked("opsm") | _RECOMPUTE,
         ),
         "m2po": MaskMethod(
-            function="rollmesh.algorithms.token_masks:m2po",
-            source="M2PO, as in AReaL",
+            "M2PO, as in AReaL",
             options=M2poOptions,
             needs="old_logprobs",
             whole_batch=True,
@@ -224,8 +209,7 @@ MASKS = Point(
             example=_masked("m2po", threshold=1e-4) | _RECOMPUTE,
         ),
         "mastered": MaskMethod(
-            function="rollmesh.algorithms.token_masks:mastered",
-            source="DMMPT of UloRL, arXiv 2507.19766",
+            "DMMPT of UloRL, arXiv 2507.19766",
             options=MasteredOptions,
             needs="policy",
             deviation="probability and entropy at the start of the step",

@@ -1,14 +1,11 @@
-"""Methods that a run file names: one row per method, whose function is imported when a run uses it.
-
-A row names its function as ``module:function``, as a run file names a function of a user's code.
-"""
+"""Methods that a run file names: one row per method, whose function is imported when a run uses it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -24,13 +21,15 @@ class NoOptions(Section):
     """Options of a method without any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Method:
-    """One named method: its function, its options, where it comes from, and where it differs from there."""
+    """One named method: where it comes from, where it differs from there, its options, its function."""
 
-    function: str = ""
-    """``module:function`` of the inputs of its point, with its options as keywords; empty if it needs none."""
     source: str
+    _: KW_ONLY
+    function: str | None = ""
+    """Function of the inputs of its point, with its options as keywords: empty for one of the method's name, None for
+    a method that needs none."""
     options: type[Section] = NoOptions
     deviation: str = ""
     """Difference from the source; empty without one."""
@@ -49,6 +48,8 @@ class Point(Generic[Row]):
     methods: Mapping[str, Row]
     inputs: tuple[str, ...] = ()
     """Positional inputs of its functions."""
+    module: str = ""
+    """Module of its functions; empty without any."""
     own: Row | None = None
     """Row assumed of a user's code; None if the field takes none."""
 
@@ -64,6 +65,13 @@ class Point(Generic[Row]):
     def example(self, name: str) -> dict[str, Any]:
         """Return the fields of a run file that uses a method."""
         return {self.field: name, **self.methods[name].example}
+
+    def target(self, name: str) -> str:
+        """Return ``module:function`` of a method, as a run file names a user's code; empty if it needs none."""
+        if is_own(name):
+            return name
+        function = self.methods[name].function
+        return f"{self.module}:{function or name}" if self.module and function is not None else ""
 
     def check_name(self, name: str) -> str:
         """Return a known name or ``module:function``. Raises ValueError for any other."""
@@ -115,7 +123,7 @@ class Point(Generic[Row]):
         if is_own(name):
             function = load_function(name, of_field, self.inputs, complete, options_field)
             return OwnFunction(field=of_field, target=name, function=function, options=complete, problem=problem)
-        return partial(load_target(self.methods[name].function, of_field), **complete)
+        return partial(load_target(self.target(name), of_field), **complete)
 
 
 def is_own(name: str) -> bool:

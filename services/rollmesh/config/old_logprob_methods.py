@@ -139,12 +139,13 @@ UpdateScaleName = Literal["none", "ess"]
 
 UPDATE_SCALES: Point[Method] = Point(
     field="trainer.algorithm.update_scale",
+    module="rollmesh.algorithms.ratios",
     inputs=("share",),
     methods={
-        "none": Method(source="the learning rate of the run file"),
+        "none": Method("the learning rate of the run file", function=None),
         "ess": Method(
-            function="rollmesh.algorithms.ratios:ess_scale",
-            source="VCPO, arXiv 2602.17616",
+            "VCPO, arXiv 2602.17616",
+            function="ess_scale",
             options=EssOptions,
             deviation="the factor only, not its baseline; weights over the tokens in the loss",
         ),
@@ -178,12 +179,12 @@ REPLAYS: Point[Method] = Point(
     field="trainer.replay.by",
     methods={
         "uniform": Method(
-            source="Rollout Replay, with DOTS",
+            "Rollout Replay, with DOTS",
             deviation="from the last batches instead of a buffer of prompts, and within max_staleness",
             example=_SNAPSHOT,
         ),
         "reward": Method(
-            source="TBA, arXiv 2503.18929",
+            "TBA, arXiv 2503.18929",
             deviation="whole groups by their mean reward; no share for the newest policy",
             example=_SNAPSHOT,
         ),

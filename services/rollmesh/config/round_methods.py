@@ -87,15 +87,12 @@ class PlannerMethod(Method):
 
 PLANNERS = Point(
     field="curriculum.planner",
-    own=PlannerMethod(source="your code", adaptive=True),
+    module="rollmesh.curriculum.planners",
+    own=PlannerMethod("your code", adaptive=True),
     methods={
-        "single": PlannerMethod(
-            function="rollmesh.curriculum.planners:single",
-            source="one round of schedule.group_size rollouts and schedule.spare_members",
-        ),
+        "single": PlannerMethod("one round of schedule.group_size rollouts and schedule.spare_members"),
         "dars": PlannerMethod(
-            function="rollmesh.curriculum.planners:dars",
-            source="DARS (code)",
+            "DARS (code)",
             options=DarsOptions,
             adaptive=True,
             deviation="a right answer is one with a positive outcome; its advantage is dr_grpo; exact quotients, "
@@ -103,15 +100,13 @@ PLANNERS = Point(
             example={"trainer.algorithm.advantage": "dr_grpo"},
         ),
         "quorum": PlannerMethod(
-            function="rollmesh.curriculum.planners:quorum",
-            source="BroRL (descriptions)",
+            "BroRL (descriptions)",
             options=QuorumOptions,
             deviation="the source gives 512 rollouts and no quorum; set schedule.group_size=512",
             example={"curriculum.planner_options": {"share": 0.8}},
         ),
         "spare": PlannerMethod(
-            function="rollmesh.curriculum.planners:spare",
-            source="MC-GRPO (code): n + 1, with its advantage; Shuffle-R1 (fork): 2 n, with the advantage pairs",
+            "MC-GRPO (code): n + 1, with its advantage; Shuffle-R1 (fork): 2 n, with the advantage pairs",
             options=SpareOptions,
         ),
     },
@@ -164,21 +159,18 @@ class DotOptions(Section):
 
 SHAPERS: Point[Method] = Point(
     field="curriculum.group_shaper",
+    module="rollmesh.curriculum.shapers",
     inputs=("GroupOutcome", "records"),
     methods={
-        "none": Method(
-            function="rollmesh.curriculum.shapers:unshaped", source="rewards stay as the worker has shaped them"
-        ),
+        "none": Method("rewards stay as the worker has shaped them", function="unshaped"),
         "dap": Method(
-            function="rollmesh.curriculum.shapers:dap",
-            source="Apriel-Reasoner, difficulty-aware penalty (code)",
+            "Apriel-Reasoner, difficulty-aware penalty (code)",
             options=DapOptions,
             deviation="gamma and buffer_tokens are ours",
             example={"curriculum.group_shaper_options": {"longest_tokens": 512, "buffer_tokens": 128}},
         ),
         "dot": Method(
-            function="rollmesh.curriculum.shapers:dot",
-            source="DOT (code)",
+            "DOT (code)",
             options=DotOptions,
             deviation="a truncated answer is not verified again but gets truncated_reward; no prompt oversampling, "
             "because filtered groups are replaced at once; no KL-Cov term",
@@ -237,31 +229,17 @@ _PERIOD = {"curriculum.token_budget_options": {"shortest": 32, "longest": 64, "p
 
 BUDGETS: Point[Method] = Point(
     field="curriculum.token_budget",
+    module="rollmesh.curriculum.budgets",
     inputs=("train_step",),
     methods={
-        "constant": Method(source="rollout.max_new_tokens or rollout.max_turns at every train step"),
-        "cosine": Method(
-            function="rollmesh.curriculum.budgets:cosine",
-            source="SIRI, arXiv 2509.25176, with 8192, 16384 and 640",
-            options=PeriodOptions,
-            example=_PERIOD,
-        ),
-        "stair_cosine": Method(
-            function="rollmesh.curriculum.budgets:stair_cosine",
-            source="SIRI, arXiv 2509.25176",
-            options=PeriodOptions,
-            example=_PERIOD,
-        ),
+        "constant": Method("rollout.max_new_tokens or rollout.max_turns at every train step", function=None),
+        "cosine": Method("SIRI, arXiv 2509.25176, with 8192, 16384 and 640", options=PeriodOptions, example=_PERIOD),
+        "stair_cosine": Method("SIRI, arXiv 2509.25176", options=PeriodOptions, example=_PERIOD),
         "stair": Method(
-            function="rollmesh.curriculum.budgets:stair",
-            source="SIRI, arXiv 2509.25176",
-            options=StairOptions,
-            deviation="the share of each half is ours",
-            example=_PERIOD,
+            "SIRI, arXiv 2509.25176", options=StairOptions, deviation="the share of each half is ours", example=_PERIOD
         ),
         "steps": Method(
-            function="rollmesh.curriculum.budgets:steps",
-            source="TTI (code), for turns: 10, 20 and 30",
+            "TTI (code), for turns: 10, 20 and 30",
             options=StepsOptions,
             deviation="by train step instead of iteration; no multiplicative form",
             example={"curriculum.token_budget_options": {"stages": [[0, 32], [2, 64]]}},

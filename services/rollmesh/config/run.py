@@ -77,36 +77,19 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _an_engine_has_its_own_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+    def _sections_have_defaults_of_others(cls, data: Any) -> Any:
+        """Fill in the defaults of an engine, of adapters, and of outside agents, which the mesh cannot evaluate."""
+        names = ("model", "generator", "rollout", "evaluation")
+        sections = {name: data.get(name) or {} for name in names} if isinstance(data, dict) else {}
+        if not sections or not all(isinstance(section, dict) for section in sections.values()):
             return data
-        generator, rollout = data.get("generator"), data.get("rollout") or {}
-        if not isinstance(generator, dict) or not isinstance(rollout, dict):
-            return data
-        defaults = ENGINE_SECTIONS.get(str(generator.get("engine")), EngineSection).rollout_defaults
-        return {**data, "rollout": {**defaults, **rollout}} if defaults else data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adapters_have_their_own_reload(cls, data: Any) -> Any:
-        """Load adapters beside each other by default; ``_generator_problems`` refuses every other way."""
-        if not isinstance(data, dict):
-            return data
-        model, generator = data.get("model"), data.get("generator") or {}
-        if not isinstance(model, dict) or model.get("adapter") is None or not isinstance(generator, dict):
-            return data
-        return {**data, "generator": {"on_new_version": "next_slice", **generator}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _agents_are_not_evaluated(cls, data: Any) -> Any:
-        """Disable evaluation by default for outside agents, which the mesh cannot run."""
-        if not isinstance(data, dict) or not isinstance(data.get("rollout"), dict):
-            return data
-        evaluation = data.get("evaluation") or {}
-        if data["rollout"].get("program") != "agent" or not isinstance(evaluation, dict):
-            return data
-        return {**data, "evaluation": {"before_and_after": False, **evaluation}}
+        engine = ENGINE_SECTIONS.get(str(sections["generator"].get("engine")), EngineSection)
+        defaults = {
+            "generator": {} if sections["model"].get("adapter") is None else {"on_new_version": "next_slice"},
+            "rollout": engine.rollout_defaults,
+            "evaluation": {"before_and_after": False} if sections["rollout"].get("program") == "agent" else {},
+        }
+        return {**data, **{name: {**given, **sections[name]} for name, given in defaults.items() if given}}
 
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:

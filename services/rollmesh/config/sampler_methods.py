@@ -76,12 +76,12 @@ _PUZZLES = {"data.source": {"type": "countdown", "min_numbers": 5, "max_numbers"
 
 SAMPLERS: Point[Method] = Point(
     field="curriculum.sampler",
+    module="rollmesh.curriculum.samplers",
     inputs=("draw", "prompts", "history", "train_step"),
     methods={
-        ORDER: Method(source="every prompt once an epoch, in the order of the source"),
+        ORDER: Method("every prompt once an epoch, in the order of the source", function=None),
         "domain_mix": Method(
-            function="rollmesh.curriculum.samplers:domain_mix",
-            source="Apriel-Reasoner, code of PipelineRL",
+            "Apriel-Reasoner, code of PipelineRL",
             options=DomainMixOptions,
             deviation="of the prompts of a domain, those drawn least often come first",
             example={
@@ -99,30 +99,26 @@ SAMPLERS: Point[Method] = Point(
             },
         ),
         "difficulty": Method(
-            function="rollmesh.curriculum.samplers:difficulty",
-            source="DOTS, code of data-efficient-llm-rl",
+            "DOTS, code of data-efficient-llm-rl",
             options=DifficultyOptions,
             deviation="solve rates of the history instead of a trained predictor; temperature 0.1 instead of "
             "0.001, which is greedy; a prompt has one unfinished group at a time",
             example=_PUZZLES,
         ),
         "frontier": Method(
-            function="rollmesh.curriculum.samplers:frontier",
-            source="HeaPA, code",
+            "HeaPA, code",
             options=FrontierOptions,
             deviation="no augmentation, so no tree of variants; sorted mean rewards instead of two heaps",
             example=_PUZZLES,
         ),
         "band": Method(
-            function="rollmesh.curriculum.samplers:band",
-            source="ADS of TACO, from reviews",
+            "ADS of TACO, from reviews",
             options=BandOptions,
             deviation="quantiles of all seen prompts at every draw instead of once an epoch; p25 and p75 are ours",
             example=_PUZZLES,
         ),
         "unsolved": Method(
-            function="rollmesh.curriculum.samplers:unsolved",
-            source="prioritized sampling of Kimi k1.5, arXiv 2501.12599",
+            "prioritized sampling of Kimi k1.5, arXiv 2501.12599",
             options=UnseenOptions,
             deviation="solve rates over the whole run",
             example=_PUZZLES,

@@ -47,7 +47,7 @@ def load_planner(name: str, options: Mapping[str, Any]) -> RolloutPlanner:
     """
     field_name = PLANNERS.field
     complete = PLANNERS.complete_options(name, options)
-    make = load_target(name if is_own(name) else PLANNERS[name].function, field_name)
+    make = load_target(PLANNERS.target(name), field_name)
     built: RolloutPlanner = call_target(make, name, field_name, complete, f"{field_name}_options")
     if not is_own(name):
         return built

@@ -294,11 +294,7 @@ async def local_mesh(
     """
     schedule = Schedule.from_config(config)
     progress = RunProgress(
-        console,
-        train_steps=schedule.train_steps,
-        metrics=folder.metrics,
-        samples=folder.samples,
-        live=serve is None,
+        console, train_steps=schedule.train_steps, metrics=folder.metrics, samples=folder.samples, live=serve is None
     )
     config = with_mesh_token(config, folder)
     security = PortSecurity.from_config(config.security)

@@ -24,9 +24,7 @@ MOST_MEMBERS = 2048
 """Most members of a group: its places in the queue's order are 4,096, replacements and forks included."""
 
 
-def contradictions(
-    config: RunConfig, bounds: Bounds, on_stale: OnStale, cut_order: CutOrder, harvest: Harvest
-) -> Iterator[str]:
+def contradictions(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     """Yield one sentence per contradiction, with field, value and remedy."""
     section, preset = config.schedule, PRESETS[config.schedule.preset]
     if config.trainer.algorithm.old_logprobs == "stage_end" and not preset.barrier:
@@ -35,16 +33,16 @@ def contradictions(
             f"does not have; take {' or '.join(n for n, p in PRESETS.items() if p.barrier)}, or another source"
         )
     every = config.generator.reload_every_versions
-    if every > (1 if preset.barrier else bounds.max_staleness + 1):
-        why = "its barrier" if preset.barrier else f"max_staleness={bounds.max_staleness}"
+    if every > (1 if preset.barrier else schedule.max_staleness + 1):
+        why = "its barrier" if preset.barrier else f"max_staleness={schedule.max_staleness}"
         remedy = "" if preset.barrier or preset.fixed_staleness else " or raise max_staleness"
         yield (
             f"generator.reload_every_versions={every}: schedule.preset={section.preset} with {why} lets no trajectory "
             f"start on versions that old, so it would have no effect; lower it{remedy}"
         )
-    yield from _of_replay(config, bounds)
-    yield from _of_begin_again(config, bounds, on_stale)
-    if cut_order is CutOrder.SHORTEST and on_stale is OnStale.MASK_OLD_SEGMENTS:
+    yield from _of_replay(config, schedule)
+    yield from _of_begin_again(config, schedule)
+    if schedule.cut_order is CutOrder.SHORTEST and schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
         yield (
             "schedule.cut_order=shortest with schedule.on_stale=mask_old_segments: shorter groups could overtake a "
             "long one until the end of the run, because masked tokens have no deadline; set schedule.on_stale=pace or "
@@ -56,46 +54,46 @@ def contradictions(
             f"schedule.pool_size=auto: schedule.preset={section.preset} opens groups in waves or between barriers, so "
             f"the pace of the trainer cannot set its pool; set a number or null, or take {', '.join(able)}"
         )
-    if bounds.spare_members and config.rollout.program == "agent":
+    if schedule.spare_members and config.rollout.program == "agent":
         yield (
-            f"schedule.spare_members={bounds.spare_members}: with rollout.program=agent the mesh cannot cut off a "
+            f"schedule.spare_members={schedule.spare_members}: with rollout.program=agent the mesh cannot cut off a "
             "session of an outside agent; set 0"
         )
     yield from _of_segments(config)
-    yield from _of_groups_of_one(config, bounds, harvest)
-    yield from _of_parts(config, bounds)
+    yield from _of_groups_of_one(config, schedule)
+    yield from _of_parts(config, schedule)
     if config.curriculum.planner != "single":
-        yield from _of_planner(config, bounds, harvest)
+        yield from _of_planner(config, schedule)
     elif config.curriculum.most_members is not None:
         yield (
             f"curriculum.most_members={config.curriculum.most_members} with curriculum.planner=single would have no "
             "effect: a group has one round; set null, or another planner"
         )
     if config.curriculum.group_shaper != "none":
-        yield from _of_shaper(config, bounds, harvest)
+        yield from _of_shaper(config, schedule)
     yield from _of_budgets(config)
 
 
-def _of_begin_again(config: RunConfig, bounds: Bounds, on_stale: OnStale) -> Iterator[str]:
+def _of_begin_again(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     """Yield the contradictions of an on_stale under which groups begin again."""
     section, preset = config.schedule, PRESETS[config.schedule.preset]
-    if on_stale not in (OnStale.RESTART, OnStale.SET_ASIDE):
+    if schedule.on_stale not in (OnStale.RESTART, OnStale.SET_ASIDE):
         return
     if not (preset.barrier and preset.admission is AdmissionRule.WAVE):
         able = sorted(n for n, p in PRESETS.items() if p.on_stale in (OnStale.RESTART, OnStale.SET_ASIDE))
         yield (
-            f"schedule.on_stale={on_stale} with schedule.preset={section.preset}: groups that begin again need waves "
-            "and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or evict, or "
-            f"take a preset with both ({', '.join(able)})"
+            f"schedule.on_stale={schedule.on_stale} with schedule.preset={section.preset}: groups that begin again "
+            "need waves and a barrier, or they could begin again for ever; set on_stale to pace, mask_old_segments or "
+            f"evict, or take a preset with both ({', '.join(able)})"
         )
-    if on_stale is OnStale.SET_ASIDE and bounds.max_staleness > 0:
+    if schedule.on_stale is OnStale.SET_ASIDE and schedule.max_staleness > 0:
         yield (
-            f"schedule.on_stale=set_aside with max_staleness={bounds.max_staleness}: partial groups within the bound "
-            "stay open, so no long round would ever begin; set max_staleness=0 or another on_stale"
+            f"schedule.on_stale=set_aside with max_staleness={schedule.max_staleness}: partial groups within the "
+            "bound stay open, so no long round would ever begin; set max_staleness=0 or another on_stale"
         )
-    if on_stale is OnStale.RESTART and bounds.spare_groups:
+    if schedule.on_stale is OnStale.RESTART and schedule.spare_groups:
         yield (
-            f"schedule.on_stale=restart with spare_groups={bounds.spare_groups}: the wave would never wait for its "
+            f"schedule.on_stale=restart with spare_groups={schedule.spare_groups}: the wave would never wait for its "
             "slowest groups, which would begin again until the end of the run; set spare_groups=0 or on_stale=set_aside"
         )
 
@@ -132,12 +130,12 @@ def _of_segments(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
+def _of_groups_of_one(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     """Yield the contradictions of settings that compare the members of a group with groups of one trajectory."""
     section, advantage = config.schedule, config.trainer.algorithm.advantage
-    if bounds.group_size > 1:
+    if schedule.group_size > 1:
         return
-    if harvest is Harvest.TRAJECTORY:
+    if schedule.harvest is Harvest.TRAJECTORY:
         field = f"schedule.harvest=trajectory (schedule.preset={section.preset})"
         remedy = "schedule.harvest=group"
     else:
@@ -158,16 +156,16 @@ def _of_groups_of_one(config: RunConfig, bounds: Bounds, harvest: Harvest) -> It
             f"schedule.groups_per_batch=1 with {field}: the advantages of a batch of one trajectory are 0; raise "
             "schedule.groups_per_batch"
         )
-    if harvest is Harvest.TRAJECTORY and config.rollout.program == "agent":
+    if schedule.harvest is Harvest.TRAJECTORY and config.rollout.program == "agent":
         yield (
             f"{field} with rollout.program=agent: the sessions of outside agents on one prompt are one group; set "
             f"{remedy}"
         )
 
 
-def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+def _of_parts(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     """Yield the contradictions of schedule.part_groups; without parts there are none."""
-    section, parts, minibatches = config.schedule, bounds.part_groups, config.trainer.minibatches
+    section, parts, minibatches = config.schedule, schedule.part_groups, config.trainer.minibatches
     if not parts:
         return
     algorithm = config.trainer.algorithm
@@ -182,7 +180,7 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"schedule.part_groups={parts}: trainer.algorithm.masks are computed for the whole batch; set "
             "trainer.algorithm.masks=[] or part_groups=0"
         )
-    one_batch = bounds.wave_batches == 1 and not bounds.spare_groups
+    one_batch = schedule.wave_batches == 1 and not schedule.spare_groups
     if PRESETS[section.preset].admission is not AdmissionRule.WAVE or not one_batch:
         waves = {n: p for n, p in PRESETS.items() if p.admission is AdmissionRule.WAVE and not p.spare_batches}
         able = [name for name, preset in waves.items() if preset.wave_batches == 1]
@@ -213,7 +211,7 @@ def _of_parts(config: RunConfig, bounds: Bounds) -> Iterator[str]:
         )
 
 
-def _of_replay(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+def _of_replay(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     section, replay = config.schedule, config.trainer.replay
     preset = PRESETS[section.preset]
     if replay is None:
@@ -225,7 +223,7 @@ def _of_replay(config: RunConfig, bounds: Bounds) -> Iterator[str]:
             f"{section.groups_per_batch} fresh groups rounds to no group; set a share from {smallest}, or "
             "trainer.replay=null"
         )
-    if bounds.max_staleness == 0:
+    if schedule.max_staleness == 0:
         remedy = "take another preset" if preset.fixed_staleness else "raise it"
         yield (
             f"trainer.replay with schedule.preset={section.preset} and max_staleness=0: every earlier group is over "
@@ -233,17 +231,17 @@ def _of_replay(config: RunConfig, bounds: Bounds) -> Iterator[str]:
         )
 
 
-def _of_planner(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
+def _of_planner(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     section, algorithm = config.curriculum, config.trainer.algorithm
     planner = f"curriculum.planner={section.planner}"
-    if harvest is Harvest.TRAJECTORY:
+    if schedule.harvest is Harvest.TRAJECTORY:
         yield (
             f"{planner} with schedule.harvest=trajectory (schedule.preset={config.schedule.preset}): every trajectory "
             "is a group, so there is nothing to plan; set schedule.harvest=group or curriculum.planner=single"
         )
-    if bounds.spare_members:
+    if schedule.spare_members:
         yield (
-            f"schedule.spare_members={bounds.spare_members} with {planner}: the planner alone decides how many "
+            f"schedule.spare_members={schedule.spare_members} with {planner}: the planner alone decides how many "
             "rollouts a group gets; set schedule.spare_members=0 or curriculum.planner=single"
         )
     if config.rollout.program == "agent":
@@ -258,13 +256,13 @@ def _of_planner(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator
             "rewards, and dividing by their spread would weigh hard prompts unnoticed; set "
             "trainer.algorithm.advantage=dr_grpo, or grpo with advantage_options.norm=none or group_std"
         )
-    yield from _of_sizes(config, bounds)
+    yield from _of_sizes(config, schedule)
 
 
-def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+def _of_sizes(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     """Yield the contradictions between the members that a planner launches and the bound on them."""
     section, method = config.curriculum, PLANNERS[config.curriculum.planner]
-    size, most = bounds.group_size, section.most_members
+    size, most = schedule.group_size, section.most_members
     known = section.planner in PLANNERS.methods
     least = planned_members(section.planner, section.planner_options, size)[1] if known else size
     if most is not None and most < least:
@@ -291,10 +289,10 @@ def _of_sizes(config: RunConfig, bounds: Bounds) -> Iterator[str]:
         )
 
 
-def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[str]:
+def _of_shaper(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     section, advantage = config.curriculum, config.trainer.algorithm.advantage
     shaper = f"curriculum.group_shaper={section.group_shaper}"
-    if harvest is Harvest.TRAJECTORY:
+    if schedule.harvest is Harvest.TRAJECTORY:
         yield (
             f"{shaper} with schedule.harvest=trajectory (schedule.preset={config.schedule.preset}): every trajectory "
             "is a group, so there is nothing to compare; set schedule.harvest=group or curriculum.group_shaper=none"
@@ -314,7 +312,7 @@ def _of_shaper(config: RunConfig, bounds: Bounds, harvest: Harvest) -> Iterator[
                 "trainer.algorithm.old_logprobs=sampler or curriculum.group_shaper=none"
             )
         # A second round of dars goes to groups with wrong answers, which dot leaves as they are.
-        count = bounds.group_size if section.planner == "dars" else section.largest_group(bounds.group_size)
+        count = schedule.group_size if section.planner == "dars" else section.largest_group(schedule.group_size)
         alpha, largest = DotOptions.model_validate(section.group_shaper_options).alpha, largest_z_score(count)
         if alpha >= largest:
             yield (

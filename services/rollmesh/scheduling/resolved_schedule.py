@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from rollmesh.config import RunConfig
@@ -10,52 +10,26 @@ from rollmesh.config.fixed_settings import fixed_fields
 from rollmesh.config.sampler_methods import ORDER
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import ResumeOrder, RunLimits
-from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale, StartOrder
+from rollmesh.scheduling.axes import AdmissionRule, OnStale, StartOrder
 from rollmesh.scheduling.contradictions import contradictions
 from rollmesh.scheduling.presets import PRESETS, Preset
 from rollmesh.scheduling.schedule_bounds import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """One preset with its overrides applied; B = groups_per_batch, n = group_size, N' = pool_size."""
+class Schedule(Bounds):
+    """One preset with its overrides applied; the bounds are those of ``Bounds``."""
 
     preset: str
     admission: AdmissionRule
-    groups_per_batch: int
-    group_size: int
-    """Scored trajectories that complete a group; 1 if every trajectory is a group."""
-    harvest: Harvest
-    prompt_repeats: int
-    """Groups in a row that have the same prompt."""
-    wave_batches: int
-    """Batches of a wave; the next wave opens after they are cut."""
-    spare_groups: int
-    """Groups open beyond those that the wave needs."""
-    spare_members: int
-    """Trajectories launched per group beyond group_size; the surplus is cut off once group_size are scored."""
-    launched_members: int
-    """Trajectories that a new group has: those of the first round of its planner, or group_size and the spare ones."""
-    most_members: int
-    """Most trajectories that the rounds of a group launch; launched_members without a planner of several rounds."""
-    window_groups: int
-    """Most groups admitted and not yet trained on."""
-    pool_size: int
-    """Trajectories leased at once over the whole mesh; the most of an automatic pool."""
     auto_pool: bool = False
     """True if the pool follows measured times and the generators' caches, below pool_size."""
-    part_groups: int
-    """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
     segment_tokens: int
     """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
     start_order: StartOrder
     resume_order: ResumeOrder
-    cut_order: CutOrder
-    max_staleness: int
-    """Train steps between the oldest token in the loss and the trainer, at the optimizer step."""
     barrier: bool
     """True to stop generation from a cut until the policy trained on it is announced."""
-    on_stale: OnStale
     straggler_timeout_seconds: float
     max_filtered_in_a_row: int
     """Zero-variance groups in a row that end the run; also the limit for groups without two scored answers."""
@@ -73,38 +47,18 @@ class Schedule:
 
         Raises ConfigError for values that contradict each other, the preset, or another section.
         """
-        section = config.schedule
-        preset = PRESETS[section.preset]
-        on_stale = preset.on_stale if section.on_stale is None else OnStale(section.on_stale)
-        cut_order = preset.cut_order if section.cut_order is None else CutOrder(section.cut_order)
-        harvest = preset.harvest if section.harvest is None else Harvest(section.harvest)
-        repeats = section.group_size if harvest is Harvest.TRAJECTORY else 1
-        bounds = Bounds.from_section(section, config.curriculum, on_stale, section.group_size // repeats)
-        if problems := list(contradictions(config, bounds, on_stale, cut_order, harvest)):
+        section, preset, bounds = config.schedule, PRESETS[config.schedule.preset], Bounds.resolve(config)
+        if problems := list(contradictions(config, bounds)):
             raise ConfigError("\n".join(problems))
         return cls(
+            **{field.name: getattr(bounds, field.name) for field in fields(bounds)},
             preset=section.preset,
             admission=preset.admission,
-            groups_per_batch=section.groups_per_batch,
-            group_size=bounds.group_size,
-            harvest=harvest,
-            prompt_repeats=repeats,
-            wave_batches=bounds.wave_batches,
-            spare_groups=bounds.spare_groups,
-            spare_members=bounds.spare_members,
-            launched_members=bounds.launched_members,
-            most_members=bounds.most_members,
-            window_groups=bounds.window_groups,
-            pool_size=bounds.pool_size,
             auto_pool=section.pool_size == "auto",
-            part_groups=bounds.part_groups,
             segment_tokens=_segment_tokens(config, preset),
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
             resume_order=ResumeOrder(section.resume_order),
-            cut_order=cut_order,
-            max_staleness=bounds.max_staleness,
             barrier=preset.barrier,
-            on_stale=on_stale,
             straggler_timeout_seconds=section.straggler_timeout_seconds,
             max_filtered_in_a_row=section.max_filtered_in_a_row or 10 * section.groups_per_batch,
             train_steps=config.trainer.train_steps,

@@ -1,65 +1,84 @@
-"""Bounds of a schedule: the values of the run file, or those of its preset, checked against each other."""
+"""Bounds of a schedule: the values of the run file, or those of its preset. Raise ConfigError for a contradiction."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
-from rollmesh.config.curriculum import CurriculumConfig
+from rollmesh.config import RunConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import ConfigError
-from rollmesh.scheduling.axes import AdmissionRule, OnStale
+from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.presets import PRESETS, Preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Numbers of groups and trajectories that a schedule may have in flight, and their age."""
+    """Part of a schedule that other settings may contradict: groups and trajectories in flight, and their age.
 
+    B = groups_per_batch, n = group_size, N' = pool_size.
+    """
+
+    groups_per_batch: int
     group_size: int
-    max_staleness: int
-    window_groups: int
+    """Scored trajectories that complete a group; 1 if every trajectory is a group."""
+    harvest: Harvest
+    prompt_repeats: int
+    """Groups in a row that have the same prompt."""
     wave_batches: int
+    """Batches of a wave; the next wave opens after they are cut."""
     spare_groups: int
+    """Groups open beyond those that the wave needs."""
     spare_members: int
+    """Trajectories launched per group beyond group_size; the surplus is cut off once group_size are scored."""
     launched_members: int
-    """Members that the first round of a group launches, spare ones included."""
+    """Trajectories that a new group has: those of the first round of its planner, or group_size and the spare ones."""
     most_members: int
-    """Most members that all rounds of a group launch; replacements of members without a score come on top."""
+    """Most trajectories that the rounds of a group launch; launched_members without a planner of several rounds."""
+    window_groups: int
+    """Most groups admitted and not yet trained on."""
     pool_size: int
+    """Trajectories leased at once over the whole mesh; the most of an automatic pool."""
     part_groups: int
+    """Groups whose gradient the trainer computes at a time, before the cut; 0 for none."""
+    cut_order: CutOrder
+    max_staleness: int
+    """Train steps between the oldest token in the loss and the trainer, at the optimizer step."""
+    on_stale: OnStale
 
     @classmethod
-    def from_section(
-        cls, section: ScheduleConfig, curriculum: CurriculumConfig, on_stale: OnStale, group_size: int
-    ) -> Self:
-        """Resolve the section for groups of ``group_size`` scored trajectories, with the planner of the curriculum.
-
-        Raises ConfigError for values that contradict each other or the preset.
-        """
-        preset = PRESETS[section.preset]
+    def resolve(cls, config: RunConfig) -> Bounds:
+        """Apply the run file to its preset. Raises ConfigError for values that contradict each other or the preset."""
+        section, curriculum = config.schedule, config.curriculum
+        preset, batch = PRESETS[section.preset], section.groups_per_batch
+        on_stale = preset.on_stale if section.on_stale is None else OnStale(section.on_stale)
+        harvest = preset.harvest if section.harvest is None else Harvest(section.harvest)
+        repeats = section.group_size if harvest is Harvest.TRAJECTORY else 1
+        size = section.group_size // repeats
         staleness = _staleness(section, preset)
         window = _window(section, preset, staleness, on_stale)
         larger = _larger_window(section, preset, window, on_stale)
-        waves, spare = _wave(section, preset, window, larger)
-        spare_members = section.spare_members
-        if spare_members is None:
-            spare_members = math.ceil(preset.spare_member_share * group_size)
-        parts, batch = section.part_groups, section.groups_per_batch
-        launched = curriculum.first_members(group_size) + spare_members
-        most = curriculum.members_in_all_rounds(group_size) + spare_members
-        return cls(
-            group_size=group_size,
-            max_staleness=staleness,
-            window_groups=window,
+        waves, spare_groups = _wave(section, preset, window, larger)
+        spare, parts = section.spare_members, section.part_groups
+        spare = math.ceil(preset.spare_member_share * size) if spare is None else spare
+        launched = curriculum.first_members(size) + spare
+        most = curriculum.members_in_all_rounds(size) + spare
+        return Bounds(
+            groups_per_batch=batch,
+            group_size=size,
+            harvest=harvest,
+            prompt_repeats=repeats,
             wave_batches=waves,
-            spare_groups=spare,
-            spare_members=spare_members,
+            spare_groups=spare_groups,
+            spare_members=spare,
             launched_members=launched,
             most_members=most,
-            pool_size=_pool(section, staleness, window, (launched, most, spare_members), larger),
+            window_groups=window,
+            pool_size=_pool(section, staleness, window, (launched, most, spare), larger),
             part_groups=batch // math.gcd(batch, preset.parts) if parts is None and preset.parts else parts or 0,
+            cut_order=preset.cut_order if section.cut_order is None else CutOrder(section.cut_order),
+            max_staleness=staleness,
+            on_stale=on_stale,
         )
 
 

@@ -36,11 +36,7 @@ OUR_REDIS: dict[str, Any] = {
     },
     "agents": {"enabled": True, "podDisruptionBudget": {"enabled": True}},
     "redis": {"podDisruptionBudget": {"enabled": True}},
-    "monitoring": {
-        "tlsSecret": "prometheus",
-        "podMonitor": {"enabled": True},
-        "prometheusRule": {"enabled": True},
-    },
+    "monitoring": {"tlsSecret": "prometheus", "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
 }
 YOUR_REDIS: dict[str, Any] = {
     "secrets": {"existingSecret": "rollmesh"},

@@ -168,10 +168,7 @@ class Feeder:
 
     async def _finish(self, session: str, held: dict[str, Rollout], ended: Sequence[Rollout]) -> None:
         finishes = [
-            Finish(
-                finish_reason=FinishReason.LENGTH if r.target == 1200 else FinishReason.STOP,
-                **self._write(r),
-            )
+            Finish(finish_reason=FinishReason.LENGTH if r.target == 1200 else FinishReason.STOP, **self._write(r))
             for r in ended
         ]
         await self.store.trajectories.finish(session, finishes)

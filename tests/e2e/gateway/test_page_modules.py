@@ -139,10 +139,7 @@ def test_events_are_read_however_the_stream_is_cut(window: Open) -> None:
     )
     assert found == [
         [
-            [
-                {"name": "tick", "id": "7", "data": '{"a": 1}'},
-                {"name": "snapshot", "id": None, "data": '{"b":\n2}'},
-            ],
+            [{"name": "tick", "id": "7", "data": '{"a": 1}'}, {"name": "snapshot", "id": None, "data": '{"b":\n2}'}],
             "id: 9\nevent: ti",
         ]
     ]

@@ -23,16 +23,7 @@ from rollmesh.report.recorded_run import REPORT_FILE
 from rollmesh.report.report_file import write_report
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.text import Tokenizer
-from rollmesh.types import (
-    Batch,
-    FinishReason,
-    Group,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    Trajectory,
-)
+from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 
 from ...integration.report.made_run import make_run
 from ...kit.checkpoint_samples import write_batch

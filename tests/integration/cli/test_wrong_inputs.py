@@ -195,10 +195,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "raises": (verifier("checks:no_name"), "fails for 6 of 6 trial answers to rows.jsonl:"),
     "scores the reference only": (verifier("checks:only_the_reference"), "fails for 5 of 6 trial answers"),
     "returns NaN": (verifier("checks:nan"), "returned nan, expected a finite number"),
-    "ends the process": (
-        verifier("checks:leaves"),
-        "the trial of checks:leaves ended its process with status 3",
-    ),
+    "ends the process": (verifier("checks:leaves"), "the trial of checks:leaves ended its process with status 3"),
     "never returns": (
         verifier("checks:never", timeout_seconds=0.5),
         "within 2 s; raise reward.timeout_seconds=0.5, or find what the verifier waits for",
@@ -212,10 +209,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "reward.verifier=choice: fails for 6 of 6 trial answers to rows.jsonl:7",
     ),
     "http_judge without options": (verifier("http_judge"), "reward.options: http_judge missing"),
-    "unknown generated task": (
-        sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}),
-        "nosuch",
-    ),
+    "unknown generated task": (sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}), "nosuch"),
     "flow mapping without a space": (
         sections(data={"source": {"type:countdown": None}}),
         "data.source: has no type; write type: with a space after the colon",
@@ -262,10 +256,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "curriculum.group_shaper: checks:no_inputs cannot",
     ),
     "budget not a number": (method(token_budget="checks:not_a_number"), "curriculum.token_budget=checks:not_a_number:"),
-    "budget raises": (
-        method(token_budget="checks:fails"),
-        "curriculum.token_budget=checks:fails: raised KeyError",
-    ),
+    "budget raises": (method(token_budget="checks:fails"), "curriculum.token_budget=checks:fails: raised KeyError"),
     "advantage without inputs": (
         algorithm(advantage="checks:no_inputs"),
         "trainer.algorithm.advantage: checks:no_inputs",

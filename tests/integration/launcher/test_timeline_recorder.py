@@ -41,10 +41,7 @@ async def test_every_line_has_the_work_of_the_generators_that_answer(tmp_path: P
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     try:
-        async with (
-            AdminClient(PortSecurity.from_config(run.security)) as client,
-            running_store(run, folder) as running,
-        ):
+        async with AdminClient(PortSecurity.from_config(run.security)) as client, running_store(run, folder) as running:
             await running.store.limits.init_run(run_limits(run))
             recorder = TimelineRecorder(running.store, folder, client)
             await recorder.sample()

@@ -68,8 +68,8 @@ def test_every_method_is_printed_with_its_point_options_and_source() -> None:
 @pytest.mark.parametrize(("point", "name"), EVERY)
 def test_the_function_of_a_row_takes_the_inputs_of_its_point_and_the_options_of_the_row(point: str, name: str) -> None:
     row = POINTS[point].methods[name]
-    if row.function:
-        signature = inspect.signature(load_target(row.function, point))
+    if target := POINTS[point].target(name):
+        signature = inspect.signature(load_target(target, point))
         signature.bind(*POINTS[point].inputs, **dict.fromkeys(row.options.model_fields))
 
 

@@ -91,11 +91,7 @@ def test_ewma_is_refused_where_no_ratio_is_left() -> None:
         run({"old_logprobs": "ewma", "loss": "topr", "advantage": "filtered_bc"})
 
 
-DRPO = {
-    "advantage": "drpo",
-    "advantage_options": {"longest_tokens": 1024},
-    "aggregation": "sequence_mean_token_mean",
-}
+DRPO = {"advantage": "drpo", "advantage_options": {"longest_tokens": 1024}, "aggregation": "sequence_mean_token_mean"}
 TBA = {"advantage": "tba", "advantage_options": {"beta": 0.1}}
 
 
@@ -298,10 +294,7 @@ DRPO_TRAINER = {"algorithm": DRPO | {"advantage_options": {"longest_tokens": 512
         ),
         (
             DOT,
-            {
-                "trainer": {"algorithm": {"advantage": "reinforce_pp"}},
-                "schedule": {"harvest": "trajectory"} | LARGE,
-            },
+            {"trainer": {"algorithm": {"advantage": "reinforce_pp"}}, "schedule": {"harvest": "trajectory"} | LARGE},
             "group_shaper=dot with schedule.harvest=trajectory .*set schedule.harvest=group",
         ),
         (

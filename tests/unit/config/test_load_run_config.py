@@ -75,10 +75,7 @@ def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
             },
             ["checkpoints.state_every_steps=2", "old_logprobs=stage_end", "set 1"],
         ),
-        (
-            {"trainer": {"algorithm": {"loss": "gsp0"}}},
-            ["trainer.algorithm.loss", "or module:function", "got 'gsp0'"],
-        ),
+        ({"trainer": {"algorithm": {"loss": "gsp0"}}}, ["trainer.algorithm.loss", "or module:function", "got 'gsp0'"]),
         (
             {"trainer": {"algorithm": {"loss": "tis"}}},
             ["trainer.algorithm.loss=tis", "trainer.algorithm.old_logprobs=sampler", "old_logprobs=recompute"],

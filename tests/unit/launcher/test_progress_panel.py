@@ -79,10 +79,7 @@ def shown(tmp_path):
         out = io.StringIO()
         console = Console(file=out, width=width, height=40, force_terminal=terminal, color_system=None)
         progress = RunProgress(
-            console,
-            train_steps=40,
-            metrics=tmp_path / "metrics.jsonl",
-            samples=tmp_path / "samples.jsonl",
+            console, train_steps=40, metrics=tmp_path / "metrics.jsonl", samples=tmp_path / "samples.jsonl"
         )
         with progress:
             for look in looks:

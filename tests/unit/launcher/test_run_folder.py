@@ -127,14 +127,7 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_with_field_values_and_
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("prompt_count", 32),
-        ("samples_per_prompt", 2),
-        ("temperature", 0.0),
-        ("top_p", 0.9),
-        ("top_k", 5),
-        ("seed", 7),
-    ],
+    [("prompt_count", 32), ("samples_per_prompt", 2), ("temperature", 0.0), ("top_p", 0.9), ("top_k", 5), ("seed", 7)],
 )
 def test_a_continued_run_cannot_compare_other_questions_or_other_answers(
     tmp_path: Path, field: str, value: object

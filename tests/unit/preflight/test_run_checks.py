@@ -77,10 +77,7 @@ def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: b
     ("sections", "message"),
     [
         ({"model": {"path": "recipe:chess"}}, "recipe:chess: .* recipes: countdown"),
-        (
-            {"reward": {"verifier": "mine:reward"}},
-            "verifier=mine:reward: would never be used, .* countdown source",
-        ),
+        ({"reward": {"verifier": "mine:reward"}}, "verifier=mine:reward: would never be used, .* countdown source"),
         (
             {"data": {"evaluation_source": {"type": "parquet", "path": "absent.parquet"}}},
             "data.evaluation_source.path=absent.parquet: no such",
